@@ -1,0 +1,227 @@
+"""Every knob, on one page. Frozen; unknown fields and contradictions are errors that name the field.
+
+Each component is given only its own section. Times are in seconds (`_s`). A variant is a type, chosen by `kind`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+PauseMode = Literal["in_place", "retract", "abort"]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and strict about names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ClientConfig(Section):
+    """What every inference engine's client side shares."""
+
+    request_timeout_s: PositiveFloat = 600.0
+    """Longest time one agenerate may take, pauses and retries included."""
+    max_retries: NonNegativeInt = 3
+    """How often a request is sent again after its server failed, each time keeping the tokens it already has."""
+    pause_mode: PauseMode = "in_place"
+    """What a weight update does to running requests: in_place keeps their KV cache, retract recomputes it under the
+    new weights, abort returns partial outputs that the client continues."""
+    update_timeout_s: PositiveFloat = 120.0
+    """Longest time one server may take to load new weights before it is fenced off."""
+
+
+class LocalEngineConfig(ClientConfig):
+    """The embedded server: arl starts it, as processes of its own, and stops it."""
+
+    kind: Literal["local"] = "local"
+    num_servers: PositiveInt = 1
+    """How many server processes to start."""
+    num_threads: PositiveInt = 1
+    """CPU threads for each server's model."""
+    device: str = "cpu"
+    """The torch device that the servers compute on: cpu, cuda, cuda:0, ..."""
+    max_running_requests: PositiveInt = 128
+    """How many requests one server decodes at once; more wait in its queue."""
+    context_length: PositiveInt | None = None
+    """Longest prompt plus response in tokens; the model's own limit (at most 4096) when unset."""
+    startup_timeout_s: PositiveFloat = 120.0
+    """Longest time a server may take until it answers /health."""
+
+
+class SGLangEngineConfig(ClientConfig):
+    """SGLang servers, already running."""
+
+    kind: Literal["sglang"] = "sglang"
+    addresses: tuple[str, ...] = ()
+    """Base URLs, such as http://127.0.0.1:30000; all must serve the same model."""
+    api_key: str | None = None
+    """Sent as a bearer token, if the servers ask for one."""
+
+    @model_validator(mode="after")
+    def _has_addresses(self) -> SGLangEngineConfig:
+        if not self.addresses:
+            raise ValueError("addresses is empty; name at least one server, such as http://127.0.0.1:30000")
+        return self
+
+
+EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig, Field(discriminator="kind")]
+
+
+class RolloutConfig(Section):
+    """How episodes are run, and what happens when they do not go well."""
+
+    batch_size: PositiveInt = 32
+    """Groups in a batch (B): what the trainer takes at a time."""
+    group_size: PositiveInt = 8
+    """Episodes of each example."""
+    max_staleness: NonNegativeInt = 2
+    """eta: how many versions older than the trainer's a trained token may be. 0 is synchronous RL."""
+    max_concurrent_episodes: PositiveInt = 1024
+    """Cap on episodes running at once, whatever the buffer would admit."""
+    episode_timeout_s: PositiveFloat = 600.0
+    """Longest time one episode may take."""
+    episode_retries: NonNegativeInt = 1
+    """How often an episode that failed is run again."""
+    min_group_size: PositiveInt = 2
+    """Fewest finished episodes a group may be trained with; a smaller one is dropped. At most group_size."""
+    max_failure_rate: float = Field(default=0.5, gt=0, le=1)
+    """Share of failed episodes, among the last failure_window, past which the run stops with the first traceback."""
+    failure_window: PositiveInt = 64
+    """Over how many finished episodes max_failure_rate is measured; before that many, the run goes on."""
+    drop_stragglers_after_s: PositiveFloat | None = None
+    """Time a running group may keep the trainer waiting before it is aborted and dropped. Unset: wait."""
+    drop_equal_rewards: bool = False
+    """Reject groups whose episodes all have the same reward: they carry no gradient, and their place is refilled."""
+    shuffle: bool = True
+    """Shuffle the dataset anew each epoch (by seed); otherwise its order is kept."""
+
+    @model_validator(mode="after")
+    def _group_sizes_fit(self) -> RolloutConfig:
+        if "min_group_size" in self.model_fields_set and self.min_group_size > self.group_size:
+            raise ValueError(
+                f"min_group_size is {self.min_group_size}; it must be at most group_size {self.group_size}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, on matrices alone (not on norms and biases)."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or decay to min_lr_ratio * lr at total_steps."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from 0."""
+    total_steps: PositiveInt | None = None
+    """Optimizer steps until a decaying schedule ends. linear and cosine need it."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> OptimizerConfig:
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule is {self.schedule}; it needs total_steps, the optimizer steps until it ends")
+        return self
+
+
+class TrainConfig(Section):
+    """The train engine: FSDP2 over a Hugging Face model."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Sequences are packed into microbatches of at most this many tokens (one longer sequence goes alone)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matmuls compute in. Master weights, gradients' reduction and the optimizer stay float32."""
+    device: str = "cpu"
+    """The torch device to train on: cpu or cuda."""
+    num_threads: PositiveInt = 1
+    """CPU threads of the trainer's torch."""
+    logprob_chunk_size: PositiveInt = 1024
+    """Tokens whose [tokens, vocabulary] logits are held at once."""
+
+
+class PPOConfig(Section):
+    """Decoupled PPO with GRPO advantages. Letters: c current, p proximal, b behavior logprobs, A advantage."""
+
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio exp(c - p) is clipped to at least 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio exp(c - p) is clipped to at most 1 + clip_high."""
+    proximal: Literal["recomputed", "bypassed"] = "recomputed"
+    """recomputed: p by a forward pass when the batch is taken. bypassed: p = b, so ratio = exp(c - b)."""
+    behavior_weight_cap: PositiveFloat | None = 5.0
+    """The weight exp(p - b) is truncated to at most this (TIS); unset leaves it as it is."""
+    scale_by_std: bool = True
+    """GRPO divides R - mean by the group's standard deviation; Dr.GRPO does not."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """token_mean: every trained token of the minibatch weighs the same. sequence_mean: every trajectory does."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per batch: the batch's groups are split into this many minibatches."""
+
+
+class WeightsConfig(Section):
+    """How weights reach the servers."""
+
+    transport: Literal["disk"] = "disk"
+    """disk: a model directory that the servers load."""
+    directory: Path | None = None
+    """Where snapshots are written; must be visible to every server. Unset: a RAM-backed directory of this machine,
+    or the run directory where there is none."""
+
+
+class EvaluationConfig(Section):
+    every: PositiveInt | None = None
+    """Evaluate beside training each time so many versions were trained. Unset: only when asked."""
+    max_concurrent_episodes: PositiveInt = 64
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt | None = None
+    """Save a checkpoint each time so many versions were trained. Unset: only when the run ends or is interrupted."""
+    keep: PositiveInt = 2
+    """How many of the newest checkpoints to keep."""
+
+
+class LogConfig(Section):
+    console: bool = True
+    """Print a live table."""
+    trajectories: NonNegativeInt = 8
+    """How many trajectories of each step to write to trajectories.jsonl."""
+
+
+class Config(Section):
+    """A run. Rerunning with the same run_dir continues from its newest checkpoint."""
+
+    model: str
+    """A Hugging Face model directory, or a model's name on the hub."""
+    run_dir: Path = Path("runs/run")
+    """Where metrics, trajectories, checkpoints and server logs go."""
+    steps: PositiveInt = 100
+    """Batches to train."""
+    seed: int = 0
+    engine: EngineConfig = LocalEngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    ppo: PPOConfig = PPOConfig()
+    weights: WeightsConfig = WeightsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _minibatches_fit(self) -> Config:
+        if self.rollout.batch_size % self.ppo.minibatches:
+            raise ValueError(
+                f"ppo.minibatches is {self.ppo.minibatches}; it must divide "
+                f"rollout.batch_size={self.rollout.batch_size}"
+            )
+        return self

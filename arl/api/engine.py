@@ -1,0 +1,156 @@
+"""The two engines behind which everything concrete hides: one samples, one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from arl.api.types import ModelRequest, ModelResponse, TrainSequence
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskWeights:
+    """A weight update that servers read from a Hugging Face model directory (an absolute path)."""
+
+    version: int
+    directory: Path
+
+
+WeightUpdate = DiskWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStats:
+    """What a weight update cost: pause_s is the longest time a server did not generate, load_s the longest load."""
+
+    pause_s: float
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishStats:
+    """One publish, as the trainer sees it. snapshot_s: the trainer waited. transfer_s: from snapshot to all served."""
+
+    version: int
+    snapshot_s: float
+    transfer_s: float
+    pause_s: float
+    num_bytes: int
+
+
+class InferenceEngine(Protocol):
+    """Samples from the current policy. All methods belong to one event loop."""
+
+    @property
+    def version(self) -> int:
+        """The published version: the newest that every serving server holds."""
+        ...
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Continue `request.input_ids`. Weight updates in between are invisible but for the versions.
+
+        Cancelling the call aborts the request on its server. Raises PromptTooLongError, RequestTimeoutError,
+        ServerError when no server can answer, EngineClosedError.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Stop generating; requests keep waiting until resume."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
+        """Bring every server to `update.version` while requests are in flight. `version` is that when it returns."""
+        ...
+
+    async def aclose(self) -> None:
+        """Abort what runs and release connections. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedTokens:
+    """The trained tokens of one microbatch, flat: every field has length M = number of tokens with loss_mask 1.
+
+    behavior_logprobs, proximal_logprobs, advantages, loss_weights float32[M]; versions int64[M];
+    sequence_ids int64[M]: which sequence of the microbatch (0..S-1) each token belongs to, ascending.
+    """
+
+    behavior_logprobs: torch.Tensor
+    proximal_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    loss_weights: torch.Tensor
+    versions: torch.Tensor
+    sequence_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLosses:
+    """What a loss gives back: loss float32[M] per trained token, not yet weighted by loss_weights, with gradient.
+
+    means: name -> float[M], detached, averaged over all trained tokens of the minibatch.
+    maxima: name -> float[M], detached, of which the largest value is reported.
+    """
+
+    loss: torch.Tensor
+    means: Mapping[str, torch.Tensor]
+    maxima: Mapping[str, torch.Tensor]
+
+
+class TokenLoss(Protocol):
+    """A loss as a pure, picklable function of one microbatch's trained tokens."""
+
+    def __call__(self, current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
+        """current_logprobs float32[M] with gradient, entropy float32[M] of the sampling distribution, in nats."""
+        ...
+
+
+class TrainEngine(Protocol):
+    """Holds the weights being trained. Calls block, and come from one thread."""
+
+    @property
+    def version(self) -> int:
+        """The number of batches trained."""
+        ...
+
+    def forward(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+        """Logprobs under the current weights, float32[T] for each sequence; 0.0 where loss_mask is 0. No gradient."""
+        ...
+
+    def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
+        """One optimizer step for each minibatch, then version += 1. Metrics are means over the minibatches."""
+        ...
+
+    def export(self, directory: Path) -> int:
+        """Write a Hugging Face model directory (weights, config, tokenizer) and return the bytes written."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Continue from `save`'s directory. Raises CheckpointError naming what does not fit."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightTransport(Protocol):
+    """Moves weights from a TrainEngine to an InferenceEngine: take a snapshot, then deliver it beside training."""
+
+    def snapshot(self, engine: TrainEngine) -> WeightUpdate:
+        """Copy the weights aside; blocks the trainer's thread and nothing else."""
+        ...
+
+    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
+        """Bring the servers to the snapshot's version, then let go of what is no longer needed."""
+        ...
+
+    def close(self) -> None: ...

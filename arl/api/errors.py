@@ -1,0 +1,67 @@
+"""Every error arl raises on purpose. Each message says what was wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class ArlError(Exception):
+    """The base of all of arl's errors."""
+
+
+class ConfigError(ArlError, ValueError):
+    """A setting is unknown, out of range, contradicts another, or cannot be honoured by the chosen backend."""
+
+
+class ModelError(ArlError):
+    """A model directory or tokenizer is missing, broken or lacks what is asked of it."""
+
+
+class DatasetError(ArlError):
+    """A dataset is missing, empty, or lacks a needed column."""
+
+
+class TrajectoryError(ArlError, ValueError):
+    """A workflow returned a malformed trajectory."""
+
+
+class PromptTooLongError(ArlError, ValueError):
+    """A prompt (plus the tokens asked for) does not fit into the model's context."""
+
+
+class StalenessError(ArlError):
+    """A token older than max_staleness reached the trainer: a bug in the buffer, never a setting."""
+
+
+class ServerError(ArlError):
+    """An inference server could not be reached, answered with an error, or died."""
+
+
+class RequestTimeoutError(ArlError, TimeoutError):
+    """A generate request took longer than engine.request_timeout_s."""
+
+
+class EpisodeTimeoutError(ArlError, TimeoutError):
+    """An episode took longer than rollout.episode_timeout_s."""
+
+
+class RewardTimeoutError(ArlError, TimeoutError):
+    """A reward function ran longer than its timeout, counted from when it started to run."""
+
+
+class RewardError(ArlError):
+    """A reward function raised, or its worker process died."""
+
+
+class FailureBudgetError(ArlError):
+    """More episodes failed than rollout.max_failure_rate allows; the first failure is the cause."""
+
+
+class StarvedError(ArlError):
+    """Training needs groups and none can come: every example is rejected, or the dataset ran out."""
+
+
+class EngineClosedError(ArlError):
+    """The engine was closed while, or before, this call was made."""
+
+
+class CheckpointError(ArlError):
+    """A checkpoint is unreadable, or was written by a run with other settings."""

@@ -1,0 +1,255 @@
+"""The records that cross between components: requests, responses, trajectories, groups, training sequences.
+
+All are frozen and validated when built, so that a component that receives one need not check it again.
+Token-level fields are aligned with `token_ids`: index t speaks of `token_ids[t]`, whose log-probability is
+conditioned on `token_ids[:t]`.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from arl.api.errors import TrajectoryError
+
+if TYPE_CHECKING:
+    import torch
+
+StopReason = Literal["stop", "length", "abort"]
+
+NOT_SAMPLED = -1
+"""The version of a token that no policy sampled: prompts, tool results, user turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one response is sampled. Names and meaning are SGLang's; `temperature=0` is greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be -1 (off) or at least 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1]")
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by before the log-softmax that gives logprobs (greedy leaves them as they are)."""
+        return self.temperature if self.temperature > 0 else 1.0
+
+
+def new_id() -> str:
+    """A random identifier for a request or a session."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """One turn: the tokens so far, and how to continue them. `session_id` keeps an episode's turns on one server."""
+
+    input_ids: Sequence[int]
+    sampling: SamplingParams = SamplingParams()
+    rid: str = field(default_factory=new_id)
+    session_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.input_ids) == 0:
+            raise ValueError("input_ids is empty; a request needs at least one token to continue from")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelResponse:
+    """What was sampled: for each token its behavior logprob and the policy version that produced it.
+
+    A response that was interrupted by weight updates and continued differs from another in its versions alone.
+    `output_ids` includes the stop token if one was sampled. `temperature` is what the logits were divided by
+    before the log-softmax, so that whoever recomputes `output_logprobs` computes the same quantity.
+    """
+
+    output_ids: tuple[int, ...]
+    output_logprobs: tuple[float, ...]
+    output_versions: tuple[int, ...]
+    stop_reason: StopReason
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        n = len(self.output_ids)
+        if len(self.output_logprobs) != n or len(self.output_versions) != n:
+            raise ValueError(
+                f"a response of {n} tokens has {len(self.output_logprobs)} logprobs "
+                f"and {len(self.output_versions)} versions; the three must be of equal length"
+            )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The token-level record that an episode returns, all fields of length T = len(token_ids).
+
+    token_ids: prompt, sampled and environment tokens in the order the model saw them.
+    loss_mask: 1 where a token is trained; only sampled tokens can be.
+    behavior_logprobs: the sampler's logprob of each sampled token; 0.0 elsewhere.
+    versions: the policy version that sampled each token; -1 where none did.
+    reward: the trajectory's return. token_rewards: optional finer rewards, per token.
+    metrics: name -> number, averaged over episodes in logs. role: which agent, in multi-agent episodes.
+    temperature: what logits are divided by before logprobs, the same for every sampled token.
+
+    Raises TrajectoryError naming the field that is wrong.
+    """
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    behavior_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+    token_rewards: tuple[float, ...] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    role: str = "agent"
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._check_lengths()
+        self._check_numbers()
+        for t, (trained, version) in enumerate(zip(self.loss_mask, self.versions, strict=True)):
+            if trained not in (0, 1):
+                raise TrajectoryError(f"loss_mask[{t}] is {trained!r}; it must be 0 or 1")
+            if version < NOT_SAMPLED:
+                raise TrajectoryError(f"versions[{t}] is {version}; it must be -1 (not sampled) or a policy version")
+            if trained and version == NOT_SAMPLED:
+                raise TrajectoryError(f"loss_mask[{t}] is 1 but versions[{t}] is -1: only sampled tokens are trained")
+        if self.token_ids and self.loss_mask[0]:
+            raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
+
+    def _check_lengths(self) -> None:
+        n = len(self.token_ids)
+        if n == 0:
+            raise TrajectoryError("token_ids is empty; return None from arun_episode to reject an episode")
+        aligned = {
+            "loss_mask": self.loss_mask,
+            "behavior_logprobs": self.behavior_logprobs,
+            "versions": self.versions,
+            "token_rewards": self.token_rewards,
+        }
+        for name, values in aligned.items():
+            if values is not None and len(values) != n:
+                raise TrajectoryError(f"{name} has {len(values)} entries for {n} token_ids; they must be equal")
+
+    def _check_numbers(self) -> None:
+        numbers: dict[str, Sequence[float]] = {
+            "reward": (self.reward,),
+            "behavior_logprobs": self.behavior_logprobs,
+            "token_rewards": self.token_rewards or (),
+            **{f"metrics[{name!r}]": (value,) for name, value in self.metrics.items()},
+        }
+        for name, values in numbers.items():
+            for t, value in enumerate(values):
+                if not _is_finite(value):
+                    where = f"{name}[{t}]" if len(values) > 1 else name
+                    raise TrajectoryError(f"{where} is {value!r}; it must be a finite number")
+        if any(value > 1e-4 for value in self.behavior_logprobs):
+            raise TrajectoryError("behavior_logprobs holds a value above 0; log-probabilities are at most 0")
+        if not self.temperature > 0:
+            raise TrajectoryError(f"temperature is {self.temperature}; it must be above 0")
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The smallest version among trained tokens; None when nothing in it is trained."""
+        return min((v for v, m in zip(self.versions, self.loss_mask, strict=True) if m), default=None)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The finished episodes of one example: the unit of admission, staleness and advantages.
+
+    group_id: unique in a run. example_id: (epoch, index in the dataset). stamp: the version published when the
+    group was admitted. trajectories and episode_indices run in parallel: which episode returned each trajectory.
+    """
+
+    group_id: int
+    example_id: tuple[int, int]
+    stamp: int
+    trajectories: tuple[Trajectory, ...]
+    episode_indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.trajectories) != len(self.episode_indices):
+            raise ValueError("a group needs one episode index for each of its trajectories")
+
+    @property
+    def num_episodes(self) -> int:
+        return len(set(self.episode_indices))
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version of a trained token; the stamp when nothing is trained."""
+        versions = [v for trajectory in self.trajectories if (v := trajectory.oldest_version) is not None]
+        return min(versions, default=self.stamp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSequence:
+    """A trajectory as the train engine takes it: 1-D tensors of length T, aligned with token_ids.
+
+    token_ids int64, loss_mask bool, behavior_logprobs / proximal_logprobs / advantages float32, versions int64.
+    loss_weights float32: the share of each token in the minibatch's loss (aggregation and global denominators are
+    in it already), so that loss = sum over all tokens of loss_weights * token loss, however the batch is split.
+    """
+
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    proximal_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    loss_weights: torch.Tensor
+    versions: torch.Tensor
+    temperature: float = 1.0
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one step of training did, as `async for step in trainer` yields it.
+
+    version: the trainer's version after the step. reward: mean over the batch's episodes. max_staleness_seen: of the
+    batch's tokens. Times in seconds of wall clock. `metrics` holds everything, flat, as metrics.jsonl has it.
+    """
+
+    version: int
+    reward: float
+    num_episodes: int
+    mean_staleness: float
+    max_staleness_seen: int
+    wait_s: float
+    train_s: float
+    metrics: Mapping[str, float]
+
+
+Example = Mapping[str, Any]
+"""A dataset row, as `arun_episode` receives it."""
