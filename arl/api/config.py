@@ -6,9 +6,18 @@ Each component is given only its own section. Times are in seconds (`_s`). A var
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
@@ -216,6 +225,12 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _local_unless_said(cls, engine: Any) -> Any:
+        """A section that names no kind speaks of the default one."""
+        return {"kind": "local", **cast("dict[str, Any]", engine)} if isinstance(engine, dict) else engine
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:
