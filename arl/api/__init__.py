@@ -14,7 +14,7 @@ from arl.api.engine import (
     WeightUpdate,
 )
 from arl.api.errors import ArlError
-from arl.api.scripted import ScriptedEngine
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import (
     NOT_SAMPLED,
     Example,
@@ -44,6 +44,7 @@ __all__ = [
     "RolloutWorkflow",
     "SamplingParams",
     "ScriptedEngine",
+    "ScriptedTrainEngine",
     "StepStats",
     "TokenLoss",
     "TokenLosses",

@@ -65,3 +65,7 @@ class EngineClosedError(ArlError):
 
 class CheckpointError(ArlError):
     """A checkpoint is unreadable, or was written by a run with other settings."""
+
+
+class ToolError(ArlError):
+    """A tool cannot do what the model asked; the message is for the model to read. Also: a function that is no tool."""

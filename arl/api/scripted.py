@@ -1,14 +1,23 @@
-"""ScriptedEngine: the official fake InferenceEngine, made from a function, for testing workflows without a model."""
+"""The official fakes: an InferenceEngine made from a function, and a TrainEngine without weights.
+
+ScriptedEngine is for testing workflows without a model, ScriptedTrainEngine for testing the flow without training.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.engine import TokenLoss, UpdateStats, WeightUpdate
 from arl.api.errors import EngineClosedError
-from arl.api.types import ModelRequest, ModelResponse
+from arl.api.types import ModelRequest, ModelResponse, TrainSequence
+
+if TYPE_CHECKING:
+    import torch
 
 Script = Callable[[ModelRequest], "ModelResponse | Sequence[int] | Awaitable[ModelResponse | Sequence[int]]"]
 
@@ -65,3 +74,44 @@ class ScriptedEngine:
     async def aclose(self) -> None:
         self._closed = True
         self._running.set()
+
+
+class ScriptedTrainEngine:
+    """Counts batches instead of training; proximal logprobs are the behavior ones. `batches` keeps what was trained.
+
+    on_train: called on the trainer's thread with each batch, to block, fail or look.
+    """
+
+    def __init__(self, on_train: Callable[[Sequence[Sequence[TrainSequence]]], None] | None = None) -> None:
+        self._on_train = on_train
+        self._version = 0
+        self.batches: list[list[list[TrainSequence]]] = []
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def forward(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+        return [sequence.behavior_logprobs for sequence in sequences]
+
+    def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
+        if self._on_train:
+            self._on_train(minibatches)
+        self.batches.append([list(minibatch) for minibatch in minibatches])
+        self._version += 1
+        return {"loss": 0.0}
+
+    def export(self, directory: Path) -> int:
+        return self._write(directory / "weights.json")
+
+    def save(self, directory: Path) -> None:
+        self._write(directory / "engine.json")
+
+    def load(self, directory: Path) -> None:
+        self._version = json.loads((directory / "engine.json").read_text())["version"]
+
+    def close(self) -> None: ...
+
+    def _write(self, path: Path) -> int:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.write_text(json.dumps({"version": self._version}))

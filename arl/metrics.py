@@ -1,0 +1,206 @@
+"""What a run leaves for its users to look at: metrics, trajectories and evaluations as JSONL, and a live table.
+
+Files live in the run directory and are cut back to the checkpoint's version when a run resumes, so that a line
+stands once for each version. All calls are short and blocking; the trainer makes them on a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from arl.api.config import LogConfig
+from arl.api.types import Group, StepStats
+
+ROWS_SHOWN = 16
+COLUMNS = ("step", "reward", "staleness", "samples/s", "waited", "trained", "paused", "loss", "entropy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out results at a version. reward and metrics are means over episodes; a failed episode has reward 0."""
+
+    version: int
+    reward: float
+    num_episodes: int
+    num_failed: int
+    wall_s: float
+    metrics: Mapping[str, float]
+
+
+class RunLog:
+    """Writes a run's files and its live table. Owned by `launch`, used from one thread at a time.
+
+    decode: token ids -> text, for the trajectories; without it they hold ids alone.
+    """
+
+    def __init__(self, run_dir: Path, config: LogConfig, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
+        self._config = config
+        self._decode = decode
+        self._table = StepTable() if config.console else None
+        self.evaluations: dict[int, Evaluation] = {}
+
+    def resume(self, version: int) -> None:
+        """Drop what was written after `version`, and read back the evaluations up to it; torn lines are dropped."""
+        for path in self._paths.values():
+            rows = [row for row in read_jsonl(path) if row["version"] <= version]
+            write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+        rows = read_jsonl(self._paths["evaluations"])
+        self.evaluations = {row["version"]: Evaluation(**row) for row in rows}
+
+    def step(self, stats: StepStats, groups: Sequence[Group]) -> None:
+        self._append("metrics", [dict(stats.metrics)])
+        self._append("trajectories", self._trajectory_rows(stats.version, groups))
+        if self._table:
+            self._table.step(stats)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations[evaluation.version] = evaluation
+        self._append("evaluations", [asdict(evaluation)])
+        if self._table:
+            self._table.say(
+                f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
+                f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
+            )
+
+    def say(self, message: str) -> None:
+        """One line for the person at the terminal."""
+        if self._table:
+            self._table.say(message)
+
+    def close(self) -> None:
+        if self._table:
+            self._table.close()
+
+    def _trajectory_rows(self, version: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        members = [(group, i) for group in groups for i in range(len(group.trajectories))]
+        rows: list[dict[str, Any]] = []
+        for group, i in members[: self._config.trajectories]:
+            row = {
+                "version": version,
+                "group_id": group.group_id,
+                "example_id": group.example_id,
+                "episode": group.episode_indices[i],
+                **asdict(group.trajectories[i]),
+            }
+            if self._decode:
+                row["text"] = self._decode(group.trajectories[i].token_ids)
+            rows.append(row)
+        return rows
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        with self._paths[name].open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+class StepTable:
+    """The live table: the last steps in place on a terminal, a line per step where output is a file or a pipe."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._rows: list[tuple[str, ...]] = []
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._started = False
+
+    def step(self, stats: StepStats) -> None:
+        metrics = stats.metrics
+        row = (
+            str(stats.version),
+            f"{stats.reward:.3f}",
+            f"{stats.mean_staleness:.1f} / {stats.max_staleness_seen}",
+            f"{metrics.get('samples_per_s', math.nan):.0f}",
+            f"{stats.wait_s:.2f}s",
+            f"{stats.train_s:.2f}s",
+            f"{metrics.get('weights/pause_s', 0.0) * 1000:.0f}ms",
+            f"{metrics.get('loss', math.nan):+.4f}",
+            f"{metrics.get('entropy', math.nan):.3f}",
+        )
+        self._rows = [*self._rows[1 - ROWS_SHOWN :], row]
+        if self._live:
+            self._start(self._live)
+            self._live.update(self._render(), refresh=True)
+        else:
+            cells = (f"{name} {cell}" for name, cell in zip(COLUMNS, row, strict=True))
+            self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
+
+    def say(self, message: str) -> None:
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._live and self._started:
+            self._live.stop()
+            self._started = False
+
+    def _start(self, live: Live) -> None:
+        if not self._started:
+            live.start()
+            self._started = True
+
+    def _render(self) -> Table:
+        table = Table(box=None, header_style="bold")
+        for column in COLUMNS:
+            table.add_column(column, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return table
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of `path`, without a last line that a kill cut short; empty where there is no file."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` so that a reader, or a rerun after a kill, finds the old or the new whole."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text)
+    aside.replace(path)
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draw reward, staleness and throughput over wall time from metrics.jsonl into reward.png, and return its path.
+
+    Raises ImportError naming the extra to install where matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plot_run draws with matplotlib; install it with: pip install 'arl[examples]'") from None
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    evaluations = read_jsonl(run_dir / "evaluations.jsonl")
+    seconds_by_version = {0: 0.0, **{row["version"]: row["time_s"] for row in rows}}
+    seconds = [row["time_s"] for row in rows]
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    reward, staleness, throughput = figure.subplots(3, 1, sharex=True)
+    reward.plot(seconds, [row["reward"] for row in rows], label="training batch")
+    at = [seconds_by_version.get(row["version"], 0.0) for row in evaluations]
+    reward.plot(at, [row["reward"] for row in evaluations], "o", label="held out")
+    reward.set(ylabel="reward", ylim=(-0.02, 1.02), title="arl: reward, staleness and throughput over wall time")
+    reward.legend(loc="lower right")
+    staleness.plot(seconds, [row["staleness/max"] for row in rows], label="oldest token")
+    staleness.plot(seconds, [row["staleness/mean"] for row in rows], label="mean")
+    staleness.set(ylabel="staleness (versions)", ylim=(-0.1, None))
+    staleness.legend(loc="lower right")
+    throughput.plot(seconds, [row["samples_per_s"] for row in rows])
+    throughput.set(ylabel="episodes trained per second", xlabel="wall time (s)", ylim=(0, None))
+    path = run_dir / "reward.png"
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,57 @@
+"""Numbers about batches and runs, from records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from arl.api.types import Group, Trajectory
+
+
+@dataclass(slots=True, kw_only=True)
+class RunTotals:
+    """What a run has trained since its first start; kept in checkpoints."""
+
+    wall_s: float = 0.0
+    episodes_trained: int = 0
+    max_staleness_seen: int = 0
+
+    def add(self, *, num_episodes: int, max_staleness: int) -> None:
+        self.episodes_trained += num_episodes
+        self.max_staleness_seen = max(self.max_staleness_seen, max_staleness)
+
+
+def episode_rewards(groups: Sequence[Group]) -> list[float]:
+    """One reward for each episode: the mean over its trajectories, where it returned several."""
+    rewards: list[float] = []
+    for group in groups:
+        by_episode: dict[int, list[float]] = {}
+        for episode, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
+            by_episode.setdefault(episode, []).append(trajectory.reward)
+        rewards += [fmean(values) for values in by_episode.values()]
+    return rewards
+
+
+def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Staleness of the trained tokens against the trainer's `version`, lengths, and the workflow's own metrics."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    staleness = [
+        version - v for t in trajectories for v, trained in zip(t.versions, t.loss_mask, strict=True) if trained
+    ]
+    return {
+        "staleness/mean": fmean(staleness) if staleness else 0.0,
+        "staleness/max": max(staleness, default=0),
+        "episode/tokens": fmean(len(t.token_ids) for t in trajectories),
+        "episode/trained_tokens": fmean(t.num_trained_tokens for t in trajectories),
+        **mean_metrics(trajectories),
+    }
+
+
+def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`episode/NAME`: each workflow metric, averaged over the trajectories that have it."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            values.setdefault(f"episode/{name}", []).append(value)
+    return {name: fmean(numbers) for name, numbers in values.items()}
