@@ -1,0 +1,258 @@
+"""ReplayBuffer: where rollouts and training meet, and what keeps every trained token within max_staleness versions.
+
+    rollout loop --admit--> RUNNING --finish--> FINISHED --take_batch--> TAKEN --published--> gone
+                               |
+                               +----release----> gone   (rejected or dropped)
+
+| who waits | for | woken by |
+|---|---|---|
+| admit | fewer than (max_staleness + 1) * batch_size groups charged | published, release |
+| take_batch | a batch whose removal leaves no group that must miss its deadline | finish, release |
+| wait_for_stragglers | a running group that keeps take_batch waiting too long | any of these, and the clock |
+
+The argument that these two conditions bound staleness, and that waiting always ends, is in docs/staleness.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from arl.api.errors import StalenessError
+from arl.api.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A group's place in the buffer. number: order of admission, from 0. stamp: the version published at admission."""
+
+    number: int
+    stamp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferState:
+    """How full the buffer is, in groups, for logs. version: of the next batch. published: what the servers hold."""
+
+    version: int
+    published: int
+    running: int
+    finished: int
+    taken: int
+    capacity: int
+
+    @property
+    def charged(self) -> int:
+        return self.running + self.finished + self.taken
+
+
+class _Stage(Enum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    TAKEN = "taken"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """A charged group. deadline: the last version whose batch may hold it."""
+
+    slot: Slot
+    deadline: int
+    stage: _Stage = _Stage.RUNNING
+    group: Group | None = None
+    trained_in: int | None = None
+    blocking_since: float | None = None
+
+
+class ReplayBuffer:
+    """Groups between admission and publication. All methods belong to one event loop.
+
+    t is the version of the next batch (batches taken so far, counted from `version`), p the published version. A
+    group is charged from admission until weights trained on it are published, or until it is released. One rollout
+    loop admits and one trainer takes; max_staleness=0 makes the two alternate, as synchronous training does.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int, version: int = 0) -> None:
+        if batch_size < 1 or max_staleness < 0:
+            raise ValueError(
+                f"batch_size is {batch_size} and max_staleness is {max_staleness}; "
+                "they must be at least 1 and at least 0"
+            )
+        self._batch_size = batch_size
+        self._max_staleness = max_staleness
+        self._version = version
+        self._published = version
+        self._next_number = 0
+        self._entries: dict[int, _Entry] = {}
+        self._is_taking = False
+        self._changed = asyncio.Condition()
+
+    @property
+    def state(self) -> BufferState:
+        return BufferState(
+            version=self._version,
+            published=self._published,
+            running=len(self._in(_Stage.RUNNING)),
+            finished=len(self._in(_Stage.FINISHED)),
+            taken=len(self._in(_Stage.TAKEN)),
+            capacity=self._capacity,
+        )
+
+    async def admit(self) -> Slot:
+        """Wait for room, and charge one group for it, stamped with the version published now."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._entries) < self._capacity)
+            slot = Slot(number=self._next_number, stamp=self._published)
+            self._next_number += 1
+            self._entries[slot.number] = _Entry(slot=slot, deadline=slot.stamp + self._max_staleness)
+            self._notify()
+            return slot
+
+    async def finish(self, slot: Slot, group: Group) -> None:
+        """Hand over the group that ran in `slot`. Its tokens must have been sampled since its admission."""
+        oldest = group.oldest_version
+        if oldest < slot.stamp:
+            raise ValueError(
+                f"group {group.group_id} holds a token of version {oldest}, sampled before the group was admitted at "
+                f"version {slot.stamp}"
+            )
+        async with self._changed:
+            entry = self._running(slot)
+            entry.stage = _Stage.FINISHED
+            entry.group = group
+            entry.deadline = oldest + self._max_staleness
+            self._notify()
+
+    async def release(self, slot: Slot) -> None:
+        """Free the place of a running group that is rejected or dropped."""
+        async with self._changed:
+            del self._entries[self._running(slot).slot.number]
+            self._notify()
+
+    async def take_batch(self, version: int) -> list[Group]:
+        """Wait for, and remove, batch_size finished groups for the batch trained at `version`, the next in sequence.
+
+        Earliest deadline first; returned in order of admission. Raises StalenessError if a token is older than
+        max_staleness allows, which only a defect of this class could cause.
+        """
+        if version != self._version:
+            raise ValueError(f"take_batch was called for version {version}; the next batch is for {self._version}")
+        async with self._changed:
+            self._is_taking = True
+            self._notify()
+            try:
+                await self._changed.wait_for(self._may_take)
+                batch = self._earliest()
+                for entry in batch:
+                    entry.stage = _Stage.TAKEN
+                    entry.trained_in = version
+                self._version += 1
+            finally:
+                self._is_taking = False
+                self._notify()
+        groups = [entry.group for entry in sorted(batch, key=lambda entry: entry.slot.number) if entry.group]
+        self._check_staleness(version, groups)
+        return groups
+
+    async def published(self, version: int) -> None:
+        """Every serving server now holds `version`: later groups are stamped with it, trained ones are uncharged."""
+        async with self._changed:
+            if not self._published <= version <= self._version:
+                raise ValueError(
+                    f"version {version} was published after {self._published}, with {self._version} trained; "
+                    "versions rise, and only trained ones are published"
+                )
+            self._published = version
+            for entry in self._in(_Stage.TAKEN):
+                if entry.trained_in is not None and entry.trained_in < version:
+                    del self._entries[entry.slot.number]
+            self._notify()
+
+    async def wait_for_stragglers(self, after_s: float) -> list[Slot]:
+        """Wait until running groups have kept the trainer waiting for `after_s` seconds, and name them.
+
+        Too few finished groups: every running one keeps it waiting. Enough, but some running ones would miss their
+        deadline: those do.
+        """
+        clock = asyncio.get_running_loop()
+        async with self._changed:
+            while True:
+                since = {e.slot: e.blocking_since for e in self._entries.values() if e.blocking_since is not None}
+                overdue = [slot for slot, start in since.items() if start + after_s <= clock.time()]
+                if overdue:
+                    return overdue
+                next_due = min(since.values()) + after_s if since else None
+                try:
+                    async with asyncio.timeout_at(next_due):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+
+    @property
+    def _capacity(self) -> int:
+        return (self._max_staleness + 1) * self._batch_size
+
+    def _in(self, stage: _Stage) -> list[_Entry]:
+        return [entry for entry in self._entries.values() if entry.stage is stage]
+
+    def _running(self, slot: Slot) -> _Entry:
+        entry = self._entries.get(slot.number)
+        if entry is None or entry.stage is not _Stage.RUNNING:
+            raise ValueError(f"slot {slot.number} is not running: it was finished or released before")
+        return entry
+
+    def _earliest(self) -> list[_Entry]:
+        """The finished groups that a batch would take now: earliest deadline, then earliest admission, first."""
+        finished = sorted(self._in(_Stage.FINISHED), key=lambda entry: (entry.deadline, entry.slot.number))
+        return finished[: self._batch_size]
+
+    def _may_take(self) -> bool:
+        batch = self._earliest()
+        return len(batch) == self._batch_size and self._first_overfull(batch) is None
+
+    def _first_overfull(self, batch: list[_Entry]) -> int | None:
+        """The look-ahead test: the first deadline by which more groups stay behind than later batches can hold.
+
+        After the batch for version t, those for t+1..d hold (d - t) * batch_size groups; whatever must be used by d
+        has to fit into them.
+        """
+        chosen = {entry.slot.number for entry in batch}
+        left_behind = sorted(
+            entry.deadline
+            for entry in self._entries.values()
+            if entry.stage is not _Stage.TAKEN and entry.slot.number not in chosen
+        )
+        for count, deadline in enumerate(left_behind, start=1):
+            if count > (deadline - self._version) * self._batch_size:
+                return deadline
+        return None
+
+    def _blocking(self) -> Iterable[_Entry]:
+        """The running groups that keep a waiting take_batch waiting."""
+        running = self._in(_Stage.RUNNING)
+        batch = self._earliest()
+        if len(batch) < self._batch_size:
+            return running
+        overfull = self._first_overfull(batch)
+        return [entry for entry in running if overfull is not None and entry.deadline <= overfull]
+
+    def _notify(self) -> None:
+        """After each mutation, with the lock held: bring the stragglers' clocks up to date and wake every waiter."""
+        now = asyncio.get_running_loop().time()
+        blocking = {entry.slot.number for entry in self._blocking()} if self._is_taking else frozenset[int]()
+        for number, entry in self._entries.items():
+            if number not in blocking:
+                entry.blocking_since = None
+            elif entry.blocking_since is None:
+                entry.blocking_since = now
+        self._changed.notify_all()
+
+    def _check_staleness(self, version: int, groups: list[Group]) -> None:
+        for group in groups:
+            if version - group.oldest_version > self._max_staleness:
+                raise StalenessError(
+                    f"group {group.group_id} holds a token of version {group.oldest_version} in the batch for version "
+                    f"{version}; max_staleness is {self._max_staleness}. This is a defect of the buffer"
+                )
