@@ -61,7 +61,7 @@ class Checkpoints:
             state = json.loads((path / "state.json").read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise CheckpointError(
-                f"{path}/state.json is unreadable: {error}; delete {path} to use the one before"
+                f"{path}/state.json is unreadable: {error}; delete {path} to continue from an earlier one"
             ) from None
         for name, value in self._identity.items():
             if state["identity"].get(name) != value:

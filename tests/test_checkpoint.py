@@ -75,7 +75,7 @@ def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_damaged_state_file_is_an_error_that_says_what_to_delete(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "version-00000001" / "state.json").write_text('{"identity": ')
-    with pytest.raises(CheckpointError, match=r"delete .*version-00000001 to continue"):
+    with pytest.raises(CheckpointError, match=r"delete .*version-00000001 to continue from an earlier one"):
         checkpoints(tmp_path).load_newest(lambda _: None)
 
 
