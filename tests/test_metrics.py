@@ -1,0 +1,142 @@
+"""What a run writes for its users: one line per version, also after a resume, and a picture."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from arl.api import Group, StepStats, Trajectory
+from arl.api.config import LogConfig
+from arl.metrics import Evaluation, RunLog, StepTable, plot_run, read_jsonl
+from arl.stats import batch_metrics, episode_rewards
+
+QUIET = LogConfig(console=False, trajectories=3)
+
+
+def trajectory(reward: float = 1.0, versions: tuple[int, ...] = (-1, 3, 4), **metrics: float) -> Trajectory:
+    return Trajectory(
+        token_ids=(5, 6, 7),
+        loss_mask=(0, 1, 1),
+        behavior_logprobs=(0.0, -0.5, -0.25),
+        versions=versions,
+        reward=reward,
+        metrics=metrics,
+    )
+
+
+def group(*trajectories: Trajectory, episodes: tuple[int, ...] | None = None) -> Group:
+    return Group(
+        group_id=7,
+        example_id=(0, 2),
+        stamp=0,
+        trajectories=trajectories,
+        episode_indices=episodes or tuple(range(len(trajectories))),
+    )
+
+
+def stats(version: int) -> StepStats:
+    metrics = {
+        "version": version,
+        "time_s": version * 1.5,
+        "reward": 0.5,
+        "samples_per_s": 10.0,
+        "staleness/max": 2,
+        "staleness/mean": 1.0,
+    }
+    return StepStats(
+        version=version,
+        reward=0.5,
+        num_episodes=2,
+        mean_staleness=1.0,
+        max_staleness_seen=2,
+        wait_s=0.1,
+        train_s=0.2,
+        metrics=metrics,
+    )
+
+
+def evaluation(version: int) -> Evaluation:
+    return Evaluation(version=version, reward=0.25, num_episodes=4, num_failed=0, wall_s=1.0, metrics={})
+
+
+def test_each_step_is_a_line_of_metrics(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, QUIET)
+    log.step(stats(1), [group(trajectory())])
+    log.step(stats(2), [group(trajectory())])
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_trajectories_are_written_token_by_token_with_versions_and_text(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, QUIET, decode=lambda ids: " ".join(map(str, ids)))
+    log.step(stats(1), [group(*[trajectory(reward) for reward in (0.0, 1.0)]), group(trajectory(), trajectory())])
+    rows = read_jsonl(tmp_path / "trajectories.jsonl")
+    assert [row["reward"] for row in rows] == [0.0, 1.0, 1.0]
+    assert rows[0]["versions"] == [-1, 3, 4]
+    assert rows[0]["text"] == "5 6 7"
+    assert rows[0]["example_id"] == [0, 2]
+
+
+def test_a_resume_cuts_back_to_its_version_and_keeps_evaluations(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, QUIET)
+    log.evaluation(evaluation(0))
+    for version in (1, 2, 3):
+        log.step(stats(version), [group(trajectory())])
+    log.evaluation(evaluation(3))
+    again = RunLog(tmp_path, QUIET)
+    again.resume(2)
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert again.evaluations == {0: evaluation(0)}
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"version": 1}) + "\n" + '{"version": 2, "rew')
+    RunLog(tmp_path, QUIET).resume(5)
+    assert path.read_text() == '{"version": 1}\n'
+
+
+def test_the_table_is_a_line_per_step_where_there_is_no_terminal() -> None:
+    out = StringIO()
+    table = StepTable(Console(file=out, width=20))
+    table.step(stats(1))
+    table.step(stats(2))
+    table.close()
+    assert len(out.getvalue().splitlines()) == 2
+    assert "reward 0.500" in out.getvalue()
+
+
+def test_the_table_shows_the_newest_steps_on_a_terminal() -> None:
+    out = StringIO()
+    table = StepTable(Console(file=out, width=120, height=40, force_terminal=True))
+    for version in range(1, 30):
+        table.step(stats(version))
+    table.close()
+    assert table._render().row_count == 16
+    assert "staleness" in out.getvalue()
+
+
+def test_the_picture_is_drawn_from_the_files(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, QUIET)
+    log.evaluation(evaluation(0))
+    for version in (1, 2):
+        log.step(stats(version), [group(trajectory())])
+    path = plot_run(tmp_path)
+    assert path.name == "reward.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_episode_of_several_trajectories_counts_once() -> None:
+    branched = group(trajectory(0.0), trajectory(1.0), trajectory(1.0), episodes=(0, 0, 1))
+    assert episode_rewards([branched]) == [0.5, 1.0]
+
+
+def test_staleness_is_of_trained_tokens_against_the_trainers_version() -> None:
+    numbers = batch_metrics([group(trajectory(versions=(-1, 3, 5)))], version=6)
+    assert numbers["staleness/mean"] == 2.0
+    assert numbers["staleness/max"] == 3
+
+
+def test_workflow_metrics_are_averaged_over_those_that_have_them() -> None:
+    numbers = batch_metrics([group(trajectory(calls=1.0), trajectory(calls=3.0), trajectory())], version=6)
+    assert numbers["episode/calls"] == 2.0
