@@ -1,0 +1,165 @@
+"""One inference server that speaks SGLang's HTTP protocol, seen from the client: calls, answers and failures.
+
+A failure is one of three. ServerFailedError: the server could not answer; another, or the same later, may.
+ServerError: it refused, and would again. PromptTooLongError: the prompt does not fit. Timeouts are the caller's, by
+asyncio.timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+from yarl import URL
+
+from arl.api.config import PauseMode
+from arl.api.engine import DiskWeights
+from arl.api.errors import PromptTooLongError, ServerError
+
+_JSON = {"Content-Type": "application/json"}
+_PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
+_BUSY = 429
+
+
+class ServerFailedError(ServerError):
+    """The server did not answer, or answered that it failed: the request may be sent again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Output tokens start..end (end excluded) were sampled under the weights labelled `label`."""
+
+    label: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one call of /generate gave. `spans` is empty for servers too old to send them; `label` is the newest."""
+
+    output_ids: list[int]
+    output_logprobs: list[float]
+    finish: Literal["stop", "length", "abort"]
+    text: str
+    label: str
+    spans: tuple[VersionSpan, ...]
+
+
+class ServerClient:
+    """The HTTP calls to one server. Borrows the session; holds no state of its own."""
+
+    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+        self.address = address
+        self._session = session
+        self._base = URL(address)
+        self._generate_url = self._base / "generate"
+
+    async def generate(self, payload: dict[str, Any]) -> Answer:
+        """POST /generate. Raises ServerFailedError, ServerError or PromptTooLongError."""
+        body = await self._call("POST", self._generate_url, payload)
+        try:
+            return _parse_answer(body)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.address} answered /generate without what training needs ({type(error).__name__}: {error}); "
+                "it must be an SGLang server that returns output_token_logprobs"
+            ) from error
+
+    async def abort(self, rid: str) -> None:
+        await self._post("abort_request", {"rid": rid})
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._post("pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("continue_generation", {})
+
+    async def load(self, update: DiskWeights, *, flush_cache: bool) -> None:
+        """Load the weights, and label them with their version."""
+        body = {
+            "model_path": str(update.directory.absolute()),  # a relative path would be taken for a hub name
+            "weight_version": str(update.version),
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        answer = await self._post("update_weights_from_disk", body)
+        if not answer.get("success", False):
+            raise ServerError(f"{self.address} did not load {update.directory}: {answer.get('message', answer)}")
+
+    async def weight_label(self) -> str:
+        """The label of the weights it serves; raises ServerFailedError unless it is healthy."""
+        await self._call("GET", self._base / "health", None)
+        info = await self._call("GET", self._base / "model_info", None)
+        return str(info.get("weight_version", "default"))
+
+    async def _post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return await self._call("POST", self._base / path, payload)
+
+    async def _call(self, method: str, url: URL, payload: dict[str, Any] | None) -> dict[str, Any]:
+        data = None if payload is None else json.dumps(payload).encode()
+        try:
+            async with self._session.request(method, url, data=data, headers=_JSON) as response:
+                status, raw = response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerFailedError(f"{self.address} could not be reached: {_describe(error)}") from error
+        if status != 200:
+            raise _refusal(self.address, url.path, status, raw)
+        return _parse_json(raw)
+
+
+def _describe(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _parse_json(raw: bytes) -> dict[str, Any]:
+    """A JSON object; {} for the plain-text bodies of calls that only acknowledge."""
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _refusal(address: str, path: str, status: int, raw: bytes) -> ServerError | PromptTooLongError:
+    sentence = _error_sentence(raw)
+    if status == 400 and _PROMPT_TOO_LONG.search(sentence):
+        return PromptTooLongError(f"{address}: {sentence}")
+    message = f"{address} answered {path} with HTTP {status}: {sentence}"
+    if status >= 500 or status == _BUSY:
+        return ServerFailedError(message)
+    if status in (401, 403):
+        message += "; set engine.api_key to the key that the server was started with"
+    if status == 404:
+        message += "; is it an SGLang server?"
+    return ServerError(message)
+
+
+def _error_sentence(raw: bytes) -> str:
+    """SGLang's errors come as {"error": {"message": ..}}, {"error": ".."} or {"message": ..}; others as text."""
+    body = _parse_json(raw)
+    error = body.get("error", body)
+    if isinstance(error, dict):
+        error = error.get("message")
+    return str(error) if error else raw.decode(errors="replace").strip()[:500] or "(no explanation)"
+
+
+def _parse_answer(body: dict[str, Any]) -> Answer:
+    meta = body["meta_info"]
+    finish = meta["finish_reason"]["type"]
+    if finish not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason is {finish!r}")
+    # An abort before the first token has no logprobs at all.
+    logprobs = meta["output_token_logprobs"] if finish != "abort" else meta.get("output_token_logprobs") or []
+    spans = meta.get("weight_versions") or ()
+    return Answer(
+        output_ids=[entry[1] for entry in logprobs],
+        output_logprobs=[entry[0] for entry in logprobs],
+        finish=finish,
+        text=body.get("text") or "",
+        label=str(meta.get("weight_version", "")),
+        spans=tuple(VersionSpan(label=str(s["version"]), start=s["start"], end=s["end"]) for s in spans),
+    )
