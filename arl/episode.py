@@ -135,7 +135,7 @@ def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
     if returned is None:
         return ()
     is_sequence = isinstance(returned, Sequence) and not isinstance(returned, str)
-    items = tuple(cast("Sequence[Any]", returned)) if is_sequence else (returned,)
+    items: tuple[Any, ...] = tuple(cast("Sequence[Any]", returned)) if is_sequence else (returned,)
     wrong = [type(item).__name__ for item in items if not isinstance(item, Trajectory)]
     if wrong or not items:
         what = (f"a sequence with a {wrong[0]}" if is_sequence else f"a {wrong[0]}") if wrong else "an empty sequence"
