@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskWeights:
-    """A weight update that servers read from a Hugging Face model directory (an absolute path)."""
+    """A weight update that servers read from a Hugging Face model directory (an absolute path) of `num_bytes`."""
 
     version: int
     directory: Path
+    num_bytes: int = 0
 
 
 WeightUpdate = DiskWeights

@@ -35,6 +35,10 @@ class ServerError(ArlError):
     """An inference server could not be reached, answered with an error, or died."""
 
 
+class TransportError(ArlError):
+    """A snapshot of the weights could not be written where the servers would find it."""
+
+
 class RequestTimeoutError(ArlError, TimeoutError):
     """A generate request took longer than engine.request_timeout_s."""
 

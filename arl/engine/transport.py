@@ -1,0 +1,162 @@
+"""DiskTransport: weights travel to the servers as model directories, by default in memory and not on a disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from arl.api.config import WeightsConfig
+from arl.api.engine import DiskWeights, InferenceEngine, TrainEngine, UpdateStats, WeightUpdate
+from arl.api.errors import TransportError
+
+_RAM = Path("/dev/shm")
+_LOCK = ".lock"
+
+logger = logging.getLogger(__name__)
+
+
+class DiskTransport:
+    """Exports each snapshot to a directory of its own and lets the servers load it from there.
+
+    Where: config.directory, else the RAM-backed /dev/shm if it has room for two snapshots, else run_dir/weights. Below
+    that everything lives in one directory of this process, locked while the process lives; those of processes that
+    died without cleaning up are removed when a new one starts. A snapshot appears whole or not at all. Once an update
+    was delivered, or tried, older ones are removed; it stays itself, for servers that come back after a failure.
+    """
+
+    def __init__(self, config: WeightsConfig, run_dir: Path) -> None:
+        self._fallback = None if config.directory is not None else Path(run_dir).absolute() / "weights"
+        first_choice = config.directory or _ram_directory() or self._fallback
+        self._home = _Home(Path(first_choice or run_dir).absolute())
+        self._num_bytes = 0
+        self._snapshots: list[DiskWeights] = []
+
+    @property
+    def directory(self) -> Path:
+        """Where this process's snapshots are."""
+        return self._home.path
+
+    def snapshot(self, engine: TrainEngine) -> WeightUpdate:
+        """Export the weights of `engine`. Raises TransportError if there is no room for them."""
+        if self._in_ram and _room(_RAM) < self._num_bytes:
+            self._leave_ram()
+        try:
+            return self._export(engine)
+        except Exception as error:
+            if not _is_full(error):
+                raise
+            if not self._in_ram:
+                raise TransportError(
+                    f"there is no room for version {engine.version}'s weights in {self._home.path.parent}: {error}; "
+                    "free some, or set weights.directory to a place that every server sees"
+                ) from error
+        self._leave_ram()
+        return self.snapshot(engine)
+
+    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
+        """Bring the servers to `update`, then remove the snapshots before it."""
+        try:
+            return await engine.update_weights(update)
+        finally:
+            await asyncio.to_thread(self._prune, update.version)
+
+    def close(self) -> None:
+        """Remove everything. Idempotent."""
+        self._home.remove()
+        self._snapshots.clear()
+
+    @property
+    def _in_ram(self) -> bool:
+        return self._fallback is not None and self._home.path.parent == _RAM
+
+    def _leave_ram(self) -> None:
+        """What is there stays until close, as servers may still need it; later snapshots go to the run directory."""
+        logger.warning("no room in %s: weights go to %s from now on", _RAM, self._fallback)
+        self._home = _Home(self._fallback, also=self._home) if self._fallback else self._home
+
+    def _export(self, engine: TrainEngine) -> DiskWeights:
+        aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._home.path))
+        try:
+            self._num_bytes = engine.export(aside / "model")
+            target = self._home.path / f"version-{engine.version}-{aside.name.rpartition('-')[2]}"
+            (aside / "model").rename(target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        update = DiskWeights(version=engine.version, directory=target, num_bytes=self._num_bytes)
+        self._snapshots.append(update)
+        return update
+
+    def _prune(self, version: int) -> None:
+        for old in [snapshot for snapshot in self._snapshots if snapshot.version < version]:
+            shutil.rmtree(old.directory, ignore_errors=True)
+            self._snapshots.remove(old)
+
+
+class _Home:
+    """This process's directory below `base`, named by host and marked by a lock that dies with the process."""
+
+    def __init__(self, base: Path, also: _Home | None = None) -> None:
+        self._also = also
+        prefix = f"arl-weights-{socket.gethostname()}-"
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(base, prefix)
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+        except OSError as error:
+            raise TransportError(
+                f"weights can't be written to {base}: {error}; set weights.directory to a place that can be written"
+            ) from error
+        self.path.chmod(0o755)  # servers may run as someone else
+        # Locked before it has its name: nobody ever sees a lock that is still to be taken.
+        unnamed = self.path / f"{_LOCK}.new"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o644)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / _LOCK)
+
+    def remove(self) -> None:
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+        if self._also is not None:
+            self._also.remove()
+
+
+def _remove_leftovers(base: Path, prefix: str) -> None:
+    """Remove the directories of this host's processes that no longer hold their lock."""
+    for path in base.glob(f"{prefix}*"):
+        try:
+            lock = os.open(path / _LOCK, os.O_RDWR)
+        except OSError:
+            continue  # someone else's, or just being made: not ours to judge
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            continue  # its process lives
+        finally:
+            os.close(lock)
+
+
+def _ram_directory() -> Path | None:
+    return _RAM if os.access(_RAM, os.W_OK) and _RAM.is_dir() else None
+
+
+def _room(directory: Path) -> int:
+    """Bytes that may be written to a RAM-backed directory: what it has free, and what the memory has."""
+    free = shutil.disk_usage(directory).free
+    meminfo = Path("/proc/meminfo").read_text().splitlines()
+    available_kib = next((int(line.split()[1]) for line in meminfo if line.startswith("MemAvailable")), free // 1024)
+    return min(free, available_kib * 1024)
+
+
+def _is_full(error: Exception) -> bool:
+    """Safetensors reports a full disk as an error of its own, which names the system's."""
+    return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
