@@ -1,0 +1,211 @@
+"""The train engine on FSDP2: sharded float32 master weights, packed microbatches, global denominators.
+
+One optimizer step:
+
+    minibatch --pack--> microbatches --policy--> logprobs --TokenLoss--> sum(weight * loss) --backward--> clip, AdamW
+                             one after another, gradients summed                                    once
+
+Because loss weights hold the minibatch's denominators, gradients are summed over microbatches and over ranks, never
+averaged, and so the step does not depend on how the minibatch was split.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from arl.algorithm.packing import pack
+from arl.api.config import TrainConfig
+from arl.api.engine import TokenLoss
+from arl.api.errors import EngineClosedError
+from arl.api.types import TrainSequence
+from arl.engine.checkpoint import load_checkpoint, save_checkpoint
+from arl.engine.export import ModelWriter
+from arl.engine.microbatch import Microbatch, build_microbatch, empty_microbatch
+from arl.engine.model import Policy, load_model, transformer_layers
+from arl.engine.optimizer import build_optimizer, clip_gradients, learning_rate
+from arl.engine.process_group import ProcessGroupLease
+from arl.engine.tally import MinibatchTally, mean_of_minibatches
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPTrainEngine:
+    """Trains a Hugging Face causal language model; see arl.api.engine.TrainEngine for the contract.
+
+    With several ranks, every rank makes the same calls, each with its share of the sequences (a share may be empty)
+    and the same `loss`; metrics are of all ranks together. torch.distributed must be initialised before; a process
+    alone needs nothing.
+    """
+
+    def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0) -> None:
+        """model: a model directory or a name on the hub. seed: of torch's generator. Raises ModelError."""
+        torch.set_num_threads(config.num_threads)
+        torch.manual_seed(seed)
+        self._config = config
+        self._version = 0
+        self._num_updates = 0
+        loaded = load_model(model)
+        self._writer = ModelWriter(loaded)
+        self._lease = ProcessGroupLease(torch.device(config.device).type)
+        self._closed = False
+        self._device = _rank_device(config.device)
+        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
+        self._group = mesh.get_group()
+        self._policy = Policy(loaded.model, config.logprob_chunk_size)
+        _shard(self._policy, mesh, config)
+        self._optimizer = build_optimizer(self._policy, config.optimizer)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @torch.no_grad()
+    def forward(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
+        """Logprobs under the current weights, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
+        self._enter()
+        logprobs = [torch.zeros(len(sequence)) for sequence in sequences]
+        for members, batch in self._microbatches(sequences):
+            current, _ = self._policy(batch)
+            for index, values in zip(members, batch.unpack(current), strict=False):
+                logprobs[index] = values
+        self._release_weights()
+        return logprobs
+
+    def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
+        """One optimizer step for each minibatch, then version += 1.
+
+        Metrics: loss, grad_norm (before clipping), lr, nonfinite_grads (steps skipped because of one), tokens,
+        trained_tokens, microbatches, packing_efficiency (share of the microbatches' budget that held tokens), and
+        what `loss` reports. Means are over each minibatch's trained tokens, then over minibatches; maxima, and the
+        counts' sums, are over all of them. A minibatch without a trained token takes no optimizer step.
+        """
+        self._enter()
+        metrics = mean_of_minibatches([self._step(minibatch, loss) for minibatch in minibatches])
+        self._version += 1
+        return metrics
+
+    def export(self, directory: Path) -> int:
+        """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written.
+
+        It appears complete or not at all. Rank 0 writes, all ranks must call.
+        """
+        self._enter()
+        names = set(self._writer.names)
+        state = {name: value for name, value in self._policy.model.state_dict().items() if name in names}
+        tensors = {name: _whole(value) for name, value in state.items()}
+        num_bytes = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if dist.get_rank() == 0:
+            num_bytes += self._writer.write(directory, tensors)
+        dist.all_reduce(num_bytes, group=self._group)
+        return int(num_bytes)
+
+    def save(self, directory: Path) -> None:
+        """Write everything that `load` needs to continue bit for bit, complete or not at all."""
+        self._enter()
+        save_checkpoint(directory, self._policy, self._optimizer, version=self._version, num_updates=self._num_updates)
+
+    def load(self, directory: Path) -> None:
+        """Continue from `save`'s directory. Raises CheckpointError naming what does not fit."""
+        self._enter()
+        progress = load_checkpoint(directory, self._policy, self._optimizer)
+        self._version, self._num_updates = progress.version, progress.num_updates
+
+    def close(self) -> None:
+        """Let go of the process group. Idempotent; later calls raise EngineClosedError."""
+        if not self._closed:
+            self._closed = True
+            self._lease.release()
+
+    def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:
+        tally = MinibatchTally(budget=self._config.max_tokens_per_microbatch)
+        for _, batch in self._microbatches(sequences):
+            current, entropy = self._policy(batch)
+            losses = loss(current, entropy, batch.tokens)
+            weighted = (losses.loss * batch.tokens.loss_weights).sum()
+            weighted.backward()
+            tally.add(batch, weighted.detach(), losses)
+        tally.reduce(self._device, self._group)
+        self._update(tally)
+        return tally
+
+    def _update(self, tally: MinibatchTally) -> None:
+        """Clip and take the optimizer step; skip it when gradients are not finite or nothing was trained."""
+        config = self._config.optimizer
+        tally.lr = learning_rate(config, self._num_updates)
+        tally.grad_norm = clip_gradients(self._policy.parameters(), config.max_grad_norm, self._group)
+        if not math.isfinite(tally.grad_norm):
+            tally.nonfinite_grads = 1
+            logger.error(
+                "the gradient norm is %s in version %d (loss %s): this optimizer step is skipped",
+                tally.grad_norm,
+                self._version,
+                tally.loss,
+            )
+        elif tally.trained_tokens:
+            for group in self._optimizer.param_groups:
+                group["lr"] = tally.lr
+            self._optimizer.step()
+            self._num_updates += 1
+        self._optimizer.zero_grad()
+
+    def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
+        """(indices into `sequences`, their microbatch), as many on every rank; untrained sequences are left out."""
+        trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
+        bins = pack([len(sequences[i]) for i in trained], self._config.max_tokens_per_microbatch)
+        members = [[trained[i] for i in indices] for indices in bins]
+        batches = [(indices, build_microbatch([sequences[i] for i in indices], self._device)) for indices in members]
+        count = torch.tensor(len(batches), device=self._device)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
+        batches += [([], empty_microbatch(self._device))] * (int(count) - len(batches))
+        return batches
+
+    def _enter(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the train engine was closed")
+        # torch's thread count is a property of the calling thread.
+        torch.set_num_threads(self._config.num_threads)
+
+    def _release_weights(self) -> None:
+        """Drop the gathered weights, which a forward without backward leaves behind at the root."""
+        for module in self._policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _rank_device(device: str) -> torch.device:
+    if torch.device(device).type != "cuda":
+        return torch.device(device)
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _shard(policy: Policy, mesh: DeviceMesh, config: TrainConfig) -> None:
+    """Shard each transformer layer, and the rest at the root, over the mesh; gradients are summed over ranks."""
+    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # Alone, a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy.
+    keep = mesh.size() == 1
+    for module in (*transformer_layers(policy.model), policy):
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are shares of one sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor, on the CPU; a collective when there are several ranks."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()

@@ -1,0 +1,88 @@
+"""Log-probabilities and entropies of tokens from hidden states, without ever holding [tokens, vocabulary] in full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprob of each target, entropy of each distribution), float32[M] in nats, both differentiable.
+
+    hidden [M, H] and weight [V, H] (the language-model head) in the compute dtype; targets int64[M];
+    temperatures float32[M]: what each row's logits are divided by. With l = hidden W^T / temperature:
+
+        logprob = l[target] - logsumexp(l)        entropy = logsumexp(l) - sum_v softmax(l)_v l_v
+
+    Logits live for `chunk_size` rows at a time, float32, and are computed again in the backward pass.
+    """
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperatures, chunk_size)  # pyright: ignore[reportReturnType]
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """With p = softmax(l), g and e the gradients of logprob and entropy H (the gradient of H is -p (log p + H)):
+
+    dl = g (onehot(target) - p) - e p (log p + H),   dhidden = dl W / temperature,   dW = (dl / temperature)^T hidden
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprob = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(logprob)
+        normaliser = torch.empty_like(logprob)
+        for rows in _chunks(len(hidden), chunk_size):
+            logits = _logits(hidden[rows], weight, temperatures[rows])
+            normaliser[rows] = torch.logsumexp(logits, dim=-1)
+            logprob[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normaliser[rows]
+            p = torch.exp(logits - normaliser[rows, None])
+            entropy[rows] = normaliser[rows] - torch.linalg.vecdot(p, logits)
+        ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, entropy)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        if grad_logprob is None and grad_entropy is None:
+            return None, None, None, None, None
+        hidden, weight, targets, temperatures, normaliser, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for rows in _chunks(len(hidden), ctx.chunk_size):
+            logp = _logits(hidden[rows], weight, temperatures[rows]).sub_(normaliser[rows, None])
+            p = torch.exp(logp)
+            if grad_entropy is not None:
+                grad_logits = logp.add_(entropy[rows, None]).mul_(p).mul_(-grad_entropy[rows, None])
+            else:
+                grad_logits = torch.zeros_like(p)
+            if grad_logprob is not None:
+                g = grad_logprob[rows, None]
+                grad_logits.addcmul_(p, -g).scatter_add_(-1, targets[rows, None], g)
+            grad_logits = grad_logits.div_(temperatures[rows, None]).to(weight.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            grad_weight += grad_logits.T @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight.T).float().div_(temperatures[:, None])
+
+
+def _chunks(num_rows: int, chunk_size: int) -> list[slice]:
+    return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]

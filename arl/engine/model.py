@@ -1,0 +1,127 @@
+"""Loading a Hugging Face causal language model for training, and reading log-probabilities off it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from arl.api.errors import ModelError
+from arl.engine.attention import PACKED_ATTENTION, PackedLayout
+from arl.engine.logprobs import token_logprobs
+from arl.engine.microbatch import Microbatch
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A model with float32 weights, its tokenizer, and its config as it was stored (with the stored dtype)."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    stored_config: PreTrainedConfig
+
+
+class Policy(nn.Module):
+    """The model as the trainer uses it: a microbatch in, log-probabilities and entropies out.
+
+    It owns no weights of its own. The head's weight is used inside this forward, so that sharding this module as the
+    root makes it whole when it is needed.
+    """
+
+    def __init__(self, model: PreTrainedModel, logprob_chunk_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.logprob_chunk_size = logprob_chunk_size
+
+    def forward(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs float32[M], entropies float32[M]) of the microbatch's trained tokens."""
+        hidden = decode(self.model, batch.input_ids, batch.position_ids, batch.layout)
+        return token_logprobs(
+            hidden[batch.predictors],
+            head_weight(self.model),
+            batch.targets,
+            batch.temperatures,
+            self.logprob_chunk_size,
+        )
+
+
+def decode(
+    model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: PackedLayout
+) -> torch.Tensor:
+    """The last hidden states [T, H] of a packed row [1, T]."""
+    output = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout)
+    return output.last_hidden_state[0]
+
+
+def load_model(name: str | Path) -> LoadedModel:
+    """Load from a directory or, by name, from the hub. Raises ModelError saying what is missing or cannot be trained.
+
+    The model is in evaluation mode, and stays so: dropout would make the trainer's log-probabilities random.
+    """
+    if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
+        raise ModelError(
+            f"{name} has no config.json; a model directory needs config.json, *.safetensors and a tokenizer"
+        )
+    config = _load(AutoConfig, name, "its config")
+    tokenizer = _load(AutoTokenizer, name, "its tokenizer")
+    model = _load(AutoModelForCausalLM, name, "it", dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
+    model.eval()
+    _check_supported(model, name)
+    return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config)
+
+
+def transformer_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The repeated blocks of the model, which are sharded one by one."""
+    return cast("nn.ModuleList", model.get_decoder().layers)
+
+
+def head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The language-model head's weight [V, H]; the embedding's own when they are tied."""
+    return cast("nn.Linear", model.get_output_embeddings()).weight
+
+
+def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:
+    try:
+        return auto_class.from_pretrained(str(name), **options)
+    except Exception as error:
+        raise ModelError(
+            f"cannot load {what} from {name}: {error}. Name a directory written by save_pretrained (config.json, "
+            "*.safetensors and the tokenizer's files), or a model's name on the hub"
+        ) from error
+
+
+def _check_supported(model: PreTrainedModel, name: str | Path) -> None:
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ModelError(f"{name}: {type(model).__name__} needs a language-model head without bias to be trained")
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise ModelError(f"{name}: {type(model).__name__} has no list of decoder layers, so it cannot be sharded")
+    unknown = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ModelError(
+            f"{name} has layers of type {', '.join(sorted(unknown))}; only {' and '.join(sorted(_LAYER_TYPES))} "
+            "can be kept inside each sequence of a packed row"
+        )
+    _check_logits(model, name)
+
+
+@torch.no_grad()
+def _check_logits(model: PreTrainedModel, name: str | Path) -> None:
+    """Compare with the model's own logits, so that a final scaling or soft-capping is refused, not left out."""
+    input_ids = torch.arange(4)[None] % model.config.vocab_size
+    layout = PackedLayout.of((4,), input_ids.device)
+    position_ids = torch.arange(4)[None]
+    theirs = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout).logits[0]
+    ours = decode(model, input_ids, position_ids, layout) @ head_weight(model).T
+    if not torch.allclose(theirs.float(), ours, rtol=1e-3, atol=1e-4):
+        raise ModelError(
+            f"{name}: {type(model).__name__} transforms its logits after the head (soft-capping or scaling); arl "
+            "computes log-probabilities from the head alone and cannot train it yet"
+        )
