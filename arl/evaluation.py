@@ -1,0 +1,54 @@
+"""Held-out examples, run with the same workflow and engine as training, apart from its buffer."""
+
+from __future__ import annotations
+
+import time
+from statistics import fmean
+
+from arl.api.config import EvaluationConfig
+from arl.api.engine import InferenceEngine
+from arl.api.workflow import RolloutWorkflow
+from arl.metrics import Evaluation
+from arl.rollout import Dataset, run_examples
+from arl.stats import mean_metrics
+
+
+class Evaluator:
+    """One episode for each held-out example, on whatever weights the engine serves meanwhile."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        workflow: RolloutWorkflow,
+        dataset: Dataset,
+        config: EvaluationConfig,
+        *,
+        episode_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._workflow = workflow
+        self._dataset = dataset
+        self._config = config
+        self._episode_timeout_s = episode_timeout_s
+
+    async def evaluate(self) -> Evaluation:
+        """Failed and rejected episodes count as reward 0; `version` is the one published at the start."""
+        began, version = time.monotonic(), self._engine.version
+        episodes = await run_examples(
+            self._engine,
+            self._workflow,
+            self._dataset,
+            max_concurrent=self._config.max_concurrent_episodes,
+            timeout_s=self._episode_timeout_s,
+        )
+        rewards = [
+            fmean(t.reward for t in episode.trajectories) if episode.trajectories else 0.0 for episode in episodes
+        ]
+        return Evaluation(
+            version=version,
+            reward=fmean(rewards),
+            num_episodes=len(episodes),
+            num_failed=sum(episode.error is not None for episode in episodes),
+            wall_s=time.monotonic() - began,
+            metrics=mean_metrics([t for episode in episodes for t in episode.trajectories]),
+        )

@@ -1,0 +1,149 @@
+"""The composition root: the one place that names concrete classes and decides what runs where.
+
+    async with launch(config, workflow=MyAgent(), dataset=train, eval_dataset=test) as trainer:
+        async for step in trainer:
+            ...
+
+Leaving the block, by its end, an error or a cancellation, saves a checkpoint, stops the servers it started and
+removes what it kept in memory. The same call on the same run_dir continues from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+
+from arl.api.config import Config, LocalEngineConfig
+from arl.api.errors import DatasetError, ServerError
+from arl.api.workflow import RolloutWorkflow
+from arl.buffer import ReplayBuffer
+from arl.checkpoint import Checkpoints
+from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.processes import local_servers
+from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.transport import DiskTransport
+from arl.evaluation import Evaluator
+from arl.metrics import RunLog
+from arl.rollout import Dataset, RolloutController
+from arl.stats import RunTotals
+from arl.trainer import Trainer, TrainThread
+
+
+@asynccontextmanager
+async def launch(
+    config: Config,
+    *,
+    workflow: RolloutWorkflow,
+    dataset: Dataset,
+    eval_dataset: Dataset | None = None,
+) -> AsyncIterator[Trainer]:
+    """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
+
+    dataset, eval_dataset: anything with a length and integer indexing whose items are mappings; each item is what
+    `arun_episode` receives as `data`. Raises the ArlError of whatever could not start, and, out of the block, the
+    first error of any part of the run.
+    """
+    for name, examples in (("dataset", dataset), ("eval_dataset", eval_dataset)):
+        if examples is not None and len(examples) == 0:
+            raise DatasetError(f"{name} is empty; it needs at least one example")
+    with _first_error():
+        async with AsyncExitStack() as stack:
+            trainer = await _build(config, workflow, dataset, eval_dataset, stack)
+            try:
+                async with trainer.tasks:
+                    await trainer.start_serving()
+                    yield trainer
+                    await trainer.stop()
+            finally:
+                await trainer.save()
+
+
+async def _build(
+    config: Config,
+    workflow: RolloutWorkflow,
+    dataset: Dataset,
+    eval_dataset: Dataset | None,
+    stack: AsyncExitStack,
+) -> Trainer:
+    """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
+    thread = TrainThread()
+    stack.callback(thread.close)
+    loading = thread.submit(FSDPTrainEngine, config.model, config.train, config.seed)
+    try:
+        addresses, api_key = await _addresses(config, stack)
+    except ServerError:
+        await loading  # where the model is at fault, this says it better
+        raise
+    train_engine = await loading
+    stack.push_async_callback(thread, train_engine.close)
+    engine = await stack.enter_async_context(RemoteSGLangEngine(addresses, config.engine, api_key=api_key))
+    transport = DiskTransport(config.weights, config.run_dir)
+    stack.callback(transport.close)
+
+    identity = {"model": config.model, "seed": config.seed, "num_examples": len(dataset)}
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
+    state = await thread(checkpoints.load_newest, train_engine.load)
+    log = RunLog(config.run_dir, config.log, decode=await asyncio.to_thread(_decoder, config))
+    stack.callback(log.close)
+    log.resume(train_engine.version)
+    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
+    rollout = RolloutController(engine, workflow, dataset, config.rollout, buffer, seed=config.seed)
+    if state is not None:
+        rollout.load_state_dict(state["rollout"])
+        log.say(f"continuing {config.run_dir} from version {train_engine.version}")
+    evaluator = None
+    if eval_dataset is not None:
+        timeout_s = config.rollout.episode_timeout_s
+        evaluator = Evaluator(engine, workflow, eval_dataset, config.evaluation, episode_timeout_s=timeout_s)
+    return Trainer(
+        config=config,
+        train_engine=train_engine,
+        inference_engine=engine,
+        transport=transport,
+        buffer=buffer,
+        rollout=rollout,
+        evaluator=evaluator,
+        checkpoints=checkpoints,
+        log=log,
+        thread=thread,
+        tasks=asyncio.TaskGroup(),
+        totals=RunTotals(**state["totals"]) if state else RunTotals(),
+    )
+
+
+async def _addresses(config: Config, stack: AsyncExitStack) -> tuple[Sequence[str], str | None]:
+    if isinstance(config.engine, LocalEngineConfig):
+        servers = local_servers(config.model, config.engine, config.run_dir / "logs")
+        return await stack.enter_async_context(servers), None
+    return config.engine.addresses, config.engine.api_key
+
+
+def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:
+    """Token ids -> text for trajectories.jsonl; None where the model has no tokenizer or no text is asked for."""
+    if not config.log.trajectories:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.model).decode
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def _first_error() -> Iterator[None]:
+    """Let one plain exception leave where a TaskGroup would raise a group of them."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        first, *others = _leaves(group)
+        for other in others:
+            first.add_note(f"also: {other!r}")
+        raise first from first.__cause__
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
