@@ -1,0 +1,75 @@
+"""The HTTP application: every path, and the shape in which its errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aiohttp import web
+
+from arl.engine.local.control import Control, Info, Weights
+from arl.engine.local.generate import Generate
+from arl.engine.local.http import (
+    MAX_BODY_BYTES,
+    Handler,
+    Serving,
+    answering,
+    control_error,
+    generate_error,
+    not_found_as_json,
+    openai_error,
+    require_key,
+)
+from arl.engine.local.openai import OpenAI
+
+Paths = Mapping[str, Handler]
+
+
+def build_app(
+    serving: Serving, updating: ThreadPoolExecutor, settings: dict[str, Any], api_key: str | None
+) -> web.Application:
+    """The application over one scheduler.
+
+    updating: the one thread on which weights are received and loaded. settings: what the server was started with, as
+    /server_info tells it; `device` and `update_timeout_s` are used here.
+    """
+    generate, control, info, openai = Generate(serving), Control(serving), Info(serving, settings), OpenAI(serving)
+    weights = Weights(serving, updating, settings["device"], settings["update_timeout_s"])
+    app = web.Application(
+        middlewares=[not_found_as_json, *([require_key(api_key)] if api_key else [])], client_max_size=MAX_BODY_BYTES
+    )
+    asks: Paths = {
+        "/health": info.health,
+        "/health_generate": info.health_generate,
+        "/model_info": info.model_info,
+        "/get_model_info": info.model_info,
+        "/server_info": info.server_info,
+        "/get_server_info": info.server_info,
+        "/v1/loads": info.loads,
+        "/v1/models": info.models,
+        "/flush_cache": control.flush_cache,
+    }
+    steers: Paths = {
+        "/flush_cache": control.flush_cache,
+        "/abort_request": control.abort_request,
+        "/pause_generation": control.pause_generation,
+        "/continue_generation": control.continue_generation,
+        "/update_weights_from_disk": weights.update_from_disk,
+        "/init_weights_update_group": weights.init_group,
+        "/destroy_weights_update_group": weights.destroy_group,
+        "/begin_weight_update": weights.begin_update,
+        "/update_weights_from_distributed": weights.update_from_distributed,
+        "/end_weight_update": weights.end_update,
+        "/update_weight_version": weights.update_version,
+    }
+    completes: Paths = {"/v1/chat/completions": openai.chat, "/v1/completions": openai.completions}
+    for path, handler in asks.items():
+        app.router.add_get(path, answering(handler, control_error))
+    for path, handler in steers.items():
+        app.router.add_post(path, answering(handler, control_error))
+    for path, handler in completes.items():
+        app.router.add_post(path, answering(handler, openai_error))
+    app.router.add_post("/generate", answering(generate, generate_error))
+    app.router.add_put("/generate", answering(generate, generate_error))
+    return app

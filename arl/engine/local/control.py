@@ -1,0 +1,282 @@
+"""Steering the server: abort, pause, continue, flush, new weights; and what it tells of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import Any, get_args
+
+import torch
+from aiohttp import web
+
+from arl.api.config import PauseMode
+from arl.api.types import SamplingParams
+from arl.engine.local.http import Serving, json_response, read_body
+from arl.engine.local.job import Job
+from arl.engine.local.protocol import ApiError, Body, shown
+from arl.engine.local.weight_group import GroupAddress, WeightReceiver
+from arl.engine.local.weights import WeightsError, named, read_directory
+
+_HARMLESS = frozenset((
+    "http_worker_ipc", "is_async", "keep_pause", "recapture_cuda_graph", "rid", "selector", "token_step",
+    "torch_empty_cache",
+))  # fmt: skip
+_DEFAULT_GROUP = "weight_update_group"
+_HEALTH_TIMEOUT_S = 20.0
+
+
+class Control:
+    """The endpoints that act on requests, as one family: abort, pause, continue, flush."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def abort_request(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        rid, everything = body.text("rid", None), body.flag("abort_all")
+        body.finish(frozenset(("abort_message", "finished_reason")))
+        if everything or rid:
+            self._serving.inflight.abort(self._serving.scheduler, None if everything else rid)
+        return web.Response()
+
+    async def pause_generation(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        mode = body.text("mode", "abort")
+        if mode not in get_args(PauseMode):
+            raise ApiError(f"mode is {shown(mode)}; it must be one of {', '.join(get_args(PauseMode))}")
+        body.finish()
+        await asyncio.wrap_future(self._serving.scheduler.pause(mode))
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, request: web.Request) -> web.StreamResponse:
+        (await read_body(request)).finish(_HARMLESS)
+        await asyncio.wrap_future(self._serving.scheduler.resume())
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def flush_cache(self, request: web.Request) -> web.StreamResponse:
+        if await asyncio.wrap_future(self._serving.scheduler.flush_cache()):
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(text="Flush cache failed: requests are running or waiting.\n", status=400)
+
+
+class Weights:
+    """The endpoints that change weights. All work on them is done on one thread of its own, in the order of the calls.
+
+    So a client that goes away in the middle of a call does not stop what it began, and the event loop goes on.
+    """
+
+    def __init__(self, serving: Serving, working: ThreadPoolExecutor, device: str, update_timeout_s: float) -> None:
+        self._serving = serving
+        self._working = working
+        self._parameters = serving.scheduler.parameter_shapes
+        self._timeout_s = update_timeout_s
+        self._receiver = WeightReceiver(self._parameters, device, update_timeout_s)
+
+    async def _do(self, work: Callable[[], str]) -> web.Response:
+        """Run `work` on the weights' thread and answer with its message."""
+        try:
+            message = await asyncio.get_running_loop().run_in_executor(self._working, work)
+        except WeightsError as error:
+            raise ApiError(str(error)) from None
+        return json_response({"success": True, "message": message, "num_paused_requests": 0})
+
+    def _load(self, tensors: dict[str, torch.Tensor], weight_version: str | None, flush_cache: bool) -> None:
+        loading = self._serving.scheduler.load(lambda: tensors.items(), weight_version, flush_cache)
+        try:
+            loading.result(self._timeout_s)
+        except TimeoutError:
+            raise WeightsError(f"the weights were not loaded within {self._timeout_s} s") from None
+        except Exception as error:  # what a model says of weights it cannot take is for the caller to read
+            raise WeightsError(f"loading failed, and the old weights stay: {error}") from error
+
+    def _abort_if_asked(self, body: Body) -> None:
+        if body.flag("abort_all_requests"):
+            self._serving.inflight.abort(self._serving.scheduler, None)
+
+    async def update_from_disk(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        path, load_format = body.text("model_path"), body.text("load_format", "auto")
+        weight_version, flush = body.text("weight_version", None), body.flag("flush_cache", True)
+        if load_format not in ("auto", "safetensors"):
+            raise ApiError(f"load_format is {shown(load_format)}; this server reads safetensors (auto) alone")
+        self._abort_if_asked(body)
+        body.finish(_HARMLESS)
+        is_tied = bool(getattr(self._serving.scheduler.model_config, "tie_word_embeddings", False))
+
+        def work() -> str:
+            self._load(read_directory(path, self._parameters, is_tied), weight_version, flush)
+            suffix = f" Weight version updated to {weight_version}." if weight_version else ""
+            return f"Succeeded to update model weights.{suffix}"
+
+        return await self._do(work)
+
+    async def init_group(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        at = GroupAddress(
+            address=body.text("master_address"),
+            port=body.integer("master_port"),
+            rank=body.integer("rank_offset"),
+            world_size=body.integer("world_size"),
+            name=body.text("group_name", _DEFAULT_GROUP),
+            backend=body.text("backend", "nccl"),
+        )
+        body.finish(_HARMLESS)
+        if not 0 < at.rank < at.world_size:
+            raise ApiError(f"rank_offset is {at.rank}; it must be between 1 and world_size - 1 = {at.world_size - 1}")
+
+        def work() -> str:
+            self._receiver.join(at)
+            return "Succeeded to initialize custom process group."
+
+        return await self._do(work)
+
+    async def destroy_group(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        name = body.text("group_name", _DEFAULT_GROUP)
+        body.finish(_HARMLESS)
+
+        def work() -> str:
+            self._receiver.leave(name)
+            return "Succeeded to destroy custom process group."
+
+        return await self._do(work)
+
+    async def begin_update(self, request: web.Request) -> web.StreamResponse:
+        (await read_body(request)).finish(_HARMLESS)
+
+        def work() -> str:
+            self._receiver.begin()
+            return "Success"
+
+        return await self._do(work)
+
+    async def update_from_distributed(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        expected = _expected(body)
+        group = body.text("group_name", _DEFAULT_GROUP)
+        weight_version, flush = body.text("weight_version", None), body.flag("flush_cache", True)
+        if body.text("load_format", "auto") != "auto":
+            raise ApiError("load_format is not supported by this server; broadcast each tensor for itself")
+        self._abort_if_asked(body)
+        body.finish(_HARMLESS)
+
+        def work() -> str:
+            self._receiver.receive(group, expected)
+            self._receiver.mark(weight_version, flush)
+            return "Succeeded to receive parameters; end_weight_update() applies them."
+
+        return await self._do(work)
+
+    async def end_update(self, request: web.Request) -> web.StreamResponse:
+        (await read_body(request)).finish(_HARMLESS)
+
+        def work() -> str:
+            ended = self._receiver.end()
+            if ended.tensors:
+                self._load(ended.tensors, ended.weight_version, ended.flush_cache)
+            return "Success"
+
+        return await self._do(work)
+
+    async def update_version(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        new_version = body.text("new_version")
+        if body.flag("abort_all_requests", True):
+            self._serving.inflight.abort(self._serving.scheduler, None)
+        body.finish(_HARMLESS)
+
+        def work() -> str:
+            self._load({}, new_version, flush_cache=False)
+            return f"Weight version updated to {new_version}"
+
+        await self._do(work)
+        message = f"Weight version updated to {new_version}"
+        return json_response({"success": True, "message": message, "new_version": new_version})
+
+
+def _expected(body: Body) -> list[tuple[str, str, list[int]]]:
+    names, dtypes, shapes = (body.value(name) for name in ("names", "dtypes", "shapes"))
+    if not all(isinstance(values, list) for values in (names, dtypes, shapes)):
+        raise ApiError("names, dtypes and shapes must be lists, with one entry for each tensor")
+    if not len(names) == len(dtypes) == len(shapes):
+        raise ApiError(f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries")
+    if not all(isinstance(item, str) for item in [*names, *dtypes]):
+        raise ApiError("names and dtypes must hold strings")
+    for name, shape in zip(names, shapes, strict=True):
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ApiError(f"the shape of {name} is {shown(shape)}; it must be a list of sizes")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ApiError(f"names holds {named(repeated)} more than once")
+    return list(zip(names, dtypes, shapes, strict=True))
+
+
+class Info:
+    """What the server tells of itself."""
+
+    def __init__(self, serving: Serving, settings: dict[str, Any]) -> None:
+        self._serving = serving
+        self._settings = settings
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=200 if self._serving.scheduler.is_alive else 503)
+
+    async def health_generate(self, request: web.Request) -> web.StreamResponse:
+        """200 if one token can be generated in time. A paused server is taken to be well if its thread lives."""
+        scheduler = self._serving.scheduler
+        if not scheduler.is_alive or scheduler.is_paused:
+            return await self.health(request)
+        rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
+        job = Job(rid=rid, input_ids=[0], sampling=SamplingParams(max_new_tokens=1, temperature=0.0))
+        try:
+            with self._serving.inflight.submit(scheduler, {rid: [job]}) as following:
+                await asyncio.wait_for(following.finish(), _HEALTH_TIMEOUT_S)
+        except (TimeoutError, ApiError):
+            return web.Response(status=503)
+        return await self.health(request)
+
+    async def model_info(self, request: web.Request) -> web.StreamResponse:
+        config = self._serving.scheduler.model_config
+        return json_response(
+            {
+                "model_path": self._serving.model_path,
+                "served_model_name": self._serving.served_model_name,
+                "tokenizer_path": self._serving.model_path,
+                "is_generation": True,
+                "weight_version": self._serving.scheduler.weight_version,
+                "load_format": "auto",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": getattr(config, "model_type", None),
+                "architectures": getattr(config, "architectures", None),
+            }
+        )
+
+    async def server_info(self, request: web.Request) -> web.StreamResponse:
+        scheduler = self._serving.scheduler
+        state = {"weight_version": scheduler.weight_version, "is_paused": scheduler.is_paused, **self._load()}
+        return json_response({**self._settings, "version": version("arl"), "internal_states": [state]})
+
+    def _load(self) -> dict[str, int]:
+        load = self._serving.scheduler.load_stats
+        return {"num_running_reqs": load.running, "num_waiting_reqs": load.queued}
+
+    async def loads(self, request: web.Request) -> web.StreamResponse:
+        load = {"timestamp": time.time(), "dp_rank": 0, **self._load()}
+        return json_response({"version": version("arl"), "loads": [load]})
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        name = self._serving.served_model_name
+        card = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "arl",
+            "root": name,
+            "parent": None,
+            "max_model_len": self._serving.limits.context_length,
+        }
+        return json_response({"object": "list", "data": [card]})

@@ -1,0 +1,136 @@
+"""What all endpoints share: the parts they serve from, JSON and event streams, errors in SGLang's shapes, the key."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from arl.engine.local.inflight import Inflight
+from arl.engine.local.protocol import ApiError, Body, Limits
+from arl.engine.local.scheduler import Scheduler
+from arl.engine.local.text import NoTextError, Text
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ErrorShape = Callable[[str, int], Mapping[str, Any]]
+
+MAX_BODY_BYTES = 1 << 30
+"""A batch of long prompts is many megabytes; aiohttp's own limit is one."""
+_OPEN_PATHS = frozenset(("/health", "/health_generate"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What every handler needs. `tokenizing` is the one thread on which texts are encoded."""
+
+    scheduler: Scheduler
+    inflight: Inflight
+    text: Text
+    limits: Limits
+    tokenizing: ThreadPoolExecutor
+    model_path: str
+    served_model_name: str
+
+    async def encode(self, encode: Callable[[], list[int]]) -> list[int]:
+        """Run a tokenizer call off the event loop; what it cannot do is the client's error."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
+        except NoTextError as error:
+            raise ApiError(str(error)) from None
+
+
+def json_response(content: Any, status: int = 200) -> web.Response:
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def generate_error(message: str, status: int) -> Mapping[str, Any]:
+    return {"error": {"message": message}}
+
+
+def control_error(message: str, status: int) -> Mapping[str, Any]:
+    return {"success": False, "message": message}
+
+
+def openai_error(message: str, status: int) -> Mapping[str, Any]:
+    kind = "BadRequestError" if status == 400 else "InternalServerError"
+    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+
+
+def answering(handler: Handler, shape: ErrorShape) -> Handler:
+    """`handler`, with its errors answered in `shape`: the one place where they are."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return json_response(shape(error.message, error.status), error.status)
+        except web.HTTPException:
+            raise
+        except ConnectionResetError:
+            raise  # the client went away; nobody is left to answer
+        except Exception as error:
+            log.exception("%s failed", request.path)
+            return json_response(shape(f"internal error: {error!r}", 500), 500)
+
+    return answer
+
+
+async def read_body(request: web.Request) -> Body:
+    return Body.parse(await request.read())
+
+
+@web.middleware
+async def not_found_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        return json_response({"detail": "Not Found"}, 404)
+    except web.HTTPMethodNotAllowed:
+        return json_response({"detail": "Method Not Allowed"}, 405)
+    except web.HTTPRequestEntityTooLarge:
+        return json_response(generate_error(f"the body is larger than {MAX_BODY_BYTES} bytes", 413), 413)
+
+
+def require_key(api_key: str) -> Any:
+    """A middleware that lets only bearers of `api_key` in; health stays open to probes."""
+    expected = f"Bearer {api_key}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if request.path not in _OPEN_PATHS and not hmac.compare_digest(given, expected):
+            return json_response({"error": "Unauthorized"}, 401)
+        return await handler(request)
+
+    return check
+
+
+class EventStream:
+    """Server-sent events: `data: {...}` for each event, and a last `data: [DONE]`."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+
+    async def send(self, *events: Any) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        data = "".join(f"data: {json.dumps(event, separators=(',', ':'))}\n\n" for event in events)
+        await self._response.write(data.encode())
+
+    async def end(self) -> web.StreamResponse:
+        await self._response.write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response

@@ -1,0 +1,187 @@
+"""The OpenAI side: /v1/chat/completions and /v1/completions, with the token ids and version spans that SGLang adds.
+
+`return_token_ids` puts `prompt_token_ids` and `response_token_ids` into each choice, so that a client need never
+tokenize an answer again. Tools are handed to the chat template; calls come back in the text, unparsed.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from arl.engine.local.http import EventStream, Serving, json_response, openai_error, read_body
+from arl.engine.local.inflight import Following
+from arl.engine.local.job import Job
+from arl.engine.local.openai_answers import ChatForm, Form, OpenAIRequest, PlainForm
+from arl.engine.local.protocol import (
+    ApiError,
+    Body,
+    Sampling,
+    build_params,
+    make_jobs,
+    raise_if_failed,
+    shown,
+)
+from arl.engine.local.text import TextOptions
+
+_HARMLESS = frozenset((
+    "cache_salt", "data_parallel_rank", "extra_key", "metadata", "model", "parallel_tool_calls", "priority",
+    "separate_reasoning", "service_tier", "session_id", "store", "stream_reasoning", "user",
+))  # fmt: skip
+_NEUTRAL = {"best_of": 1, "frequency_penalty": 0, "min_tokens": 0, "presence_penalty": 0, "repetition_penalty": 1}
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+def parse_common(body: Body, default_max_tokens: int | None) -> OpenAIRequest:
+    """Read the fields that both endpoints share. `finish` is left to the caller."""
+    max_tokens = body.integer("max_completion_tokens", None) or body.integer("max_tokens", default_max_tokens)
+    sampling = Sampling(
+        params=build_params(
+            max_new_tokens=1 if max_tokens is None else max_tokens,
+            temperature=body.number("temperature", 1.0),
+            top_p=body.number("top_p", 1.0),
+            top_k=body.integer("top_k", -1),
+            min_p=body.number("min_p", 0.0),
+            stop=body.strings("stop"),
+            stop_token_ids=body.token_ids("stop_token_ids"),
+            ignore_eos=body.flag("ignore_eos"),
+            seed=body.integer("seed", None),
+        ),
+        max_new_tokens=max_tokens,
+        n=body.integer("n", 1),
+        text=TextOptions(
+            skip_special_tokens=body.flag("skip_special_tokens", True), trim_stop=not body.flag("no_stop_trim")
+        ),
+    )
+    if sampling.n < 1:
+        raise ApiError(f"n is {sampling.n}; it must be at least 1")
+    stream = body.flag("stream")
+    stream_options = Body(body.value("stream_options") or {}, "stream_options")
+    return OpenAIRequest(
+        model=body.text("model", "default"),
+        rid=body.text("rid", None) or uuid.uuid4().hex,
+        sampling=sampling,
+        stream=stream,
+        include_usage=stream_options.flag("include_usage"),
+        logprobs=body.value("logprobs") not in (None, False),
+        return_token_ids=body.flag("return_token_ids"),
+    )
+
+
+def _messages(body: Body) -> list[dict[str, Any]]:
+    messages = body.value("messages")
+    if not isinstance(messages, list):
+        raise ApiError(f"messages is {shown(messages)}; it must be a list of messages")
+    if not messages:
+        raise ApiError("Messages cannot be empty.")
+    return [_message(i, message) for i, message in enumerate(messages)]
+
+
+def _message(i: int, message: Any) -> dict[str, Any]:
+    """A message as templates expect it: its parts of text joined into one string."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(f"messages[{i}] is {shown(message)}; it must be an object with a role and a content")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message if content is not None else {**message, "content": ""}
+    if not isinstance(content, list):
+        raise ApiError(f"messages[{i}].content is {shown(content)}; it must be a string or a list of text parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(f"Model only supports text input; messages[{i}] has a part of type {shown(kind)}.")
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _tools(body: Body) -> list[Any] | None:
+    tools, choice = body.value("tools"), body.value("tool_choice")
+    if tools is not None and not isinstance(tools, list):
+        raise ApiError(f"tools is {shown(tools)}; it must be a list of tools")
+    if choice not in (None, "auto", "none"):
+        raise ApiError(f"tool_choice is {shown(choice)}; this server cannot force a call, so only auto or none")
+    return None if choice == "none" else tools or None
+
+
+class OpenAI:
+    """POST /v1/chat/completions and POST /v1/completions."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        asked = parse_common(body, None)
+        if asked.stream and asked.return_token_ids:
+            raise ApiError(
+                "return_token_ids is not supported with streaming on /v1/chat/completions. "
+                "Please set stream=false when using return_token_ids=true."
+            )
+        prompt = await self._chat_prompt(body)
+        body.finish(_HARMLESS, {**_NEUTRAL, "top_logprobs": 0})
+        return await self._complete(request, asked, [prompt], ChatForm)
+
+    async def _chat_prompt(self, body: Body) -> list[int]:
+        messages, tools = _messages(body), _tools(body)
+        given = body.value("chat_template_kwargs") or {}
+        if not isinstance(given, dict):
+            raise ApiError(f"chat_template_kwargs is {shown(given)}; it must be an object")
+        continues = body.flag("continue_final_message")
+        options = {"add_generation_prompt": not continues, "continue_final_message": continues, **given}
+        if (input_ids := body.value("input_ids")) is not None:
+            return input_ids
+        return await self._serving.encode(lambda: self._serving.text.chat_prompt(messages, tools, options))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        asked = parse_common(body, _DEFAULT_COMPLETION_TOKENS)
+        prompt = body.value("prompt")
+        is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+        prompts = [await self._prompt_ids(one) for one in (prompt if is_batch else [prompt])]
+        body.finish(_HARMLESS, _NEUTRAL)
+        return await self._complete(request, asked, prompts, PlainForm)
+
+    async def _prompt_ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._serving.encode(lambda: self._serving.text.encode(prompt))
+        if not isinstance(prompt, list):
+            raise ApiError(f"prompt is {shown(prompt)}; it must be text or token ids, or a list of either")
+        return prompt
+
+    async def _complete(
+        self, request: web.Request, asked: OpenAIRequest, prompts: Sequence[list[int]], make_form: type[Form]
+    ) -> web.StreamResponse:
+        jobs: list[Job] = []
+        for i, input_ids in enumerate(prompts):
+            if not isinstance(input_ids, list):
+                raise ApiError(f"input_ids is {shown(input_ids)}; it must be a list of token ids")
+            params = asked.sampling.for_prompt(input_ids, self._serving.limits)
+            rid = asked.rid if len(prompts) == 1 else f"{asked.rid}_{i}"
+            jobs += make_jobs(rid, input_ids, params, asked.sampling.n, asked.stream)
+        form = make_form(asked, self._serving.text, jobs, num_prompt_tokens=sum(map(len, prompts)))
+        named: dict[str, Sequence[Job]] = {job.rid: [job] for job in jobs}
+        named[asked.rid] = jobs
+        with self._serving.inflight.submit(self._serving.scheduler, named) as following:
+            if asked.stream:
+                return await _stream(request, following, form, asked.include_usage)
+            await following.finish()
+        raise_if_failed(jobs)
+        return json_response(form.whole(self._serving.scheduler.weight_version))
+
+
+async def _stream(request: web.Request, following: Following, form: Form, include_usage: bool) -> web.StreamResponse:
+    stream = EventStream(request)
+    await stream.send(*form.opening())
+    while not following.is_done:
+        changed = await following.progress()
+        try:
+            raise_if_failed(changed)
+        except ApiError as error:
+            await stream.send({"error": openai_error(error.message, error.status)})
+            break
+        await stream.send(*(form.chunk(job) for job in changed))
+    if include_usage:
+        await stream.send(form.usage_chunk())
+    return await stream.end()

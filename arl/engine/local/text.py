@@ -1,0 +1,78 @@
+"""Between text and token ids: prompts, chat templates, and the text of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from arl.engine.local.job import Job
+
+_INCOMPLETE = "\ufffd"
+"""What a tokenizer decodes the first bytes of an unfinished character to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How output tokens become text. trim_stop: leave out the stop string or stop token that ended it."""
+
+    skip_special_tokens: bool = True
+    trim_stop: bool = True
+
+
+class NoTextError(ValueError):
+    """The model has no tokenizer, or its tokenizer cannot do what was asked."""
+
+
+class Text:
+    """A tokenizer, or None for a model that came without: then answers have empty text, and prompts must be ids."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.token_text = lru_cache(maxsize=65536)(self._token_text)
+
+    def _require(self) -> Any:
+        if self._tokenizer is None:
+            raise NoTextError("this model has no tokenizer; send input_ids to /generate instead of text")
+        return self._tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self._require().encode(text)
+
+    def chat_prompt(self, messages: list[Any], tools: list[Any] | None, options: Mapping[str, Any]) -> list[int]:
+        """The token ids of a conversation, by the tokenizer's own chat template. Raises NoTextError."""
+        tokenizer = self._require()
+        if not tokenizer.chat_template:
+            raise NoTextError("this model's tokenizer has no chat template; send input_ids to /generate instead")
+        try:
+            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False, **options)
+        except Exception as error:  # a template is a program of its own and raises what it likes
+            raise NoTextError(f"the chat template refused these messages: {error}") from error
+
+    def _token_text(self, token_id: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode([token_id])
+
+    def decode(self, job: Job, num_tokens: int, options: TextOptions) -> str:
+        """The text of a job's first `num_tokens` output tokens.
+
+        While the job runs, the end that a later token may still change is held back: an unfinished character, and
+        what may be the beginning of a stop string.
+        """
+        if self._tokenizer is None:
+            return ""
+        reason = job.finish_reason or {}
+        matched = reason.get("matched") if options.trim_stop else None
+        ids = job.output_ids[:num_tokens]
+        if isinstance(matched, int):
+            ids = ids[:-1]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=options.skip_special_tokens)
+        if isinstance(matched, str):
+            return text.partition(matched)[0]
+        return text if job.is_done else _settled(text, job.sampling.stop)
+
+
+def _settled(text: str, stops: Sequence[str]) -> str:
+    text = text.rstrip(_INCOMPLETE)
+    held = max((k for stop in stops for k in range(1, len(stop)) if text.endswith(stop[:k])), default=0)
+    return text[: len(text) - held]

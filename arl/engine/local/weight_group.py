@@ -1,0 +1,160 @@
+"""Weights that a trainer broadcasts: process groups, and the begin .. end transaction that applies them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import distributed_c10d as c10d
+
+from arl.engine.local.weights import Shapes, WeightsError, check_fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """Where a trainer gathers its group: rank 0 listens at address:port, this server joins as `rank`."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    name: str
+    backend: str
+
+
+@dataclass(slots=True)
+class _Transaction:
+    """What was received since begin_weight_update, and how it is to be applied."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    weight_version: str | None = None
+    flush_cache: bool = False
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedWeights:
+    """A finished transaction: the tensors to load, and how."""
+
+    tensors: dict[str, torch.Tensor]
+    weight_version: str | None
+    flush_cache: bool
+
+
+class WeightReceiver:
+    """Joins trainers' groups and receives what they broadcast. Its calls block; make them all from one thread.
+
+    A trainer that dies or stalls costs `timeout_s` and an error, never the server. After a failed receive the group
+    is left, as a later broadcast could not be told from the one that failed, and the open transaction can only end
+    with that error. Joining or leaving a group discards a transaction that a former trainer left open.
+    """
+
+    def __init__(self, parameters: Shapes, device: str, timeout_s: float) -> None:
+        self._parameters = parameters
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._open: _Transaction | None = None
+
+    def join(self, at: GroupAddress) -> None:
+        """Join the group of that name. Raises WeightsError if it does not gather in time."""
+        if at.name in self._groups:
+            raise WeightsError(f"the group {at.name!r} was joined already; destroy it first")
+        if not dist.is_backend_available(at.backend.lower()):
+            raise WeightsError(f"backend {at.backend!r} is not available here; gloo works between CPU processes")
+        self._open = None
+        try:
+            gathering = rendezvous(f"tcp://{at.address}:{at.port}", at.rank, at.world_size, timeout=self._timeout)
+            store, rank, world_size = next(gathering)
+            store.set_timeout(self._timeout)
+            # The names under which the ranks find each other in the store are those of SGLang and of the trainers
+            # that speak to it, hence the prefix and the private function: torch has no public way to a group
+            # outside the default one.
+            group, _ = c10d._new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                dist.Backend(at.backend),
+                PrefixStore(at.name, store),
+                group_name=at.name,  # pyright: ignore[reportArgumentType]
+                timeout=self._timeout,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise WeightsError(f"cannot join the group at {at.address}:{at.port}: {first_line(error)}") from error
+        if not isinstance(group, dist.ProcessGroup):
+            raise WeightsError(f"rank {at.rank} is not in a group of {at.world_size}")
+        c10d._world.pg_group_ranks[group] = {i: i for i in range(at.world_size)}
+        self._groups[at.name] = group
+
+    def leave(self, name: str) -> None:
+        """Leave a group, and forget a transaction that is open. Raises WeightsError if it was not joined."""
+        self._open = None
+        if name not in self._groups:
+            raise WeightsError("The group to be destroyed does not exist.")
+        dist.destroy_process_group(self._groups.pop(name))
+
+    def begin(self) -> None:
+        if self._open is not None:
+            raise WeightsError("a weight-update session is already open; call end_weight_update() first")
+        self._open = _Transaction()
+
+    def receive(self, group_name: str, expected: Sequence[tuple[str, str, Sequence[int]]]) -> None:
+        """Receive one broadcast of rank 0 for each (name, dtype, shape), in that order, into the transaction."""
+        if self._open is None:
+            raise WeightsError(
+                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            )
+        try:
+            received = self._broadcasts(group_name, expected)
+            check_fit(received, self._parameters)
+        except WeightsError as error:
+            self._open.failure = str(error)
+            raise
+        self._open.tensors.update(received)
+
+    def _broadcasts(
+        self, group_name: str, expected: Sequence[tuple[str, str, Sequence[int]]]
+    ) -> dict[str, torch.Tensor]:
+        group = self._groups.get(group_name)
+        if group is None:
+            raise WeightsError(f"no group {group_name!r}; call init_weights_update_group() first")
+        buffers = {name: self._buffer(name, dtype, shape) for name, dtype, shape in expected}
+        try:
+            for buffer in buffers.values():
+                dist.broadcast(buffer, group_src=0, group=group)
+        except RuntimeError as error:
+            dist.destroy_process_group(self._groups.pop(group_name))
+            raise WeightsError(f"receiving from the group {group_name!r} failed: {first_line(error)}") from error
+        return buffers
+
+    def _buffer(self, name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        kind = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(kind, torch.dtype):
+            raise WeightsError(f"the dtype of {name} is {dtype!r}; torch has none of that name")
+        return torch.empty(tuple(shape), dtype=kind, device=self._device)
+
+    def mark(self, weight_version: str | None, flush_cache: bool) -> None:
+        """How the open transaction is to be applied: the last version named, and a flush if any bucket asks for one."""
+        if self._open is not None:
+            self._open.weight_version = weight_version or self._open.weight_version
+            self._open.flush_cache |= flush_cache
+
+    def end(self) -> ReceivedWeights:
+        """Close the transaction. Raises WeightsError, with nothing to apply, if any part of it failed."""
+        if self._open is None:
+            raise WeightsError("no weight-update session is open; call begin_weight_update() first")
+        ended, self._open = self._open, None
+        if ended.failure:
+            raise WeightsError(f"nothing was applied: {ended.failure}")
+        return ReceivedWeights(
+            tensors=ended.tensors, weight_version=ended.weight_version, flush_cache=ended.flush_cache
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, without torch's stack of native frames."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,84 @@
+"""New weights, from a model directory or from a trainer's broadcasts: received aside, checked, then loaded whole.
+
+Nothing is applied until every tensor is here and fits the model, so that a failed update leaves the old weights as
+they were. The price is a second copy of the weights in memory while an update is under way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from arl.api.errors import ArlError
+
+Shapes = Mapping[str, torch.Size]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_NAMED = 5
+
+
+class WeightsError(ArlError):
+    """Weights that are missing, unreadable, or do not fit the model being served."""
+
+
+def read_directory(directory: str, parameters: Shapes, is_tied: bool) -> dict[str, torch.Tensor]:
+    """The weights of a Hugging Face model directory (safetensors, one file or sharded), complete and of fitting shapes.
+
+    parameters: the served model's names and shapes. is_tied: its output layer is its embedding, so that a
+    checkpoint may hold `lm_head.weight` once more; it is left out. Raises WeightsError.
+    """
+    if not os.path.isabs(directory):
+        raise WeightsError(f"model_path is {directory!r}; send the absolute path of a directory this server can read")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in _weight_files(Path(directory)):
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                # A clone reads the file now, on this thread; what safetensors gives is read page by page when used.
+                tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"cannot read {file}: {error}") from error
+    if is_tied:
+        tensors = {name: t for name, t in tensors.items() if name != "lm_head.weight" or name in parameters}
+    check_fit(tensors, parameters)
+    if missing := sorted(parameters.keys() - tensors.keys()):
+        raise WeightsError(f"{directory} lacks {named(missing)}, which the served model has")
+    return tensors
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    if not directory.is_dir():
+        raise WeightsError(f"model_path is {str(directory)!r}, which is not a directory this server can see")
+    if not index.is_file():
+        raise WeightsError(f"{directory} holds neither {_SINGLE} nor {_INDEX}")
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise WeightsError(f"{index} is not an index of weight files: {error!r}") from error
+    return sorted(directory / shard for shard in shards)
+
+
+def check_fit(tensors: Mapping[str, torch.Tensor], parameters: Shapes) -> None:
+    """Raise WeightsError if a tensor is not one of the model's, or has another shape."""
+    if unknown := sorted(tensors.keys() - parameters.keys()):
+        raise WeightsError(f"the served model has no {named(unknown)}")
+    for name, tensor in tensors.items():
+        if tensor.shape != parameters[name]:
+            raise WeightsError(
+                f"{name} has shape {list(tensor.shape)}; the served model's has {list(parameters[name])}"
+            )
+
+
+def named(names: Iterable[str]) -> str:
+    """A few names, and how many more there are."""
+    names = list(names)
+    rest = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
