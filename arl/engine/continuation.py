@@ -15,7 +15,7 @@ things at the seam need care:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
@@ -23,15 +23,11 @@ from arl.engine.server_client import Answer
 
 
 class PartialResponse:
-    """Collects one request's answers. `eos_token_ids` are the model's own, which end a response unless ignored."""
+    """Collects one request's answers until `stop_reason` is set."""
 
-    def __init__(self, request: ModelRequest, eos_token_ids: Collection[int] = ()) -> None:
-        self._request = request
+    def __init__(self, request: ModelRequest) -> None:
         self._sampling = request.sampling
         self._prompt_ids = list(request.input_ids)
-        self._end_ids = set(request.sampling.stop_token_ids)
-        if not request.sampling.ignore_eos:
-            self._end_ids.update(eos_token_ids)
         self._output_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -58,16 +54,15 @@ class PartialResponse:
             "extra_key": cache_key,
         }
 
-    def extend(self, answer: Answer, version_of: Callable[[str], int], pinned: int) -> None:
-        """Add an answer's tokens, under the versions its spans tell, else `pinned`; decide whether it was the last."""
-        versions = [pinned] * len(answer.output_ids)
-        for span in answer.spans:
-            end = min(span.end, len(versions))
-            versions[span.start : end] = [version_of(span.label)] * (end - span.start)
+    def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
+        """Add an answer's tokens and their versions, and decide whether it was the last.
+
+        eos_token_ids: the model's own, which end a response unless the request ignores them.
+        """
         self._output_ids += answer.output_ids
         self._logprobs += answer.output_logprobs
         self._versions += versions
-        self.stop_reason = self._judge(answer)
+        self.stop_reason = self._judge(answer, eos_token_ids)
 
     def stop_at_context_end(self) -> None:
         """The tokens so far fill the context: nothing can follow."""
@@ -85,18 +80,21 @@ class PartialResponse:
             temperature=self._sampling.logprob_temperature,
         )
 
-    def _judge(self, answer: Answer) -> StopReason | None:
-        if answer.finish == "stop":
+    def _judge(self, answer: Answer, eos_token_ids: Collection[int]) -> StopReason | None:
+        if answer.finish == "stop" or self._completes_a_stop_string(answer.text):
             return "stop"
-        if self._completes_a_stop_string(answer.text):
-            return "stop"
-        if answer.finish == "abort" and answer.output_ids and answer.output_ids[-1] in self._end_ids:
+        if answer.finish == "abort" and answer.output_ids and self._is_end(answer.output_ids[-1], eos_token_ids):
             return "stop"
         if self.num_tokens >= self._sampling.max_new_tokens:
             return "length"
         # A server that stops for length before the budget it was given has reached the end of its context.
         cut_short = answer.finish == "length" and len(answer.output_ids) < self._asked
         return "length" if cut_short else None
+
+    def _is_end(self, token_id: int, eos_token_ids: Collection[int]) -> bool:
+        return token_id in self._sampling.stop_token_ids or (
+            not self._sampling.ignore_eos and token_id in eos_token_ids
+        )
 
     def _completes_a_stop_string(self, text: str) -> bool:
         longest = max(map(len, self._sampling.stop), default=0)

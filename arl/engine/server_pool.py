@@ -16,40 +16,77 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from arl.engine.server_client import ServerClient
+from arl.engine.server_client import Answer, ServerClient
 
 State = Literal["serving", "paused", "fenced"]
 
 _MAX_SESSIONS = 65_536
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """One /generate call in flight. `scope` ends it early; `lost` then says why. `pauses` is the server's when sent."""
+    """One /generate call in flight, and what was true of its server when it was sent.
+
+    version: of the server's weights. was_updated: the weights came from this engine. pauses: how many there had been.
+    `scope` is the call's timeout, which `lose` ends early; `lost` says why.
+    """
 
     rid: str
     version: int
+    was_updated: bool
+    initial_label: str
     pauses: int
     scope: asyncio.Timeout
     lost: str | None = None
 
     def lose(self, reason: str) -> None:
-        if self.lost is None:
+        """End the call; its caller sends it elsewhere."""
+        if self.lost is None and not self.scope.expired():
             self.lost = reason
             self.scope.reschedule(asyncio.get_running_loop().time())
+
+    def versions(self, answer: Answer) -> list[int]:
+        """The policy version of each of the answer's tokens."""
+        versions = [self.version] * len(answer.output_ids)
+        for span in answer.spans:
+            end = min(span.end, len(versions))
+            versions[span.start : end] = [self._version_of(span.label)] * (end - span.start)
+        return versions
+
+    def _version_of(self, label: str) -> int:
+        is_first = not self.was_updated and label == self.initial_label
+        return int(label) if label.isdecimal() and not is_first else self.version
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """A server's state. `version`: of the weights it holds. `initial_label`: what it called those it started with."""
+    """A server's state. version: of the weights it holds. is_updated: they came from this engine.
+
+    initial_label: what the server called the weights that it started with. reason: why it is fenced. pauses: how
+    often it was paused so far. attempts: the calls in flight.
+    """
 
     client: ServerClient
     version: int
+    is_updated: bool = False
     initial_label: str = "default"
     state: State = "serving"
     reason: str = ""
     pauses: int = 0
     attempts: set[Attempt] = field(default_factory=set)
+
+    def begin(self, rid: str, scope: asyncio.Timeout) -> Attempt:
+        """A call that is about to be sent; whoever sends it removes it from `attempts`."""
+        attempt = Attempt(
+            rid=rid,
+            version=self.version,
+            was_updated=self.is_updated,
+            initial_label=self.initial_label,
+            pauses=self.pauses,
+            scope=scope,
+        )
+        self.attempts.add(attempt)
+        return attempt
 
     @property
     def address(self) -> str:
