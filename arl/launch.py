@@ -11,8 +11,8 @@ removes what it kept in memory. The same call on the same run_dir continues from
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from arl.api.config import Config, LocalEngineConfig
 from arl.api.errors import DatasetError, ServerError
@@ -37,7 +37,7 @@ async def launch(
     workflow: RolloutWorkflow,
     dataset: Dataset,
     eval_dataset: Dataset | None = None,
-) -> AsyncIterator[Trainer]:
+) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
     dataset, eval_dataset: anything with a length and integer indexing whose items are mappings; each item is what
@@ -47,16 +47,10 @@ async def launch(
     for name, examples in (("dataset", dataset), ("eval_dataset", eval_dataset)):
         if examples is not None and len(examples) == 0:
             raise DatasetError(f"{name} is empty; it needs at least one example")
-    with _first_error():
-        async with AsyncExitStack() as stack:
-            trainer = await _build(config, workflow, dataset, eval_dataset, stack)
-            try:
-                async with trainer.tasks:
-                    await trainer.start_serving()
-                    yield trainer
-                    await trainer.stop()
-            finally:
-                await trainer.save()
+    async with AsyncExitStack() as stack:
+        trainer = await _build(config, workflow, dataset, eval_dataset, stack)
+        async with trainer.running():
+            yield trainer
 
 
 async def _build(
@@ -107,7 +101,6 @@ async def _build(
         checkpoints=checkpoints,
         log=log,
         thread=thread,
-        tasks=asyncio.TaskGroup(),
         totals=RunTotals(**state["totals"]) if state else RunTotals(),
     )
 
@@ -129,21 +122,3 @@ def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:
         return AutoTokenizer.from_pretrained(config.model).decode
     except (OSError, ValueError):
         return None
-
-
-@contextmanager
-def _first_error() -> Iterator[None]:
-    """Let one plain exception leave where a TaskGroup would raise a group of them."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        first, *others = _leaves(group)
-        for other in others:
-            first.add_note(f"also: {other!r}")
-        raise first from first.__cause__
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, TypeVar, TypeVarTuple
 
@@ -30,7 +31,7 @@ from arl.algorithm.aggregation import weigh_tokens
 from arl.algorithm.losses import PPOLoss
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, PublishStats, TrainEngine, WeightTransport, WeightUpdate
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, first_error
 from arl.api.types import Group, StepStats, TrainSequence
 from arl.buffer import ReplayBuffer
 from arl.checkpoint import Checkpoints
@@ -79,11 +80,11 @@ class Trainer:
     checkpoints: Checkpoints
     log: RunLog
     thread: TrainThread
-    tasks: asyncio.TaskGroup
     totals: RunTotals = field(default_factory=RunTotals)
 
     def __post_init__(self) -> None:
         self.version = self.train_engine.version
+        self._tasks = asyncio.TaskGroup()
         self._loss = PPOLoss.of(self.config.ppo)
         self._background: list[asyncio.Task[None]] = []
         self._delivery: asyncio.Task[None] | None = None
@@ -91,6 +92,21 @@ class Trainer:
         self._evaluation_due = asyncio.Event()
         self._in_training: Sequence[Group] = ()
         self._resumed_at: float | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[Self]:
+        """Serve and train inside the block, which ends with a checkpoint and raises the first error of any task."""
+        try:
+            async with self._tasks:
+                await self._publish()
+                await self._delivered()
+                yield self
+                await self.stop()
+        except BaseExceptionGroup as errors:
+            error = first_error(errors)
+            raise error from error.__cause__
+        finally:
+            await self.save()
 
     # The loop ---------------------------------------------------------------------------------------------------
 
@@ -151,7 +167,7 @@ class Trainer:
         await self._delivered()
         began = time.monotonic()
         update = await self.thread(self.transport.snapshot, self.train_engine)
-        self._delivery = self.tasks.create_task(self._deliver(update, snapshot_s=time.monotonic() - began))
+        self._delivery = self._tasks.create_task(self._deliver(update, snapshot_s=time.monotonic() - began))
         if self.config.rollout.max_staleness == 0:
             await self._delivered()
 
@@ -176,14 +192,9 @@ class Trainer:
     def _start(self) -> None:
         if self._resumed_at is None:
             self._resumed_at = time.monotonic()
-            self._background.append(self.tasks.create_task(self.rollout.run()))
+            self._background.append(self._tasks.create_task(self.rollout.run()))
             if self.evaluator and self.config.evaluation.every:
-                self._background.append(self.tasks.create_task(self._evaluate_when_due(self.evaluator)))
-
-    async def start_serving(self) -> None:
-        """Bring the servers to the trainer's version before anything is sampled."""
-        await self._publish()
-        await self._delivered()
+                self._background.append(self._tasks.create_task(self._evaluate_when_due(self.evaluator)))
 
     async def stop(self) -> None:
         """Stop sampling for training and let a delivery end; the servers keep the newest weights. Idempotent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 
 class ArlError(Exception):
     """The base of all of arl's errors."""
@@ -73,3 +75,18 @@ class CheckpointError(ArlError):
 
 class ToolError(ArlError):
     """A tool cannot do what the model asked; the message is for the model to read. Also: a function that is no tool."""
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended a TaskGroup, out of the groups around it; others that came with it are noted on it."""
+    first, *others = _leaves(group)
+    for other in others:
+        first.add_note(f"at the same time: {other!r}")
+    return first
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    inner = cast("BaseExceptionGroup[BaseException]", error).exceptions
+    return [leaf for member in inner for leaf in _leaves(member)]

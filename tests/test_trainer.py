@@ -1,0 +1,285 @@
+"""The training loop over the official fakes: what it waits for, what it overlaps, and what survives an interruption."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arl.api import (
+    Config,
+    DiskWeights,
+    Example,
+    InferenceEngine,
+    ModelRequest,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    ScriptedTrainEngine,
+    Trajectory,
+    UpdateStats,
+    WeightUpdate,
+)
+from arl.api.engine import TrainEngine
+from arl.api.errors import ConfigError, ServerError
+from arl.buffer import ReplayBuffer
+from arl.checkpoint import Checkpoints
+from arl.evaluation import Evaluator
+from arl.ledger import Outcome
+from arl.metrics import RunLog, read_jsonl
+from arl.rollout import RolloutController
+from arl.stats import RunTotals
+from arl.trainer import Trainer, TrainThread
+
+EXAMPLES = [{"number": n} for n in range(64)]
+
+
+class OneTurn(RolloutWorkflow):
+    """Answers with three tokens; the reward says which example it was."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=3))
+        response = await engine.agenerate(request)
+        return Trajectory(
+            token_ids=(*request.input_ids, *response.output_ids),
+            loss_mask=(0, 0, 1, 1, 1),
+            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
+            versions=(-1, -1, *response.output_versions),
+            reward=float(data["number"]),
+        )
+
+
+class DirectTransport:
+    """Hands versions over without weights; `deliver` can be replaced to wait or fail."""
+
+    def __init__(self, before_delivery: Callable[[WeightUpdate], Any] | None = None) -> None:
+        self._before_delivery = before_delivery
+
+    def snapshot(self, engine: TrainEngine) -> WeightUpdate:
+        return DiskWeights(version=engine.version, directory=Path("/none"))
+
+    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
+        if self._before_delivery:
+            await self._before_delivery(update)
+        return await engine.update_weights(update)
+
+    def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def running(
+    run_dir: Path,
+    train_engine: ScriptedTrainEngine | None = None,
+    transport: DirectTransport | None = None,
+    *,
+    evaluate: bool = False,
+    **settings: Any,
+) -> AsyncGenerator[Trainer]:
+    """A trainer over fakes on `run_dir`, resumed from there, as `launch` would build it."""
+    rollout_settings = {"batch_size": 2, "group_size": 2, "max_staleness": 2, **settings.pop("rollout", {})}
+    config = Config.model_validate(
+        {"model": "none", "steps": 4, "rollout": rollout_settings, "log": {"console": False}, **settings}
+    )
+    engine = ScriptedEngine(lambda request: (7, 8, 9))
+    train_engine = train_engine or ScriptedTrainEngine()
+    checkpoints = Checkpoints(run_dir / "checkpoints", 2, {})
+    state = checkpoints.load_newest(train_engine.load)
+    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
+    rollout = RolloutController(engine, OneTurn(), EXAMPLES, config.rollout, buffer)
+    if state:
+        rollout.load_state_dict(state["rollout"])
+    log, thread = RunLog(run_dir, config.log), TrainThread()
+    log.resume(train_engine.version)
+    evaluator = Evaluator(engine, OneTurn(), EXAMPLES[:4], config.evaluation, episode_timeout_s=10.0)
+    trainer = Trainer(
+        config=config,
+        train_engine=train_engine,
+        inference_engine=engine,
+        transport=transport or DirectTransport(),
+        buffer=buffer,
+        rollout=rollout,
+        evaluator=evaluator if evaluate else None,
+        checkpoints=checkpoints,
+        log=log,
+        thread=thread,
+        totals=RunTotals(**state["totals"]) if state else RunTotals(),
+    )
+    try:
+        async with trainer.running():
+            yield trainer
+    finally:
+        thread.close()
+
+
+def trained_examples(engine: ScriptedTrainEngine) -> list[list[int]]:
+    """The example of each sequence, batch by batch."""
+    return [[int(s.token_ids[1]) for minibatch in batch for s in minibatch] for batch in engine.batches]
+
+
+async def test_each_iteration_trains_and_publishes_one_batch(tmp_path: Path) -> None:
+    train_engine = ScriptedTrainEngine()
+    async with running(tmp_path, train_engine) as trainer:
+        steps = [step async for step in trainer]
+        assert trainer.inference_engine.version == 4
+    assert [step.version for step in steps] == [1, 2, 3, 4]
+    assert [step.num_episodes for step in steps] == [4, 4, 4, 4]
+    assert [len(batch) for batch in trained_examples(train_engine)] == [4, 4, 4, 4]
+
+
+async def test_with_max_staleness_0_every_token_is_of_the_version_being_trained(tmp_path: Path) -> None:
+    train_engine = ScriptedTrainEngine()
+    async with running(tmp_path, train_engine, rollout={"max_staleness": 0}) as trainer:
+        _ = [step async for step in trainer]
+    versions = [{int(v) for m in batch for s in m for v in s.versions[s.loss_mask]} for batch in train_engine.batches]
+    assert versions == [{0}, {1}, {2}, {3}]
+
+
+async def test_staleness_stays_within_its_bound_and_is_reported(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=20) as trainer:
+        seen = [step.max_staleness_seen async for step in trainer]
+        assert trainer.summary()["max_staleness_seen"] == max(seen)
+    assert max(seen) <= 2
+
+
+async def test_a_step_does_not_wait_for_the_delivery_of_the_weights_before(tmp_path: Path) -> None:
+    trained, delivered = asyncio.Event(), []
+
+    async def until_trained_again(update: WeightUpdate) -> None:
+        if update.version == 1:
+            await trained.wait()
+        delivered.append(update.version)
+
+    def note(_: object) -> None:
+        if train_engine.version == 1:
+            loop.call_soon_threadsafe(trained.set)
+
+    loop, train_engine = asyncio.get_running_loop(), ScriptedTrainEngine(on_train=note)
+    async with running(tmp_path, train_engine, DirectTransport(until_trained_again), steps=2) as trainer:
+        _ = [step async for step in trainer]
+    assert delivered == [0, 1, 2]
+
+
+async def test_with_max_staleness_0_a_step_ends_when_its_weights_are_served(tmp_path: Path) -> None:
+    async with running(tmp_path, rollout={"max_staleness": 0}) as trainer:
+        async for step in trainer:
+            assert trainer.inference_engine.version == step.version
+
+
+async def test_servers_that_fail_an_update_end_the_run_with_their_error(tmp_path: Path) -> None:
+    async def fail(update: WeightUpdate) -> None:
+        if update.version == 2:
+            raise ServerError("every server is gone")
+
+    with pytest.raises(ServerError, match="every server is gone"):
+        async with running(tmp_path, transport=DirectTransport(fail)) as trainer:
+            _ = [step async for step in trainer]
+
+
+async def test_a_rerun_continues_and_trains_no_example_twice(tmp_path: Path) -> None:
+    first, second = ScriptedTrainEngine(), ScriptedTrainEngine()
+    async with running(tmp_path, first, steps=3) as trainer:
+        _ = [step async for step in trainer]
+    async with running(tmp_path, second, steps=6) as trainer:
+        steps = [step.version async for step in trainer]
+        summary = trainer.summary()
+    assert steps == [4, 5, 6]
+    before, after = ({e for batch in trained_examples(engine) for e in batch} for engine in (first, second))
+    assert not before & after
+    assert summary["episodes_trained"] == 24
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    is_training, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def block_in_second_batch(_: object) -> None:
+        if first.version == 1:
+            loop.call_soon_threadsafe(is_training.set)
+            may_end.wait(10)
+
+    first, second = ScriptedTrainEngine(on_train=block_in_second_batch), ScriptedTrainEngine()
+
+    async def train() -> None:
+        async with running(tmp_path, first) as trainer:
+            _ = [step async for step in trainer]
+
+    task = asyncio.create_task(train())
+    await is_training.wait()
+    task.cancel()
+    loop.call_soon(may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with running(tmp_path, second) as trainer:
+        assert trainer.version == 2
+        assert len(trainer.rollout.ledger.outcomes(0)[Outcome.TRAINED]) == 4
+        _ = [step async for step in trainer]
+    before, after = ({e for batch in trained_examples(engine) for e in batch} for engine in (first, second))
+    assert not before & after
+
+
+async def test_a_batch_that_failed_halfway_is_not_saved(tmp_path: Path) -> None:
+    def fail_in_third(_: object) -> None:
+        if train_engine.version == 2:
+            raise RuntimeError("out of memory")
+
+    train_engine = ScriptedTrainEngine(on_train=fail_in_third)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        async with running(tmp_path, train_engine, checkpoint={"every": 1}) as trainer:
+            _ = [step async for step in trainer]
+    assert Checkpoints(tmp_path / "checkpoints", 2, {}).newest_version() == 2
+
+
+async def test_checkpoints_are_written_every_so_many_versions(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=6, checkpoint={"every": 2}) as trainer:
+        async for step in trainer:
+            expected = None if step.version < 2 else step.version - step.version % 2
+            assert trainer.checkpoints.newest_version() == expected
+
+
+async def test_evaluation_beside_training_is_logged_at_its_version(tmp_path: Path) -> None:
+    async with running(tmp_path, evaluate=True, evaluation={"every": 2}) as trainer:
+        before = await trainer.evaluate()
+        _ = [step async for step in trainer]
+        after = await trainer.evaluate()
+    assert (before.version, before.reward, before.num_episodes) == (0, 1.5, 4)
+    assert after.version == 4
+    assert {0, 4} <= {row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")}
+
+
+async def test_evaluating_without_held_out_examples_says_what_to_give(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        with pytest.raises(ConfigError, match="give launch an eval_dataset"):
+            await trainer.evaluate()
+
+
+async def test_minibatches_are_of_whole_groups(tmp_path: Path) -> None:
+    train_engine = ScriptedTrainEngine()
+    settings: dict[str, Any] = {"ppo": {"minibatches": 2}, "rollout": {"batch_size": 4}}
+    async with running(tmp_path, train_engine, steps=1, **settings) as trainer:
+        _ = [step async for step in trainer]
+    (batch,) = train_engine.batches
+    assert [len(minibatch) for minibatch in batch] == [4, 4]
+    for minibatch in batch:
+        assert len({int(s.token_ids[1]) for s in minibatch}) == 2
+        assert sum(float(s.loss_weights.sum()) for s in minibatch) == pytest.approx(1.0)
+
+
+async def test_bypassed_skips_the_proximal_forward(tmp_path: Path) -> None:
+    class Forwarding(ScriptedTrainEngine):
+        calls = 0
+
+        def forward(self, sequences: Sequence[Any]) -> list[Any]:
+            self.calls += 1
+            return super().forward(sequences)
+
+    counts: list[int] = []
+    for proximal in ("recomputed", "bypassed"):
+        train_engine = Forwarding()
+        async with running(tmp_path / proximal, train_engine, ppo={"proximal": proximal}) as trainer:
+            _ = [step async for step in trainer]
+        counts.append(train_engine.calls)
+    assert counts == [4, 0]
