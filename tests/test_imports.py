@@ -1,0 +1,125 @@
+"""Who may import whom, read from the sources; and what stays light to import."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "transformers", "aiohttp", "numpy")
+TRAINER = ("arl.trainer", "arl.evaluation", "arl.stats", "arl.metrics", "arl.checkpoint", "arl.sft")
+FLOW = ("arl.buffer", "arl.rollout", "arl.episode", "arl.ledger", "arl.lag")
+COMPOSITION = ("arl.launch", "arl.cli")
+IO = frozenset(
+    (
+        "asyncio", "concurrent", "ctypes", "fcntl", "http", "io", "logging", "mmap", "multiprocessing", "os", "pathlib",
+        "pickle", "queue", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl", "subprocess", "sys", "tempfile",
+        "threading", "time", "urllib",
+    )
+)  # fmt: skip
+
+
+def name_of(source: Path) -> str:
+    parts = source.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {name_of(source): source for source in sorted((ROOT / "arl").rglob("*.py"))}
+
+
+def is_in(module: str, packages: str | Iterable[str]) -> bool:
+    packages = (packages,) if isinstance(packages, str) else packages
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    """Every imported module, those within functions and under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            inner = [f"{module}.{alias.name}" for alias in node.names]
+            yield from (name if name in SOURCES else module for name in inner)
+
+
+IMPORTS = {module: frozenset(imports_of(ast.parse(source.read_text()))) for module, source in SOURCES.items()}
+
+
+def breaches(of: str | Iterable[str], allowed: str | Iterable[str]) -> list[str]:
+    """Imports of arl's own modules, made in `of`, that are not among `allowed`."""
+    own = {module: [i for i in found if is_in(i, "arl")] for module, found in IMPORTS.items() if is_in(module, of)}
+    assert own, f"no module is named {of}: this rule watches nothing"
+    return [f"{module} imports {i}" for module, found in own.items() for i in found if not is_in(i, allowed)]
+
+
+def test_the_contracts_import_nothing_of_arl() -> None:
+    assert breaches("arl.api", allowed="arl.api") == []
+
+
+def test_the_algorithm_imports_contracts_and_torch() -> None:
+    assert breaches("arl.algorithm", allowed=("arl.api", "arl.algorithm")) == []
+    outside = {(m, i.partition(".")[0]) for m, found in IMPORTS.items() if is_in(m, "arl.algorithm") for i in found}
+    libraries = {(m, i) for m, i in outside if i not in sys.stdlib_module_names and i not in ("arl", "torch")}
+    assert libraries == set()
+
+
+def test_the_algorithm_does_no_io() -> None:
+    found = {(m, i) for m, names in IMPORTS.items() if is_in(m, "arl.algorithm") for i in names}
+    assert {(m, i) for m, i in found if i.partition(".")[0] in IO} == set()
+
+
+def test_engines_never_import_workflows() -> None:
+    assert breaches("arl.engine", allowed=("arl.api", "arl.algorithm", "arl.engine")) == []
+
+
+def test_workflows_never_import_engines() -> None:
+    assert breaches("arl.workflow", allowed=("arl.api", "arl.workflow")) == []
+
+
+def test_the_flow_imports_contracts_and_itself() -> None:
+    assert breaches(FLOW, allowed=("arl.api", *FLOW)) == []
+
+
+def test_the_trainer_sees_contracts_and_no_concrete_engine() -> None:
+    assert breaches(TRAINER, allowed=("arl.api", "arl.algorithm", *FLOW, *TRAINER)) == []
+
+
+def test_every_module_has_a_place_in_these_rules() -> None:
+    packages = ("arl.api", "arl.algorithm", "arl.engine", "arl.workflow")
+    known = (*packages, *FLOW, *TRAINER, *COMPOSITION)
+    assert [m for m in SOURCES if m != "arl" and not is_in(m, known)] == []
+
+
+def test_the_command_line_imports_contracts_alone() -> None:
+    assert breaches("arl.cli", allowed="arl.api") == []
+
+
+def test_only_the_composition_root_names_concrete_engines() -> None:
+    named = {m for m, found in IMPORTS.items() if any(is_in(i, "arl.engine") for i in found)}
+    assert {m for m in named if not is_in(m, "arl.engine")} == {"arl.launch"}
+
+
+def test_the_embedded_server_does_not_know_its_client() -> None:
+    client = {"arl.engine.sglang", "arl.engine.server_pool", "arl.engine.server_client", "arl.engine.upkeep"}
+    assert client <= SOURCES.keys()
+    assert {m for m, found in IMPORTS.items() if is_in(m, "arl.engine.local") and found & client} == set()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter({m: found & SOURCES.keys() for m, found in IMPORTS.items()}).prepare()
+    except CycleError as cycle:
+        pytest.fail(" -> ".join(cycle.args[1]))
+
+
+@pytest.mark.parametrize("module", ["arl", "arl.api", "arl.cli", "arl.rollout", "arl.workflow.conversation"])
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    script = f"import sys, {module}\nprint([name for name in {HEAVY} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.strip() == "[]"
