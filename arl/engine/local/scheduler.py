@@ -1,22 +1,34 @@
-"""Continuous batching: which sequences the model computes in each step, and what becomes of the sampled tokens."""
+"""The model thread: it steps the batch, and between two steps does what the other threads ask for.
+
+    submit, abort, pause, resume, flush_cache, load --commands, in order--> model thread --deliver--> event loop
+
+The thread sleeps on its command queue while it is paused or has nothing to generate; each command wakes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from arl.api.config import PauseMode
+from arl.api.errors import EngineClosedError
+from arl.engine.local.batch import Batch
 from arl.engine.local.job import Job
+from arl.engine.local.runner import ModelRunner, NamedTensors
 
 Deliver = Callable[[Sequence[Job]], None]
 """Called on the model thread once per step, with the jobs that finished and the streaming jobs that gained tokens."""
 
-NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-"""Yields (parameter name, tensor); called on the model thread."""
+_T = TypeVar("_T")
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +43,13 @@ class Scheduler:
     """Generates jobs on a thread of its own. Every method may be called from any thread and returns at once.
 
     What they ask for takes effect between two steps, in the order of the calls. Futures are resolved on the model
-    thread.
+    thread; after `close` they fail with EngineClosedError. A job that cannot be served (an empty or too long prompt,
+    an id outside the vocabulary) finishes with reason abort and status_code 400; one whose step failed, with 500.
+
+    Raises ModelError when model_dir holds no model that it can serve.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the server's own knobs, one by one
         self,
         model_dir: str,
         deliver: Deliver,
@@ -45,31 +60,181 @@ class Scheduler:
         max_running_requests: int = 128,
         context_length: int | None = None,
         weight_version: str = "default",
+        prefill_tokens: int = 1024,
+        prefix_cache_bytes: int = 1 << 30,
     ) -> None:
-        raise NotImplementedError
+        self._deliver = deliver
+        self._num_threads = num_threads
+        self._runner = ModelRunner(
+            model_dir, device=device, dtype=dtype, max_rows=max_running_requests, context_length=context_length
+        )
+        self._batch = Batch(
+            self._runner,
+            max_rows=max_running_requests,
+            prefill_tokens=prefill_tokens,
+            prefix_cache_bytes=prefix_cache_bytes,
+            weight_version=weight_version,
+        )
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_paused = False
+        self._is_closing = False
+        self._has_ended = False
+        self._ending = threading.Lock()  # a command is either run by the model thread, or refused: never forgotten
+        self._thread = threading.Thread(target=self._run, name="arl-model")
 
-    tokenizer: Any
-    model_config: Any
+    @property
+    def tokenizer(self) -> Any:
+        return self._runner.tokenizer
 
     @property
-    def weight_version(self) -> str: ...
-    @property
-    def is_paused(self) -> bool: ...
-    @property
-    def is_alive(self) -> bool: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def load_stats(self) -> Load: ...
-    @property
-    def parameter_shapes(self) -> dict[str, torch.Size]: ...
+    def model_config(self) -> Any:
+        return self._runner.config
 
-    def start(self) -> None: ...
-    def close(self) -> None: ...
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus response, in tokens."""
+        return self._runner.context_length
 
-    def submit(self, job: Job) -> None: ...
-    def abort(self, rid: str | None) -> None: ...
-    def pause(self, mode: PauseMode) -> Future[None]: ...
-    def resume(self) -> Future[None]: ...
-    def flush_cache(self) -> Future[bool]: ...
-    def load(self, tensors: NamedTensors, weight_version: str | None, flush_cache: bool) -> Future[None]: ...
+    @property
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        """The names and shapes that `load` takes."""
+        return self._runner.parameter_shapes
+
+    @property
+    def weight_version(self) -> str:
+        return self._batch.weight_version
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def load_stats(self) -> Load:
+        return Load(running=self._batch.num_running, queued=self._batch.num_waiting)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Abort what is unfinished and end the model thread. Idempotent."""
+        self._put(self._close)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # ---- from any thread --------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; it comes back through `deliver`."""
+        self._put(lambda: self._add(job))
+
+    def abort(self, rid: str | None) -> None:
+        """Finish the job `rid`, or all that run or wait, with what they have."""
+        self._put(lambda: self._send(self._batch.abort(rid)))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop generating. in_place: requests keep their cache. retract: they recompute it. abort: they return."""
+        return self._ask(lambda: self._pause(mode))
+
+    def resume(self) -> Future[None]:
+        return self._ask(self._resume)
+
+    def flush_cache(self) -> Future[bool]:
+        """Forget the prefixes of finished requests; always possible."""
+        return self._ask(self._flush)
+
+    def load(self, tensors: NamedTensors, weight_version: str | None, flush_cache: bool) -> Future[None]:
+        """Change weights between two steps, paused or not; fails with ModelError and without effect if they do not fit.
+
+        Tokens sampled from then on carry weight_version (None: the old one). Cached prefixes of the old weights are
+        dropped in any case, so flush_cache makes no difference.
+        """
+        del flush_cache
+        return self._ask(lambda: self._batch.load(tensors, weight_version))
+
+    def _ask(self, work: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            if self._is_closing:
+                future.set_exception(EngineClosedError("the scheduler was closed"))
+            elif future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except Exception as error:  # noqa: BLE001 - the caller's to handle
+                    future.set_exception(error)
+
+        self._put(run)
+        return future
+
+    def _put(self, command: Callable[[], None]) -> None:
+        with self._ending:
+            if not self._has_ended:
+                self._commands.put(command)
+                return
+        command()
+
+    # ---- on the model thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        try:
+            while not self._is_closing:
+                self._obey()
+                if not self._is_paused and not self._batch.is_idle:
+                    self._step()
+        finally:
+            self._is_closing = True
+            with self._ending:
+                self._has_ended = True
+            self._drain()
+            self._send(self._batch.abort(None))
+
+    def _obey(self) -> None:
+        """Run the commands that have come in; wait for one if there is nothing to generate."""
+        if self._is_paused or self._batch.is_idle:
+            self._commands.get()()
+        self._drain()
+
+    def _drain(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _step(self) -> None:
+        try:
+            delivered = self._batch.step()
+        except Exception as error:
+            _logger.exception("a step failed; its requests are aborted")
+            delivered = self._batch.fail(error)
+        self._send(delivered)
+
+    def _send(self, jobs: Sequence[Job]) -> None:
+        if jobs:
+            self._deliver(jobs)
+
+    def _add(self, job: Job) -> None:
+        if self._is_closing:
+            job.abort("the server is shutting down")
+            self._send([job])
+        elif not self._batch.add(job):
+            self._send([job])
+
+    def _close(self) -> None:
+        self._is_closing = True
+
+    def _pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self._send(self._batch.abort(None))
+        elif mode == "retract":
+            self._batch.retract()
+        self._is_paused = True
+
+    def _resume(self) -> None:
+        self._is_paused = False
+
+    def _flush(self) -> bool:
+        self._batch.flush()
+        return True

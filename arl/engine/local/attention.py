@@ -1,0 +1,160 @@
+"""Attention over slot caches, as a function registered with transformers: the models' own code stays as it is.
+
+A forward pass takes all tokens of a step as one sequence [1, tokens]: first one token for each decoding sequence
+(cache rows 0, 1, ...), then the chunks of prompts. Linear layers see them together; here they part again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from arl.api.errors import ModelError
+from arl.engine.local.cache import SlotCache
+
+SLOT_ATTENTION = "arl_slot_attention"
+"""The name under which transformers knows the function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens of one prompt that a step computes: positions start..start+length-1 of cache row `row`."""
+
+    row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotBatch:
+    """Where the tokens of one step belong.
+
+    rows: int64[D], 0..D-1, and positions: int64[D], of the D decoding sequences; context: positions that the longest
+    of them attends to. bias: [D, 1, context], 0 or -inf; None where all have the same length.
+    """
+
+    cache: SlotCache
+    rows: torch.Tensor
+    positions: torch.Tensor
+    context: int
+    bias: torch.Tensor | None
+    chunks: Sequence[Chunk]
+
+    @classmethod
+    def of(cls, cache: SlotCache, rows: torch.Tensor, positions: Sequence[int], chunks: Sequence[Chunk]) -> SlotBatch:
+        """A batch that decodes at `positions` of the first rows, and computes `chunks`."""
+        context = max(positions, default=-1) + 1
+        ends = torch.tensor(positions, device=rows.device)
+        bias = None
+        if positions and min(positions) + 1 < context:
+            visible = torch.arange(context, device=rows.device) <= ends[:, None]
+            bias = torch.zeros((), dtype=cache.shape.dtype, device=rows.device).where(visible, float("-inf"))[:, None]
+        return cls(cache=cache, rows=rows[: len(positions)], positions=ends, context=context, bias=bias, chunks=chunks)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    slot_batch: SlotBatch | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the step's keys and values into the cache and attend to it.
+
+    query [1, heads, N, d], key and value [1, kv heads, N, d]; returns [1, N, heads, d]. Called by the model's layers.
+    """
+    if slot_batch is None:
+        raise ModelError("the model does not pass keyword arguments to its attention; the embedded server needs that")
+    _refuse_unknown(options, slot_batch)
+    layer: Any = module.layer_idx
+    num_decoding = len(slot_batch.rows)
+    if not slot_batch.chunks:
+        return _decode(layer, query[0], key[0], value[0], slot_batch, scaling).unsqueeze(0), None
+    outputs = []
+    if num_decoding:
+        q, k, v = (x[0, :, :num_decoding] for x in (query, key, value))
+        outputs.append(_decode(layer, q, k, v, slot_batch, scaling))
+    start = num_decoding
+    for chunk in slot_batch.chunks:
+        q, k, v = (x[:, :, start : start + chunk.length] for x in (query, key, value))
+        outputs.append(_prefill(layer, q, k, v, slot_batch.cache, chunk, scaling))
+        start += chunk.length
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _refuse_unknown(options: dict[str, Any], batch: SlotBatch) -> None:
+    window = options.get("sliding_window")
+    if window is not None and window < batch.cache.max_length:
+        raise ModelError(
+            f"the model attends to a sliding window of {window} tokens, which the embedded server does not know; "
+            f"set context_length to at most {window}"
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ModelError(f"the model's attention uses {name}, which the embedded server does not know")
+
+
+def _decode(
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: SlotBatch, scaling: float
+) -> torch.Tensor:
+    """One token of each decoding sequence: query [heads, D, d], key and value [kv heads, D, d] -> [D, heads, d].
+
+    The query heads that share a kv head become rows of one small matrix, so that keys are never repeated.
+    """
+    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
+    keys[batch.rows, :, batch.positions] = key.transpose(0, 1)
+    values[batch.rows, :, batch.positions] = value.transpose(0, 1)
+    num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = key.shape[0]
+    matrices = num_rows * num_kv_heads
+    q = query.transpose(0, 1).reshape(matrices, num_heads // num_kv_heads, head_dim)
+    k = keys[:num_rows, :, : batch.context].flatten(0, 1)
+    v = values[:num_rows, :, : batch.context].flatten(0, 1)
+    if batch.bias is None:
+        scores = torch.bmm(q * scaling, k.transpose(1, 2))
+    else:
+        bias = batch.bias.expand(num_rows, num_kv_heads, batch.context).reshape(matrices, 1, batch.context)
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return torch.bmm(weights, v).view(num_rows, num_heads, head_dim)
+
+
+def _prefill(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: SlotCache,
+    chunk: Chunk,
+    scaling: float,
+) -> torch.Tensor:
+    """A chunk of one prompt: query [1, heads, T, d], key and value [1, kv heads, T, d] -> [T, heads, d]."""
+    end = chunk.start + chunk.length
+    keys, values = cache.keys[layer][chunk.row], cache.values[layer][chunk.row]
+    keys[:, chunk.start : end] = key[0]
+    values[:, chunk.start : end] = value[0]
+    is_first = chunk.start == 0
+    mask = None if is_first else torch.ones(chunk.length, end, dtype=torch.bool, device=query.device).tril(chunk.start)
+    output = F.scaled_dot_product_attention(
+        query,
+        keys[None, :, :end],
+        values[None, :, :end],
+        attn_mask=mask,
+        is_causal=is_first,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[0].transpose(0, 1)
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)

@@ -1,0 +1,329 @@
+"""The running batch: which sequences each step computes, and what becomes of the sampled tokens.
+
+    waiting --admit--> rows: [ decoding ... | prefilling ... ] --finish--> delivered, and retained as a prefix
+
+Row i of the cache belongs to rows[i]. The decoding sequences come first and without gaps, so that their part of the
+cache is a view; a row that ends is filled by the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from arl.engine.local.attention import Chunk
+from arl.engine.local.job import Job
+from arl.engine.local.prefix import Prefix, PrefixIndex, Retained
+from arl.engine.local.runner import ModelRunner, NamedTensors
+from arl.engine.local.sampler import Sampler, random_stream
+from arl.engine.local.stop import StopStrings
+
+
+@dataclass(slots=True, eq=False)
+class Row(Prefix):
+    """A sequence in the batch, or waiting for its place. tokens: prompt and output; max_length: its longest.
+
+    stream: its random stream. is_mixed: a part of its keys and values is of older weights.
+    """
+
+    job: Job = field(kw_only=True)
+    max_length: int = field(kw_only=True)
+    stream: int = field(kw_only=True)
+    stop: tuple[str, ...] = field(kw_only=True)
+    stop_ids: frozenset[int] = field(kw_only=True)
+    index: int = field(default=-1, kw_only=True)
+    is_mixed: bool = field(default=False, kw_only=True)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute until the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+
+class Batch:
+    """Continuous batching on one thread: jobs go in, each step returns those that finished or (if streaming) grew.
+
+    prefill_tokens: most prompt tokens in a step, so that a long prompt does not hold up the others for long.
+    prefix_cache_bytes: memory for the keys and values of finished sequences.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_rows: int,
+        prefill_tokens: int,
+        prefix_cache_bytes: int,
+        weight_version: str,
+    ) -> None:
+        self._runner = runner
+        self._max_rows = max_rows
+        self._prefill_tokens = prefill_tokens
+        self._stop_strings = StopStrings(runner.tokenizer)
+        self._prefixes = PrefixIndex(prefix_cache_bytes)
+        self._waiting: deque[Row] = deque()
+        self._rows: list[Row] = []
+        self._num_decoding = 0
+        self._sampler: Sampler | None = None
+        self.weight_version = weight_version
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._rows and not self._waiting
+
+    def add(self, job: Job) -> bool:
+        """Queue a job. False if it cannot be served; it is finished then, and says why."""
+        problem = self._problem(job)
+        if problem is not None:
+            job.abort(problem, 400)
+            return False
+        sampling = job.sampling
+        self._waiting.append(
+            Row(
+                [*job.input_ids, *job.output_ids],
+                job=job,
+                max_length=min(len(job.input_ids) + sampling.max_new_tokens, self._runner.context_length),
+                stream=random_stream(sampling.seed),
+                stop=tuple(string for string in sampling.stop if string),
+                stop_ids=frozenset() if sampling.ignore_eos else self._runner.eos_ids | set(sampling.stop_token_ids),
+            )
+        )
+        return True
+
+    def _problem(self, job: Job) -> str | None:
+        vocab_size, context_length = self._runner.vocab_size, self._runner.context_length
+        if not job.input_ids:
+            return "input_ids is empty; a request needs at least one token to continue from"
+        if len(job.input_ids) >= context_length:
+            return (
+                f"input_ids has {len(job.input_ids)} tokens, which leaves no room for output in a context of "
+                f"{context_length}; shorten the prompt or serve with a larger context_length"
+            )
+        if min(job.input_ids) < 0 or max(job.input_ids) >= vocab_size:
+            return f"input_ids holds an id outside the vocabulary; ids go from 0 to {vocab_size - 1}"
+        return None
+
+    # ---- a step: admit, run, sample, finish -------------------------------------------------------------------
+
+    def step(self) -> list[Job]:
+        """Compute one step; returns the jobs that finished in it and the streaming ones that gained tokens.
+
+        Whatever it raises, `fail` brings the batch back to a sound state.
+        """
+        self._admit()
+        self._promote()
+        num_decoding = self._num_decoding
+        chunks = self._chunks()
+        decoding = self._rows[:num_decoding]
+        token_ids = [row.tokens[-1] for row in decoding]
+        positions = [row.num_computed for row in decoding]
+        keep = list(range(num_decoding)) if chunks else None
+        for chunk in chunks:
+            row = self._rows[chunk.row]
+            token_ids += row.tokens[chunk.start : chunk.start + chunk.length]
+            positions += range(chunk.start, chunk.start + chunk.length)
+            if chunk.start + chunk.length == len(row.tokens) and keep is not None:
+                keep.append(len(token_ids) - 1)
+        self._runner.cache.reserve(len(self._rows), max(positions) + 1)
+        logits = self._runner.forward(token_ids, positions, chunks, keep)
+        for chunk in chunks:
+            self._rows[chunk.row].num_computed += chunk.length
+        for row in decoding:
+            row.num_computed += 1
+        if chunks:
+            self._num_decoding = num_decoding = len(keep or ())
+            self._sampler = None
+            if not num_decoding:
+                return []
+        sampled = self._rows[:num_decoding]
+        tokens, logprobs = self._sampler_of(sampled).sample(logits, [len(row.tokens) for row in sampled])
+        return self._take(sampled, tokens, logprobs)
+
+    def _sampler_of(self, rows: Sequence[Row]) -> Sampler:
+        if self._sampler is None:
+            params = [row.job.sampling for row in rows]
+            streams = [row.stream for row in rows]
+            self._sampler = Sampler.of(params, streams, self._runner.vocab_size, self._runner.device)
+        return self._sampler
+
+    def _take(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Job]:
+        """Append what was sampled, and part with the rows that it ends."""
+        if math.isnan(sum(logprobs)):
+            raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")
+        version = self.weight_version
+        delivered: list[Job] = []
+        ended: list[Row] = []
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            job = row.job
+            row.tokens.append(token)
+            job.output_ids.append(token)
+            job.output_logprobs.append(logprob)
+            job.versions.append(version)
+            if row.stop or token in row.stop_ids or len(row.tokens) >= row.max_length:
+                job.finish_reason = self._finish_reason(row, token)
+            if job.finish_reason is not None:
+                ended.append(row)
+                delivered.append(job)
+            elif job.stream:
+                delivered.append(job)
+        for row in ended:
+            self._retain(row)
+        for row in reversed(ended):
+            self._remove(row)
+        return delivered
+
+    def _finish_reason(self, row: Row, token: int) -> dict[str, str | int] | None:
+        if row.stop and (matched := self._stop_strings.find(row.job.output_ids, row.stop)) is not None:
+            return {"type": "stop", "matched": matched}
+        if token in row.stop_ids:
+            return {"type": "stop", "matched": token}
+        if len(row.tokens) >= row.max_length:
+            return {"type": "length", "length": len(row.job.output_ids)}
+        return None
+
+    def _retain(self, row: Row) -> None:
+        if not row.is_mixed:
+            kv = self._runner.cache.export(row.index, row.num_computed)
+            self._prefixes.add(Retained(row.tokens[: row.num_computed], row.num_computed, kv=kv))
+
+    # ---- who is in the batch ----------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Give places to waiting sequences, and to each the keys and values of the longest prefix that is known.
+
+        One whose prefix is being computed by a row waits for that instead of computing it once more.
+        """
+        deferred: list[Row] = []
+        try:
+            while self._waiting and len(self._rows) < self._max_rows:
+                row = self._waiting.popleft()
+                prefix, common = self._prefixes.find(row.tokens) or (None, 0)
+                common = min(common, len(row.tokens) - 1)  # the last token's logits are needed in any case
+                if prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1):
+                    deferred.append(row)
+                else:
+                    self._place(row, prefix, common)
+        finally:
+            self._waiting.extendleft(reversed(deferred))
+
+    def _place(self, row: Row, prefix: Prefix | None, common: int) -> None:
+        """Append a row; the first `common` tokens of `prefix` are its own first, of which some are computed."""
+        length = min(common, prefix.num_computed) if prefix is not None else 0
+        cache = self._runner.cache
+        row.index = len(self._rows)
+        self._rows.append(row)
+        row.num_computed = length
+        if length:
+            cache.reserve(len(self._rows), length)
+            if isinstance(prefix, Retained):
+                cache.restore(row.index, prefix.kv, length)
+            elif isinstance(prefix, Row):
+                cache.copy(prefix.index, row.index, length)
+        row.job.cached_tokens = max(row.job.cached_tokens, min(length, len(row.job.input_ids)))
+        self._prefixes.add(row)
+
+    def _promote(self) -> None:
+        """Rows that need one more token before they sample are decoding, if they follow those that do."""
+        before = self._num_decoding
+        while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
+            self._num_decoding += 1
+        if self._num_decoding != before:
+            self._sampler = None
+
+    def _chunks(self) -> list[Chunk]:
+        """What to compute of the prompts; each row gets some only if those before it complete in this step."""
+        budget = self._prefill_tokens
+        chunks: list[Chunk] = []
+        for row in self._rows[self._num_decoding :]:
+            if budget == 0:
+                break
+            length = min(row.num_pending, budget)
+            chunks.append(Chunk(row=row.index, start=row.num_computed, length=length))
+            budget -= length
+        return chunks
+
+    def _remove(self, row: Row) -> None:
+        """Take a row out. The last decoding row moves into its place, and the last of all into that one's."""
+        self._prefixes.remove(row)
+        self._sampler = None
+        hole = row.index
+        row.index = -1
+        if hole < self._num_decoding:
+            self._num_decoding -= 1
+            self._move(self._num_decoding, hole)
+            hole = self._num_decoding
+        self._move(len(self._rows) - 1, hole)
+        self._rows.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            row = self._rows[source]
+            self._runner.cache.copy(source, target, row.num_computed)
+            row.index = target
+            self._rows[target] = row
+
+    # ---- between steps ----------------------------------------------------------------------------------------
+
+    def abort(self, rid: str | None) -> list[Job]:
+        """Finish a job, or all, with what was generated so far; returns them."""
+        running = [row for row in self._rows if rid is None or row.job.rid == rid]
+        waiting = [row for row in self._waiting if rid is None or row.job.rid == rid]
+        for row in running:
+            self._remove(row)
+        for row in waiting:
+            self._waiting.remove(row)
+        return [self._end(row, "Aborted by request") for row in (*running, *waiting)]
+
+    def fail(self, error: Exception) -> list[Job]:
+        """Finish every running job after a step raised; the queued ones remain."""
+        failed, self._rows = self._rows, []
+        self._num_decoding = 0
+        self._sampler = None
+        self._prefixes.clear()
+        self._runner.cache.clear()
+        for row in failed:
+            if not row.job.is_done:
+                row.job.abort(f"the step that computed this request failed: {type(error).__name__}: {error}", 500)
+        return [row.job for row in failed]
+
+    @staticmethod
+    def _end(row: Row, message: str) -> Job:
+        row.job.abort(message)
+        return row.job
+
+    def retract(self) -> None:
+        """Put the running sequences back to the head of the queue, without their keys and values."""
+        for row in reversed(self._rows):
+            self._prefixes.remove(row)
+            row.num_computed = 0
+            row.is_mixed = False
+            row.index = -1
+            row.job.num_retractions += 1
+            self._waiting.appendleft(row)
+        self._rows.clear()
+        self._num_decoding = 0
+        self._sampler = None
+
+    def load(self, tensors: NamedTensors, weight_version: str | None) -> None:
+        """Change weights. No keys and values of the old ones are found by other sequences from here on."""
+        self._runner.load(tensors)
+        self.flush()
+        for row in self._rows:
+            self._prefixes.remove(row)
+            row.is_mixed = row.num_computed > 0
+        if weight_version is not None:
+            self.weight_version = weight_version
+
+    def flush(self) -> None:
+        """Forget the prefixes of finished sequences."""
+        self._prefixes.clear()

@@ -1,0 +1,140 @@
+"""The model: loaded from a directory, run over a step's tokens, and given new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from arl.api.errors import ModelError
+from arl.engine.local.attention import SLOT_ATTENTION, Chunk, SlotBatch
+from arl.engine.local.cache import CacheShape, SlotCache
+
+_DEFAULT_CONTEXT = 4096
+
+NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+"""Yields (parameter name, tensor); called on the model thread."""
+
+
+class ModelRunner:
+    """A Hugging Face causal language model over a slot cache. Belongs to one thread at a time.
+
+    Raises ModelError when the directory holds no such model or the model needs what the server cannot do.
+    """
+
+    def __init__(self, model_dir: str, *, device: str, dtype: str, max_rows: int, context_length: int | None) -> None:
+        self.device = torch.device(device)
+        self.config = _read_config(model_dir)
+        self.tokenizer: Any = _read_tokenizer(model_dir)
+        self.context_length = _context_length(self.config, context_length)
+        self.eos_ids = _eos_ids(model_dir, self.config, self.tokenizer)
+        self.model = _read_model(model_dir, getattr(torch, dtype)).to(self.device)
+        shape = _cache_shape(self.config, self.model)
+        self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
+        self._rows = torch.arange(max_rows, device=self.device)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def parameter_shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Sequence[int], positions: Sequence[int], chunks: Sequence[Chunk], keep: Sequence[int] | None
+    ) -> torch.Tensor:
+        """Compute N tokens, those of `chunks` last; returns logits [len(keep), vocabulary] of the tokens at `keep`.
+
+        keep: indices into the N tokens; None means all.
+        """
+        num_decoding = len(token_ids) - sum(chunk.length for chunk in chunks)
+        batch = SlotBatch.of(self.cache, self._rows, positions[:num_decoding], chunks)
+        output = self.model(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            use_cache=False,
+            logits_to_keep=0 if keep is None else torch.tensor(keep, device=self.device),
+            slot_batch=batch,
+        )
+        return output.logits[0]
+
+    @torch.inference_mode()
+    def load(self, tensors: NamedTensors) -> None:
+        """Copy tensors into the parameters of their names; all of them, or none when one does not fit.
+
+        Raises ModelError naming what does not fit. Parameters that are not named stay as they are.
+        """
+        parameters = self.model.state_dict()
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, tensor in tensors():
+            parameter = parameters.get(name)
+            if parameter is None:
+                raise ModelError(f"the model has no parameter {name!r}; weights must have the names of its checkpoint")
+            if parameter.shape != tensor.shape:
+                raise ModelError(
+                    f"{name} has shape {list(tensor.shape)}; the model's has {list(parameter.shape)}: "
+                    "the weights are of another model"
+                )
+            staged.append((parameter, tensor))
+        for parameter, tensor in staged:
+            parameter.copy_(tensor)
+
+
+def _read_config(model_dir: str) -> Any:
+    if not Path(model_dir, "config.json").is_file():
+        raise ModelError(f"{model_dir} is not a model directory: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(model_dir)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model configuration in {model_dir} cannot be read: {error}") from error
+
+
+def _read_tokenizer(model_dir: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
+
+
+def _read_model(model_dir: str, dtype: torch.dtype) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=SLOT_ATTENTION)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model in {model_dir} cannot be loaded: {error}") from error
+    return model.eval()
+
+
+def _context_length(config: Any, wanted: int | None) -> int:
+    limit = config.max_position_embeddings
+    if wanted is None:
+        return min(limit, _DEFAULT_CONTEXT)
+    if wanted > limit:
+        raise ModelError(f"context_length is {wanted}; the model has positions for {limit} tokens at most")
+    return wanted
+
+
+def _eos_ids(model_dir: str, config: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence tokens by the model's configuration, its generation configuration and the tokenizer."""
+    found: set[int] = set()
+    sources = [config.eos_token_id, tokenizer.eos_token_id]
+    if Path(model_dir, "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(model_dir).eos_token_id)
+    for ids in sources:
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return frozenset(found)
+
+
+def _cache_shape(config: Any, model: torch.nn.Module) -> CacheShape:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return CacheShape(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        dtype=next(model.parameters()).dtype,
+    )

@@ -1,0 +1,126 @@
+"""From logits to tokens, vectorised over the batch.
+
+Each sequence draws from a random stream of its own, indexed by the token's position: what it samples depends on its
+seed and its text alone, not on who else is in the batch nor on how often it was interrupted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from arl.api.types import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1) on a grid of 2^-32, one for each (stream, position); both uint64.
+
+    SplitMix64 (Steele, Lea and Flood 2014) at an index, so that no state is carried.
+    """
+    z = streams + positions * np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(32)) * 2.0**-32
+
+
+def random_stream(seed: int | None) -> int:
+    """The stream of a request's seed; a fresh one where it has none."""
+    if seed is None:
+        return random.getrandbits(64)
+    z = (seed + _GOLDEN) & (2**64 - 1)
+    z = ((z ^ (z >> 33)) * 0xFF51AFD7ED558CCD) & (2**64 - 1)
+    z = ((z ^ (z >> 33)) * 0xC4CEB9FE1A85EC53) & (2**64 - 1)
+    return z ^ (z >> 33)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Filter:
+    """Which tokens may be sampled: top_k int64[B, 1], top_p and min_p float32[B, 1]."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Filter | None:
+        if all(p.top_k == -1 and p.top_p == 1 and p.min_p == 0 for p in params):
+            return None
+        top_k = [p.top_k if p.top_k > 0 else vocab_size for p in params]
+        top_p = [p.top_p if p.top_p < 1 else 2.0 for p in params]  # rounding must not cut the tail where it is off
+        return cls(
+            top_k=torch.tensor(top_k, device=device)[:, None],
+            top_p=torch.tensor(top_p, device=device)[:, None],
+            min_p=torch.tensor([float(p.min_p) for p in params], device=device)[:, None],
+        )
+
+    def apply(self, probs: torch.Tensor) -> torch.Tensor:
+        """probs [B, V] with 0 for the tokens left out; not normalised. The most likely token always stays."""
+        ordered, token_ids = probs.sort(dim=-1, descending=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        ranks = torch.arange(probs.shape[-1], device=probs.device)
+        kept = (ranks < self.top_k) & (mass_before <= self.top_p) & (ordered >= ordered[:, :1] * self.min_p)
+        return torch.zeros_like(probs).scatter_(1, token_ids, ordered * kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampler:
+    """The sampling parameters of a batch, as columns; made anew when the batch's members change.
+
+    temperature: float32[B, 1], None where all are 1. greedy: bool[B], None where no sequence is.
+    """
+
+    temperature: torch.Tensor | None
+    greedy: torch.Tensor | None
+    is_all_greedy: bool
+    filter: Filter | None
+    streams: np.ndarray
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], streams: Sequence[int], vocab_size: int, device: torch.device
+    ) -> Sampler:
+        temperatures = [p.logprob_temperature for p in params]
+        greedy = [p.temperature == 0 for p in params]
+        return cls(
+            temperature=None
+            if all(t == 1 for t in temperatures)
+            else torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None],
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            is_all_greedy=all(greedy),
+            filter=Filter.of(params, vocab_size, device),
+            streams=np.array(streams, dtype=np.uint64),
+        )
+
+    def sample(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float]]:
+        """One token for each row of logits [B, V], and its logprob: of logits / temperature, before any filter.
+
+        positions: where in its sequence each sampled token will stand.
+        """
+        logits = logits.float()
+        scaled = logits if self.temperature is None else logits / self.temperature
+        logprobs = scaled.log_softmax(-1)
+        if self.is_all_greedy:
+            tokens = logits.argmax(-1)
+        else:
+            tokens = self._draw(logprobs.exp(), positions)
+            if self.greedy is not None:
+                tokens = torch.where(self.greedy, logits.argmax(-1), tokens)
+        chosen = logprobs.gather(1, tokens[:, None])
+        return tokens.tolist(), chosen[:, 0].tolist()
+
+    def _draw(self, probs: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        """By inversion of the cumulative distribution, in token order: filters of other rows cannot change a draw."""
+        if self.filter is not None:
+            probs = self.filter.apply(probs)
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        u = torch.from_numpy(uniforms(self.streams, np.array(positions, dtype=np.uint64)))
+        targets = u.to(probs.device)[:, None] * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, targets, right=True)[:, 0]
