@@ -12,6 +12,7 @@ Results must be finite numbers. A slow reward makes a slow episode, and nothing 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import math
 import multiprocessing
@@ -59,6 +60,7 @@ class RewardPool(Generic[P]):
         self._timeout_s = timeout_s
         self._workers = workers
         self._pool: ProcessPool | None = None
+        self._calls: set[concurrent.futures.Future[tuple[float, str | None]]] = set()
         self._replacing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -68,16 +70,24 @@ class RewardPool(Generic[P]):
     async def __aexit__(self, *exc: object) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
-            await asyncio.to_thread(_stop, pool)
+            await self._stop(pool)
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> float:
         async with self._replacing:
             pool = self._pool
         if pool is None:
             raise RewardError(f"the pool of reward function {self._name} is not open; call it within `async with`")
-        future = pool.schedule(_call, args=(self._function, args, kwargs), timeout=self._timeout_s)
+        value, error = await self._run(pool, args, kwargs)
+        if error is not None:
+            raise RewardError(f"reward function {self._name} failed in its worker:\n{error}")
+        return value
+
+    async def _run(self, pool: ProcessPool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str | None]:
+        """Run `_call` in a worker, and attribute whatever kept it from returning."""
+        call = pool.schedule(_call, args=(self._function, args, kwargs), timeout=self._timeout_s)
+        self._calls.add(call)
         try:
-            value, error = await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(call)
         except TimeoutError as timeout:
             raise RewardTimeoutError(f"reward function {self._name} ran longer than {self._timeout_s:g} s") from timeout
         except ProcessExpired as death:
@@ -86,16 +96,16 @@ class RewardPool(Generic[P]):
             ) from death
         except BrokenProcessPool as broken:
             await self._replace(pool)
-            raise RewardError(f"all workers of reward function {self._name} died; new ones were started") from broken
+            raise RewardError(f"the workers of reward function {self._name} died; others were started") from broken
         except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:
             raise RewardError(f"an argument of reward function {self._name} cannot be pickled") from unpicklable
         except asyncio.CancelledError as cancelled:
-            if self._pool is not None:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
                 raise
             raise RewardError(f"the pool of reward function {self._name} was closed during a call") from cancelled
-        if error is not None:
-            raise RewardError(f"reward function {self._name} failed in its worker:\n{error}")
-        return value
+        finally:
+            self._calls.discard(call)
 
     def _start(self) -> ProcessPool:
         """Start workers and wait until one can run the function. Blocks."""
@@ -115,8 +125,14 @@ class RewardPool(Generic[P]):
         """Start a new pool, unless another call that saw the same one break did; calls wait meanwhile."""
         async with self._replacing:
             if self._pool is broken:
-                await asyncio.to_thread(_stop, broken)
+                await self._stop(broken)
                 self._pool = await asyncio.to_thread(self._start)
+
+    async def _stop(self, pool: ProcessPool) -> None:
+        """Kill the workers. Calls are ended here, since a pool forgets those it had not begun."""
+        for call in tuple(self._calls):
+            call.cancel()
+        await asyncio.to_thread(_stop, pool)
 
 
 class AsyncReward(Generic[P]):
@@ -187,6 +203,6 @@ def _check_importable(function: Callable[..., Any]) -> None:
 
 
 def _stop(pool: ProcessPool) -> None:
-    """Kill the workers, also those that run a call. Blocks."""
+    """Blocks until the workers are dead."""
     pool.stop()
     pool.join()
