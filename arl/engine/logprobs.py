@@ -46,10 +46,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         normaliser = torch.empty_like(logprob)
         for rows in _chunks(len(hidden), chunk_size):
             logits = _logits(hidden[rows], weight, temperatures[rows])
-            normaliser[rows] = torch.logsumexp(logits, dim=-1)
+            peak = logits.amax(dim=-1)
+            unnormalised = torch.exp(logits - peak[:, None])
+            total = unnormalised.sum(dim=-1)
+            normaliser[rows] = peak + total.log()
             logprob[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normaliser[rows]
-            p = torch.exp(logits - normaliser[rows, None])
-            entropy[rows] = normaliser[rows] - torch.linalg.vecdot(p, logits)
+            entropy[rows] = normaliser[rows] - torch.linalg.vecdot(unnormalised, logits) / total
         ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, entropy)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
