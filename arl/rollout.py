@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from arl.api.config import RolloutConfig
 from arl.api.engine import InferenceEngine
-from arl.api.errors import StarvedError
+from arl.api.errors import StarvedError, first_error
 from arl.api.types import Example, Group
 from arl.api.workflow import RolloutWorkflow
 from arl.buffer import ReplayBuffer, Slot
@@ -161,8 +161,8 @@ class RolloutController:
                     tasks.create_task(self._run_group(run))
                     await run.launched.wait()
         except BaseExceptionGroup as errors:
-            root = _root(errors)
-            raise root from root.__cause__
+            error = first_error(errors)
+            raise error from error.__cause__
 
     def trained(self, groups: Iterable[Group]) -> None:
         """Settle the examples of a batch that the train engine has trained on, before anything is saved.
@@ -322,20 +322,6 @@ def _group(run: _GroupRun) -> Group:
         trajectories=tuple(t for _, episode in run.finished for t in episode.trajectories),
         episode_indices=tuple(index for index, episode in run.finished for _ in episode.trajectories),
     )
-
-
-def _root(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended a TaskGroup, without the groups around it; all of them if there were several unlike ones."""
-    leaves = list(_leaves(errors))
-    return leaves[0] if all(type(leaf) is type(leaves[0]) for leaf in leaves) else errors
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
-        yield error
-        return
-    for inner in cast("BaseExceptionGroup[BaseException]", error).exceptions:
-        yield from _leaves(inner)
 
 
 async def run_examples(

@@ -1,0 +1,52 @@
+"""Each setting that cannot be is refused by name, with what is allowed."""
+
+import pytest
+from pydantic import ValidationError
+
+from arl.api.config import Config, RolloutConfig
+
+IMPOSSIBLE = [
+    ({"rollout": {"batch_size": 0}}, "rollout.batch_size", "greater than 0"),
+    ({"rollout": {"group_size": 0}}, "rollout.group_size", "greater than 0"),
+    ({"rollout": {"max_staleness": -1}}, "rollout.max_staleness", "greater than or equal to 0"),
+    ({"rollout": {"max_failure_rate": 0}}, "rollout.max_failure_rate", "greater than 0"),
+    ({"rollout": {"max_failure_rate": 1.5}}, "rollout.max_failure_rate", "less than or equal to 1"),
+    ({"rollout": {"drop_stragglers_after_s": 0}}, "rollout.drop_stragglers_after_s", "greater than 0"),
+    ({"rollout": {"episode_timeout_s": "long"}}, "rollout.episode_timeout_s", "valid number"),
+    ({"rollout": {"bach_size": 3}}, "rollout.bach_size", "Extra inputs are not permitted"),
+    ({"rollout": {"min_group_size": 9}}, "rollout", "min_group_size is 9; it must be at most group_size 8"),
+    ({"steps": 0}, "steps", "greater than 0"),
+    ({"model": None}, "model", "valid string"),
+    ({"engine": {"kind": "sglang"}}, "engine.sglang", "addresses is empty; name at least one server"),
+    ({"engine": {"pause_mode": "stop"}}, "engine.local.pause_mode", "'in_place', 'retract' or 'abort'"),
+    ({"engine": {"kind": "local", "addresses": ["x"]}}, "engine.local.addresses", "Extra inputs are not permitted"),
+    ({"ppo": {"clip_low": 1.0}}, "ppo.clip_low", "less than 1"),
+    ({"ppo": {"proximal": "skipped"}}, "ppo.proximal", "'recomputed' or 'bypassed'"),
+    ({"ppo": {"minibatches": 3}}, "", "ppo.minibatches is 3; it must divide rollout.batch_size=32"),
+    ({"train": {"dtype": "float16"}}, "train.dtype", "'float32' or 'bfloat16'"),
+    ({"train": {"optimizer": {"lr": 0}}}, "train.optimizer.lr", "greater than 0"),
+    ({"train": {"optimizer": {"schedule": "cosine"}}}, "train.optimizer", "schedule is cosine; it needs total_steps"),
+    ({"weights": {"transport": "pigeon"}}, "weights.transport", "'disk'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "allowed"), IMPOSSIBLE, ids=[field or "whole" for _, field, _ in IMPOSSIBLE]
+)
+def test_an_impossible_setting_names_its_field_and_what_is_allowed(
+    settings: dict[str, object], field: str, allowed: str
+) -> None:
+    with pytest.raises(ValidationError) as error:
+        Config.model_validate({"model": "tiny", **settings})
+    (detail,) = error.value.errors()
+    assert ".".join(str(part) for part in detail["loc"]) == field
+    assert allowed in detail["msg"]
+
+
+def test_a_smaller_group_than_the_default_minimum_is_no_contradiction() -> None:
+    assert RolloutConfig(group_size=1).group_size == 1
+
+
+def test_settings_cannot_change_during_a_run() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config(model="tiny").steps = 3

@@ -1,0 +1,59 @@
+"""ScriptedEngine behaves as a real engine does where a workflow can tell."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from arl.api import DiskWeights, ModelRequest, SamplingParams, ScriptedEngine
+from arl.api.errors import EngineClosedError
+
+REQUEST = ModelRequest(input_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3))
+
+
+async def test_bare_tokens_become_a_response_of_the_current_version() -> None:
+    response = await ScriptedEngine(lambda request: [7, 8], version=5).agenerate(REQUEST)
+    assert (response.output_ids, response.output_versions) == ((7, 8), (5, 5))
+    assert response.stop_reason == "stop"
+
+
+async def test_a_response_is_cut_to_the_tokens_asked_for() -> None:
+    response = await ScriptedEngine(lambda request: [7] * 9).agenerate(REQUEST)
+    assert (len(response.output_ids), response.stop_reason) == (3, "length")
+
+
+async def test_a_weight_update_during_a_request_does_not_change_its_version() -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def script(request: ModelRequest) -> Sequence[int]:
+        asked.set()
+        await answer.wait()
+        return [7]
+
+    engine = ScriptedEngine(script)
+    async with asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(engine.agenerate(REQUEST))
+        await asked.wait()
+        await engine.update_weights(DiskWeights(version=1, directory=Path("/nowhere")))
+        answer.set()
+    assert call.result().output_versions == (0,)
+    assert engine.version == 1
+
+
+async def test_a_paused_engine_starts_no_request() -> None:
+    engine = ScriptedEngine(lambda request: [7])
+    await engine.pause()
+    async with asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(engine.agenerate(REQUEST))
+        await asyncio.sleep(0)
+        assert not engine.requests
+        await engine.resume()
+    assert call.result().output_ids == (7,)
+
+
+async def test_a_closed_engine_says_so() -> None:
+    engine = ScriptedEngine(lambda request: [7])
+    await engine.aclose()
+    with pytest.raises(EngineClosedError, match="closed ScriptedEngine"):
+        await engine.agenerate(REQUEST)

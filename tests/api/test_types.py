@@ -1,0 +1,96 @@
+"""The records refuse what no component could use, and say which field is wrong."""
+
+import dataclasses
+
+import pytest
+
+from arl.api import Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.errors import TrajectoryError
+
+PROPER = {
+    "token_ids": (1, 2, 3),
+    "loss_mask": (0, 1, 1),
+    "behavior_logprobs": (0.0, -0.5, -0.1),
+    "versions": (-1, 4, 5),
+    "reward": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"token_ids": ()}, "token_ids is empty; return None from arun_episode to reject an episode"),
+        ({"loss_mask": (0, 1)}, "loss_mask has 2 entries for 3 token_ids"),
+        ({"versions": (-1, 4)}, "versions has 2 entries for 3 token_ids"),
+        ({"behavior_logprobs": (0.0,)}, "behavior_logprobs has 1 entries for 3 token_ids"),
+        ({"token_rewards": (1.0,)}, "token_rewards has 1 entries for 3 token_ids"),
+        ({"loss_mask": (0, 2, 1)}, "loss_mask[1] is 2; it must be 0 or 1"),
+        ({"loss_mask": (1, 1, 1), "versions": (4, 4, 4)}, "loss_mask[0] is 1; the first token has no context"),
+        ({"versions": (-1, -1, 5)}, "loss_mask[1] is 1 but versions[1] is -1: only sampled tokens are trained"),
+        ({"versions": (-1, -2, 5)}, "versions[1] is -2; it must be -1 (not sampled) or a policy version"),
+        ({"reward": float("nan")}, "reward is nan; it must be a finite number"),
+        ({"reward": "good"}, "reward is 'good'; it must be a finite number"),
+        ({"reward": None}, "reward is None; it must be a finite number"),
+        ({"behavior_logprobs": (0.0, float("-inf"), 0.0)}, "behavior_logprobs[1] is -inf; it must be a finite number"),
+        ({"behavior_logprobs": (0.0, 0.5, 0.0)}, "behavior_logprobs holds a value above 0"),
+        ({"metrics": {"turns": float("inf")}}, "metrics['turns'] is inf; it must be a finite number"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
+    ],
+)
+def test_a_malformed_trajectory_names_its_field(wrong: dict[str, object], sentence: str) -> None:
+    with pytest.raises(TrajectoryError) as error:
+        Trajectory(**{**PROPER, **wrong})
+    assert sentence in str(error.value)
+
+
+def test_a_trajectory_knows_its_oldest_trained_version() -> None:
+    assert Trajectory(**PROPER).oldest_version == 4
+    assert Trajectory(**{**PROPER, "loss_mask": (0, 0, 1)}).oldest_version == 5
+    assert Trajectory(**{**PROPER, "loss_mask": (0, 0, 0)}).oldest_version is None
+
+
+def test_a_groups_oldest_version_is_that_of_its_trained_tokens_or_its_stamp() -> None:
+    untrained = Trajectory(**{**PROPER, "loss_mask": (0, 0, 0)})
+    group = Group(
+        group_id=0, example_id=(0, 0), stamp=3, trajectories=(untrained, Trajectory(**PROPER)), episode_indices=(0, 1)
+    )
+    assert group.oldest_version == 4
+    assert dataclasses.replace(group, trajectories=(untrained,), episode_indices=(0,)).oldest_version == 3
+
+
+def test_a_groups_episodes_are_counted_once_however_many_trajectories_they_returned() -> None:
+    three = (Trajectory(**PROPER),) * 3
+    assert (
+        Group(group_id=0, example_id=(0, 0), stamp=0, trajectories=three, episode_indices=(0, 2, 2)).num_episodes == 2
+    )
+
+
+def test_records_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Trajectory(**PROPER).reward = 2.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be 0 (greedy) or above"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must be in (0, 1]"),
+        ({"top_k": 0}, "top_k is 0; it must be -1 (off) or at least 1"),
+        ({"min_p": 1.5}, "min_p is 1.5; it must be in [0, 1]"),
+    ],
+)
+def test_sampling_out_of_range_names_its_field(wrong: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match="it must be") as error:
+        SamplingParams(**wrong)
+    assert str(error.value) == sentence
+
+
+def test_a_request_needs_a_token_to_continue_from() -> None:
+    with pytest.raises(ValueError, match="input_ids is empty"):
+        ModelRequest(input_ids=())
+
+
+def test_a_response_needs_a_logprob_and_a_version_for_each_token() -> None:
+    with pytest.raises(ValueError, match="a response of 2 tokens has 1 logprobs and 2 versions"):
+        ModelResponse(output_ids=(1, 2), output_logprobs=(-1.0,), output_versions=(0, 0), stop_reason="stop")
