@@ -100,7 +100,7 @@ class ServerClient:
         return await self._call("POST", self._base / path, payload)
 
     async def _call(self, method: str, url: URL, payload: dict[str, Any] | None) -> dict[str, Any]:
-        data = None if payload is None else json.dumps(payload).encode()
+        data = None if payload is None else json.dumps(payload, separators=(",", ":")).encode()
         try:
             async with self._session.request(method, url, data=data, headers=_JSON) as response:
                 status, raw = response.status, await response.read()

@@ -41,6 +41,7 @@ from arl.engine.upkeep import Upkeep
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
+_STARTS_PER_TURN = 16
 _CONNECT_TIMEOUT_S = 30.0
 _KEEPALIVE_S = 4.0
 """Idle connections are closed before uvicorn, which SGLang runs on, closes them from its side (5 s)."""
@@ -62,6 +63,7 @@ class RemoteSGLangEngine:
         self._config = config
         self._api_key = api_key
         self._updating = asyncio.Lock()
+        self._turns = asyncio.Semaphore(_STARTS_PER_TURN)
         self._eos_token_ids: frozenset[int] = frozenset()
         self._tasks = asyncio.TaskGroup()
         self._pool = ServerPool([], version)
@@ -72,6 +74,7 @@ class RemoteSGLangEngine:
     async def __aenter__(self) -> Self:
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
         )
@@ -160,6 +163,7 @@ class RemoteSGLangEngine:
 
     async def _choose(self, request: ModelRequest, deadline: float) -> Server:
         """A server that is serving; waits for one until the deadline."""
+        await self._take_turn()
         while True:
             self._check_open()
             if not self._upkeep.is_paused and (server := self._pool.choose(request.session_id)) is not None:
@@ -169,6 +173,11 @@ class RemoteSGLangEngine:
                     await self._pool.changed()
             except TimeoutError:
                 raise self._no_server(request) from None
+
+    async def _take_turn(self) -> None:
+        """Let a few requests start in each turn of the event loop: a thousand at once would hold it for a second."""
+        await self._turns.acquire()
+        asyncio.get_running_loop().call_soon(self._turns.release)
 
     def _no_server(self, request: ModelRequest) -> ArlError:
         waited = f"request {request.rid} waited {self._config.request_timeout_s:g} s (engine.request_timeout_s)"

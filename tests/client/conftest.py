@@ -1,0 +1,37 @@
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from protocol_server import Engines, ProtocolServer
+
+from arl.api.config import ClientConfig
+from arl.engine.sglang import RemoteSGLangEngine
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ProtocolServer]:
+    async with ProtocolServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[ProtocolServer]:
+    async with ProtocolServer() as server:
+        yield server
+
+
+@pytest.fixture
+def engine_over() -> Engines:
+    @asynccontextmanager
+    async def open_engine(
+        servers: Sequence[ProtocolServer], *, api_key: str | None = None, version: int = 0, **settings: Any
+    ) -> AsyncIterator[RemoteSGLangEngine]:
+        addresses = [server.address for server in servers]
+        config = ClientConfig(**{"request_timeout_s": 20.0, **settings})
+        async with RemoteSGLangEngine(addresses, config, api_key=api_key, version=version) as engine:
+            for server in servers:
+                server.calls.clear()
+            yield engine
+
+    return open_engine

@@ -1,0 +1,164 @@
+"""Servers that fail: their requests go elsewhere without losing or repeating a token, and they come back."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+
+from arl.api import DiskWeights, ModelResponse
+from arl.api.errors import RequestTimeoutError, ServerError
+from arl.engine.sglang import RemoteSGLangEngine
+
+WEIGHTS = DiskWeights(version=1, directory=Path("/weights/1"))
+
+
+@pytest.mark.parametrize("fault", ["reset", 500, 503, 429])
+async def test_a_request_whose_server_fails_is_answered_by_another(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines, fault: str | int
+) -> None:
+    server.faults.append(fault)
+    async with engine_over([server, other]) as engine:
+        server.is_healthy = False
+        assert_seamless(await engine.agenerate(ask(session="s")), 4)
+        assert len(server.requests) == 1
+        assert len(other.requests) == 1
+
+
+async def test_a_lone_server_that_failed_once_is_asked_again(server: ProtocolServer, engine_over: Engines) -> None:
+    server.faults += ["reset", 500]
+    async with engine_over([server]) as engine:
+        assert_seamless(await engine.agenerate(ask()), 4)
+    assert len(server.requests) == 3
+
+
+async def test_a_request_that_always_fails_gives_up_after_max_retries(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    server.faults += [500] * 10
+    async with engine_over([server], max_retries=2) as engine:
+        with pytest.raises(ServerError, match=r"failed 3 times \(engine\.max_retries is 2\).*HTTP 500: it broke"):
+            await engine.agenerate(ask())
+    assert len(server.requests) == 3
+
+
+async def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.is_automatic = False
+    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+        calls = [group.create_task(engine.agenerate(ask(session=str(i)))) for i in range(8)]
+        await server.until(lambda: len(server.running) == 4)
+        server.advance(2)
+        await server.stop()
+        for call in calls:
+            assert_seamless(await call, 4)
+        assert_seamless(await engine.agenerate(ask()), 4)
+
+
+async def test_a_server_that_comes_back_without_the_weights_gets_them_before_any_request(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server, other]) as engine:
+        await engine.update_weights(WEIGHTS)
+        await server.stop()
+        assert_seamless(await engine.agenerate(ask()), 4)
+        server.label = "default"
+        server.calls.clear()
+        await server.start()
+        await server.until(lambda: "continue_generation" in server.names())
+        assert server.names() == ["pause_generation", "update_weights_from_disk", "continue_generation"]
+        assert server.label == "1"
+        response = await _served_by(server, engine)
+    assert response.output_versions == (1, 1, 1, 1)
+
+
+async def test_a_server_that_lost_its_weights_unnoticed_has_its_answer_thrown_away(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server]) as engine:
+        await engine.update_weights(WEIGHTS)
+        server.label = "default"  # as after a quick restart
+        response = await engine.agenerate(ask())
+        assert len(server.requests) == 2
+    assert response.output_versions == (1, 1, 1, 1)
+
+
+async def test_a_hanging_request_is_named_with_its_server_and_the_time(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    server.faults.append("hang")
+    async with engine_over([server], request_timeout_s=0.2) as engine:
+        request = ask()
+        with pytest.raises(RequestTimeoutError) as raised:
+            await engine.agenerate(request)
+        await server.until(lambda: len(server.aborted) == 1)
+    assert request.rid in str(raised.value)
+    assert server.address in str(raised.value)
+    assert "0.2 s (engine.request_timeout_s)" in str(raised.value)
+
+
+async def test_waiting_for_servers_that_are_gone_ends_with_who_they_are_and_why(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server, other], request_timeout_s=0.5, max_retries=5) as engine:
+        await server.stop()
+        await other.stop()
+        with pytest.raises(ServerError) as raised:
+            await engine.agenerate(ask())
+    assert server.address in str(raised.value)
+    assert other.address in str(raised.value)
+    assert "could not be reached" in str(raised.value)
+
+
+async def test_waiting_while_paused_ends_at_the_request_timeout(server: ProtocolServer, engine_over: Engines) -> None:
+    async with engine_over([server], request_timeout_s=0.2) as engine:
+        await engine.pause()
+        with pytest.raises(RequestTimeoutError, match="while generation was paused"):
+            await engine.agenerate(ask())
+
+
+async def test_requests_wait_for_a_server_that_comes_back(server: ProtocolServer, engine_over: Engines) -> None:
+    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+        await server.stop()
+        call = group.create_task(engine.agenerate(ask()))
+        await asyncio.sleep(0.05)
+        await server.start()
+        assert_seamless(await call, 4)
+
+
+async def test_requests_stuck_on_a_server_that_fell_ill_are_sent_elsewhere(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.faults += ["hang", "hang", 500]
+    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+        stuck = [group.create_task(engine.agenerate(ask(session=session))) for session in ("a", "b", "c", "d")]
+        await server.until(lambda: len(server.running) == 2)
+        server.is_healthy = False
+        # The third request there: its failure brings the illness to light.
+        assert_seamless(await engine.agenerate(ask(session="a")), 4)
+        for call in stuck:
+            assert_seamless(await call, 4)
+
+
+async def test_many_cancelled_requests_do_not_leak(server: ProtocolServer, engine_over: Engines) -> None:
+    server.is_automatic = False
+    async with engine_over([server]) as engine:
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(engine.agenerate(ask())) for _ in range(200)]
+            await server.until(lambda: len(server.running) == 200)
+            for call in calls:
+                call.cancel()
+        await server.until(lambda: len(server.aborted) == 200 and not server.running)
+        await asyncio.sleep(0.05)
+        assert not engine._upkeep._tasks
+        assert not any(s.attempts for s in engine._pool.servers)
+
+
+async def _served_by(server: ProtocolServer, engine: RemoteSGLangEngine) -> ModelResponse:
+    """Ask until this server answers."""
+    while True:
+        seen = len(server.requests)
+        response = await engine.agenerate(ask())
+        if len(server.requests) > seen:
+            return response
