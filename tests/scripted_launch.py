@@ -1,0 +1,35 @@
+"""`launch` over the official fakes: what a document's code runs on in tests, instead of servers and a model."""
+
+from typing import Self
+
+import pytest
+
+import arl.launch
+from arl.api import ScriptedEngine, ScriptedTrainEngine
+
+
+class ScriptedServers:
+    """Stands where RemoteSGLangEngine does: opens and closes the engine."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+
+    def __call__(self, *args: object, **kwargs: object) -> Self:
+        return self
+
+    async def __aenter__(self) -> ScriptedEngine:
+        return self.engine
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.engine.aclose()
+
+
+async def _no_addresses(*args: object) -> tuple[list[str], None]:
+    return [], None
+
+
+def use_fakes(monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine) -> None:
+    """Let `launch` compose everything as it does, but for the two engines."""
+    monkeypatch.setattr(arl.launch, "RemoteSGLangEngine", ScriptedServers(engine))
+    monkeypatch.setattr(arl.launch, "FSDPTrainEngine", lambda *args: ScriptedTrainEngine())
+    monkeypatch.setattr(arl.launch, "_addresses", _no_addresses)
