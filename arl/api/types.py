@@ -11,6 +11,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 
 from arl.api.errors import TrajectoryError
@@ -103,6 +104,11 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def _are_finite(values: Sequence[Any]) -> bool:
+    """Whether all are finite numbers of Python's own types, found without a Python loop: trajectories are long."""
+    return set(map(type, values)) <= {int, float, bool} and all(map(math.isfinite, values))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """The token-level record that an episode returns, all fields of length T = len(token_ids).
@@ -131,6 +137,14 @@ class Trajectory:
     def __post_init__(self) -> None:
         self._check_lengths()
         self._check_numbers()
+        self._check_mask_and_versions()
+        if self.loss_mask[0]:
+            raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
+
+    def _check_mask_and_versions(self) -> None:
+        is_proper = set(self.loss_mask) <= {0, 1} and min(self.versions) >= NOT_SAMPLED
+        if is_proper and NOT_SAMPLED not in compress(self.versions, self.loss_mask):
+            return
         for t, (trained, version) in enumerate(zip(self.loss_mask, self.versions, strict=True)):
             if trained not in (0, 1):
                 raise TrajectoryError(f"loss_mask[{t}] is {trained!r}; it must be 0 or 1")
@@ -138,8 +152,6 @@ class Trajectory:
                 raise TrajectoryError(f"versions[{t}] is {version}; it must be -1 (not sampled) or a policy version")
             if trained and version == NOT_SAMPLED:
                 raise TrajectoryError(f"loss_mask[{t}] is 1 but versions[{t}] is -1: only sampled tokens are trained")
-        if self.token_ids and self.loss_mask[0]:
-            raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 
     def _check_lengths(self) -> None:
         n = len(self.token_ids)
@@ -163,11 +175,13 @@ class Trajectory:
             **{f"metrics[{name!r}]": (value,) for name, value in self.metrics.items()},
         }
         for name, values in numbers.items():
+            if _are_finite(values):
+                continue
             for t, value in enumerate(values):
                 if not _is_finite(value):
                     where = f"{name}[{t}]" if len(values) > 1 else name
                     raise TrajectoryError(f"{where} is {value!r}; it must be a finite number")
-        if any(value > 1e-4 for value in self.behavior_logprobs):
+        if max(self.behavior_logprobs) > 1e-4:
             raise TrajectoryError("behavior_logprobs holds a value above 0; log-probabilities are at most 0")
         if not self.temperature > 0:
             raise TrajectoryError(f"temperature is {self.temperature}; it must be above 0")
@@ -175,7 +189,7 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens; None when nothing in it is trained."""
-        return min((v for v, m in zip(self.versions, self.loss_mask, strict=True) if m), default=None)
+        return min(compress(self.versions, self.loss_mask), default=None)
 
     @property
     def num_trained_tokens(self) -> int:
