@@ -49,7 +49,7 @@ class SlotBatch:
     def of(cls, cache: SlotCache, rows: torch.Tensor, positions: Sequence[int], chunks: Sequence[Chunk]) -> SlotBatch:
         """A batch that decodes at `positions` of the first rows, and computes `chunks`."""
         context = max(positions, default=-1) + 1
-        ends = torch.tensor(positions, device=rows.device)
+        ends = torch.tensor(positions, dtype=torch.int64, device=rows.device)
         bias = None
         if positions and min(positions) + 1 < context:
             visible = torch.arange(context, device=rows.device) <= ends[:, None]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from arl.api.errors import ModelError
 from arl.engine.local.attention import SLOT_ATTENTION, Chunk, SlotBatch
@@ -30,11 +30,20 @@ class ModelRunner:
         self.config = _read_config(model_dir)
         self.tokenizer: Any = _read_tokenizer(model_dir)
         self.context_length = _context_length(self.config, context_length)
-        self.eos_ids = _eos_ids(model_dir, self.config, self.tokenizer)
         self.model = _read_model(model_dir, getattr(torch, dtype)).to(self.device)
+        self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
         self._rows = torch.arange(max_rows, device=self.device)
+        self._try()
+
+    def _try(self) -> None:
+        """Compute one token, so that a model that does not fit the slot cache is refused now."""
+        try:
+            self.forward([0], [0], [], None)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            name = type(self.model).__name__
+            raise ModelError(f"{name} cannot run over the embedded server's cache: {error}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -58,7 +67,7 @@ class ModelRunner:
             input_ids=torch.tensor([token_ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
             use_cache=False,
-            logits_to_keep=0 if keep is None else torch.tensor(keep, device=self.device),
+            logits_to_keep=0 if keep is None else torch.tensor(keep, dtype=torch.int64, device=self.device),
             slot_batch=batch,
         )
         return output.logits[0]
@@ -86,19 +95,22 @@ class ModelRunner:
 
 
 def _read_config(model_dir: str) -> Any:
-    if not Path(model_dir, "config.json").is_file():
+    if Path(model_dir).exists() and not Path(model_dir, "config.json").is_file():
         raise ModelError(f"{model_dir} is not a model directory: it has no config.json")
     try:
         return AutoConfig.from_pretrained(model_dir)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the model configuration in {model_dir} cannot be read: {error}") from error
+        raise ModelError(f"{model_dir} is no model directory, nor a model to be had from the hub: {error}") from error
 
 
 def _read_tokenizer(model_dir: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
+    if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes up where there is none
+        raise ModelError(f"{model_dir} has no tokenizer; save the model's own there with save_pretrained")
+    return tokenizer
 
 
 def _read_model(model_dir: str, dtype: torch.dtype) -> Any:
@@ -118,13 +130,10 @@ def _context_length(config: Any, wanted: int | None) -> int:
     return wanted
 
 
-def _eos_ids(model_dir: str, config: Any, tokenizer: Any) -> frozenset[int]:
+def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence tokens by the model's configuration, its generation configuration and the tokenizer."""
     found: set[int] = set()
-    sources = [config.eos_token_id, tokenizer.eos_token_id]
-    if Path(model_dir, "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(model_dir).eos_token_id)
-    for ids in sources:
+    for ids in (config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id):
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return frozenset(found)

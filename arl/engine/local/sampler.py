@@ -123,4 +123,5 @@ class Sampler:
         cumulative = probs.cumsum(-1, dtype=torch.float64)
         u = torch.from_numpy(uniforms(self.streams, np.array(positions, dtype=np.uint64)))
         targets = u.to(probs.device)[:, None] * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, targets, right=True)[:, 0]
+        # Logits that are not numbers land past the end; their logprob tells, but a GPU would not survive the index.
+        return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)

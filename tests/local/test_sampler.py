@@ -1,0 +1,102 @@
+"""Sampling: exact supports, right frequencies, and streams of random numbers that stand apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from arl.api.types import SamplingParams
+from arl.engine.local.sampler import Sampler, random_stream, uniforms
+
+CPU = torch.device("cpu")
+
+
+def draw(logits: torch.Tensor, num_draws: int, **params: Any) -> torch.Tensor:
+    """Token counts over `num_draws` positions of one seeded stream."""
+    sampler = Sampler.of([SamplingParams(**params)] * num_draws, [random_stream(5)] * num_draws, len(logits), CPU)
+    tokens, _ = sampler.sample(logits.expand(num_draws, -1), list(range(num_draws)))
+    return torch.bincount(torch.tensor(tokens), minlength=len(logits))
+
+
+def plain_support(probs: list[float], top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
+    """Which tokens may be sampled, one by one from the likeliest down."""
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    kept: set[int] = set()
+    mass_before = 0.0
+    for rank, token in enumerate(order):
+        if (top_k == -1 or rank < top_k) and mass_before <= top_p and probs[token] >= min_p * probs[order[0]]:
+            kept.add(token)
+        mass_before += probs[token]
+    return kept
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_p": 0.01},
+        {"top_p": 0.6},
+        {"min_p": 0.3},
+        {"min_p": 1.0},
+        {"top_k": 4, "top_p": 0.7, "min_p": 0.2},
+    ],
+)
+def test_filters_sample_exactly_the_tokens_that_they_leave(params: dict[str, Any]) -> None:
+    probs = torch.tensor([0.05, 0.3, 0.02, 0.2, 0.13, 0.1, 0.17, 0.03])
+    counts = draw(probs.log(), 20_000, **params)
+    support = plain_support(probs.tolist(), **params)
+    assert set(counts.nonzero()[:, 0].tolist()) == support
+    kept = torch.tensor([p if token in support else 0.0 for token, p in enumerate(probs.tolist())])
+    assert chi_square(counts, kept / kept.sum()) < 30
+
+
+def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    expected = probs * counts.sum()
+    return ((counts - expected) ** 2 / expected)[expected > 0].sum().item()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_softmax_at_the_temperature(temperature: float) -> None:
+    logits = torch.linspace(-2, 2, 20)
+    counts = draw(logits, 50_000, temperature=temperature)
+    assert chi_square(counts, (logits / temperature).softmax(-1)) < 43.8  # 0.1 % of chi-square with 19 degrees
+
+
+def test_impossible_tokens_are_never_sampled() -> None:
+    logits = torch.full((50,), float("-inf"))
+    logits[[3, 17, 49]] = 0.0
+    assert set(draw(logits, 5_000).nonzero()[:, 0].tolist()) == {3, 17, 49}
+
+
+def test_rows_of_a_mixed_batch_are_sampled_as_each_would_be_alone() -> None:
+    torch.manual_seed(0)
+    kinds = [{}, {"temperature": 0}, {"top_p": 0.5}, {"top_k": 2}, {"temperature": 3.0, "min_p": 0.1}] * 8
+    params = [SamplingParams(**kind) for kind in kinds]
+    logits = torch.randn(len(params), 30)
+    streams = [random_stream(index) for index in range(len(params))]
+    positions = list(range(100, 100 + len(params)))
+    together = Sampler.of(params, streams, 30, CPU).sample(logits, positions)
+    for row, (token, logprob) in enumerate(zip(*together, strict=True)):
+        alone = Sampler.of([params[row]], [streams[row]], 30, CPU).sample(logits[row : row + 1], [positions[row]])
+        assert alone[0] == [token]
+        assert alone[1] == pytest.approx([logprob], abs=1e-6)
+
+
+def test_random_numbers_of_streams_and_positions_are_uniform_and_unrelated() -> None:
+    streams = np.array([random_stream(seed) for seed in range(400)], dtype=np.uint64)[:, None]
+    u = uniforms(streams, np.arange(500, dtype=np.uint64)[None])
+    assert 0 <= u.min() < 1e-4 < 1 - 1e-4 < u.max() < 1
+    counts, _ = np.histogram(u, bins=100, range=(0, 1))
+    assert ((counts - 2000) ** 2 / 2000).sum() < 150  # 0.1 % of chi-square with 99 degrees
+    assert abs(np.corrcoef(u[:-1].ravel(), u[1:].ravel())[0, 1]) < 0.01
+    assert abs(np.corrcoef(u[:, :-1].ravel(), u[:, 1:].ravel())[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**63, 2**70])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert 0 <= random_stream(seed) < 2**64
+    assert random_stream(seed) == random_stream(seed) != random_stream(seed + 1)

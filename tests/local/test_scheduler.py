@@ -1,0 +1,207 @@
+"""The model thread: commands in order, pause modes, failures that stay where they belong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_qwen import Deliveries, Reference, build_model, build_tokenizer, make_job, prompt_of
+
+from arl.api.config import PauseMode
+from arl.api.errors import EngineClosedError, ModelError
+from arl.engine.local.job import Job
+from arl.engine.local.runner import ModelRunner
+from arl.engine.local.scheduler import Scheduler
+
+Weights = dict[str, torch.Tensor]
+
+
+def start_long(scheduler: Scheduler, deliveries: Deliveries, num_jobs: int = 3) -> list[Job]:
+    """Streaming jobs that generate until they are stopped; returns when each has some tokens."""
+    jobs = [make_job(prompt_of(8 + i, i), max_new_tokens=240, stream=True) for i in range(num_jobs)]
+    for job in jobs:
+        scheduler.submit(job)
+    deliveries.wait_for(lambda: all(len(job.output_ids) >= 3 for job in jobs))
+    return jobs
+
+
+def test_jobs_from_many_threads_all_finish(scheduler: Scheduler, deliveries: Deliveries, reference: Reference) -> None:
+    jobs = [make_job(prompt_of(5 + i, i), temperature=0) for i in range(24)]
+    threads = [
+        threading.Thread(target=lambda part=part: [scheduler.submit(job) for job in part])
+        for part in (jobs[:8], jobs[8:16], jobs[16:])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    deliveries.wait_done(*jobs)
+    for job in jobs[::6]:
+        assert job.output_ids == reference.greedy(job.input_ids, 8, ignore_eos=True)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_paused_scheduler_generates_nothing_and_goes_on_when_resumed(
+    scheduler: Scheduler, deliveries: Deliveries, mode: PauseMode
+) -> None:
+    jobs = start_long(scheduler, deliveries)
+    scheduler.pause(mode).result(10)
+    assert scheduler.is_paused
+    lengths = [len(job.output_ids) for job in jobs]
+    late = make_job(prompt_of(5, 9))
+    scheduler.submit(late)
+    scheduler.flush_cache().result(10)  # commands are obeyed in order, and while paused
+    assert [len(job.output_ids) for job in jobs] == lengths
+    assert not late.output_ids
+    scheduler.resume().result(10)
+    deliveries.wait_done(*jobs, late)
+    assert [job.num_retractions for job in jobs] == [int(mode == "retract")] * len(jobs)
+    assert all(len(job.output_ids) == 240 for job in jobs)
+
+
+def test_an_aborting_pause_returns_running_and_queued_requests(scheduler: Scheduler, deliveries: Deliveries) -> None:
+    jobs = start_long(scheduler, deliveries, num_jobs=12 - 4)
+    queued = make_job(prompt_of(5, 1), max_new_tokens=100)
+    scheduler.submit(queued)
+    scheduler.pause("abort").result(10)
+    assert all(job.finish_reason and job.finish_reason["type"] == "abort" for job in (*jobs, queued))
+    assert all(len(job.versions) == len(job.output_logprobs) == len(job.output_ids) > 0 for job in jobs)
+    assert not queued.output_ids
+    deliveries.wait_done(*jobs, queued)
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_new_weights_are_used_from_their_call_on(
+    scheduler: Scheduler,
+    deliveries: Deliveries,
+    other_weights: Weights,
+    other_reference: Reference,
+    is_paused: bool,
+) -> None:
+    if is_paused:
+        scheduler.pause("in_place").result(10)
+    loading = scheduler.load(other_weights.items, "1", flush_cache=False)
+    job = make_job(prompt_of(20, 1))
+    scheduler.submit(job)
+    loading.result(10)
+    assert scheduler.weight_version == "1"
+    scheduler.resume()
+    deliveries.wait_done(job)
+    assert job.versions == ["1"] * 8
+    wanted = other_reference.logprobs(job.input_ids, job.output_ids)
+    torch.testing.assert_close(torch.tensor(job.output_logprobs), wanted, atol=1e-4, rtol=0)
+
+
+def test_a_failed_load_is_told_to_its_caller_and_generation_goes_on(
+    scheduler: Scheduler, deliveries: Deliveries
+) -> None:
+    jobs = start_long(scheduler, deliveries)
+    loading = scheduler.load(lambda: [("nothing", torch.zeros(1))], "1", flush_cache=True)
+    with pytest.raises(ModelError, match="no parameter 'nothing'"):
+        loading.result(10)
+    deliveries.wait_done(*jobs)
+    assert {version for job in jobs for version in job.versions} == {"0"}
+
+
+def test_one_aborted_request_leaves_the_others_alone(scheduler: Scheduler, deliveries: Deliveries) -> None:
+    gone, *kept = start_long(scheduler, deliveries)
+    scheduler.abort(gone.rid)
+    scheduler.abort("unknown")
+    deliveries.wait_done(gone, *kept)
+    assert gone.finish_reason == {"type": "abort", "message": "Aborted by request"}
+    assert all(len(job.output_ids) == 240 for job in kept)
+
+
+def test_a_step_that_raises_fails_its_requests_and_not_the_thread(
+    scheduler: Scheduler, deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device is on fire")
+
+    failing, fine = make_job(prompt_of(5, 1)), make_job(prompt_of(5, 1), temperature=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", fail)
+        scheduler.submit(failing)
+        deliveries.wait_done(failing)
+    assert failing.finish_reason is not None
+    assert failing.finish_reason["status_code"] == 500
+    assert "the device is on fire" in failing.finish_reason["message"]
+    scheduler.submit(fine)
+    deliveries.wait_done(fine)
+    assert scheduler.is_alive
+    assert fine.output_ids == reference.greedy(fine.input_ids, 8, ignore_eos=True)
+
+
+def test_bad_prompts_come_back_with_status_400(scheduler: Scheduler, deliveries: Deliveries) -> None:
+    jobs = [make_job([]), make_job([999]), make_job([1] * 300)]
+    for job in jobs:
+        scheduler.submit(job)
+    deliveries.wait_done(*jobs)
+    assert [job.finish_reason and job.finish_reason["status_code"] for job in jobs] == [400] * 3
+
+
+def test_closing_returns_unfinished_requests_and_refuses_later_ones(
+    scheduler: Scheduler, deliveries: Deliveries
+) -> None:
+    jobs = start_long(scheduler, deliveries)
+    scheduler.pause("in_place").result(10)
+    scheduler.close()
+    scheduler.close()
+    late = make_job([1])
+    scheduler.submit(late)
+    deliveries.wait_done(*jobs, late)
+    assert not scheduler.is_alive
+    assert all(job.finish_reason and job.finish_reason["type"] == "abort" for job in (*jobs, late))
+    with pytest.raises(EngineClosedError):
+        scheduler.resume().result(10)
+
+
+def test_load_stats_count_running_and_queued_requests(scheduler: Scheduler, deliveries: Deliveries) -> None:
+    start_long(scheduler, deliveries, num_jobs=8)
+    for i in range(5):
+        scheduler.submit(make_job(prompt_of(5, i)))
+    scheduler.pause("in_place").result(10)
+    assert (scheduler.load_stats.running, scheduler.load_stats.queued) == (8, 5)
+
+
+@pytest.fixture
+def broken_dir(model_dir: str, tmp_path: Path) -> Callable[..., str]:
+    def without(*names: str) -> str:
+        for source in Path(model_dir).iterdir():
+            if source.name not in names:
+                (tmp_path / source.name).write_bytes(source.read_bytes())
+        return str(tmp_path)
+
+    return without
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (["config.json"], "has no config.json"),
+        (["model.safetensors"], "cannot be loaded"),
+        (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer"),
+    ],
+)
+def test_a_directory_that_is_no_model_is_refused(
+    broken_dir: Callable[..., str], missing: list[str], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        Scheduler(broken_dir(*missing), lambda _: None)
+
+
+def test_a_context_beyond_the_models_positions_is_refused(model_dir: str) -> None:
+    with pytest.raises(ModelError, match="positions for 512 tokens"):
+        Scheduler(model_dir, lambda _: None, context_length=513)
+
+
+def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
+    model = build_model(0, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="sliding window of 16"):
+        Scheduler(str(tmp_path), lambda _: None)
