@@ -13,17 +13,18 @@ class LagMonitor:
     """Wakes up every `period_s` and notes how late it was woken.
 
     culprit: what the warning says blocks the loop, most likely. warn_after_s: a lag that is worth a warning.
+    recent_s: the last `keep` lags, in seconds.
     """
 
-    def __init__(self, culprit: str, *, period_s: float = 0.1, warn_after_s: float = 1.0) -> None:
+    def __init__(self, culprit: str, *, period_s: float = 0.1, warn_after_s: float = 1.0, keep: int = 1000) -> None:
         self._culprit = culprit
         self._period_s = period_s
         self._warn_after_s = warn_after_s
-        self.recent_s: deque[float] = deque(maxlen=1024)
+        self.recent_s: deque[float] = deque(maxlen=keep)
 
     @property
     def worst_s(self) -> float:
-        """The longest of the last thousand lags."""
+        """The longest of the recent lags."""
         return max(self.recent_s, default=0.0)
 
     async def run(self) -> None:
