@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
@@ -55,8 +56,10 @@ def save_checkpoint(
             _sync(aside)
             replace_directory(aside, directory)
             _sync(directory.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, CheckpointException):
+            raise CheckpointError(f"cannot write the checkpoint {directory}: {_cause(error)}") from error
         raise
     dist.barrier()
 
@@ -73,8 +76,8 @@ def load_checkpoint(directory: Path, module: nn.Module, optimizer: torch.optim.A
     tensors = _tensors(module, optimizer, rank if rank < progress.world_size else None)
     try:
         load_tensors(tensors, checkpoint_id=directory)
-    except Exception as error:
-        raise CheckpointError(f"the checkpoint {directory} is damaged: {error}") from error
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"the checkpoint {directory} is damaged: {_cause(error)}") from error
     for state in optimizer.state.values():
         state["step"].fill_(progress.num_updates)
     if "rng" in tensors:
@@ -115,6 +118,13 @@ def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str
             raise CheckpointError(
                 f"{directory} was written with another model: {name} is {stored[name]} there, {expected[name]} here"
             )
+
+
+def _cause(error: BaseException) -> str:
+    """What happened, of an error that may be DCP's own (no Exception, and with every rank's traceback as its text)."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"
 
 
 def _agree(value: str) -> str:

@@ -140,6 +140,8 @@ class FSDPTrainEngine:
 
     def _update(self, tally: MinibatchTally) -> None:
         """Clip and take the optimizer step; skip it when gradients are not finite or nothing was trained."""
+        if not tally.trained_tokens:
+            return
         config = self._config.optimizer
         tally.lr = learning_rate(config, self._num_updates)
         tally.grad_norm = clip_gradients(self._policy.parameters(), config.max_grad_norm, self._group)
@@ -151,7 +153,7 @@ class FSDPTrainEngine:
                 self._version,
                 tally.loss,
             )
-        elif tally.trained_tokens:
+        else:
             for group in self._optimizer.param_groups:
                 group["lr"] = tally.lr
             self._optimizer.step()

@@ -71,7 +71,19 @@ def load_model(name: str | Path) -> LoadedModel:
         )
     config = _load(AutoConfig, name, "its config")
     tokenizer = _load(AutoTokenizer, name, "its tokenizer")
-    model = _load(AutoModelForCausalLM, name, "it", dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
+    # Without its files, transformers makes up an empty tokenizer of the model's kind.
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
+        raise ModelError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained(directory)")
+    model, report = _load(
+        AutoModelForCausalLM,
+        name,
+        "it",
+        dtype=torch.float32,
+        attn_implementation=PACKED_ATTENTION,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"the weights of {name} lack {', '.join(missing)}: the download or copy is incomplete")
     model.eval()
     _check_supported(model, name)
     return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config)

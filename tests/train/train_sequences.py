@@ -1,0 +1,63 @@
+"""Training sequences at random, and a plain twin of the engine's maths: one sequence at a time, float32, unsharded."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from arl.algorithm.aggregation import Aggregation, weigh_tokens
+from arl.api.engine import PackedTokens, TokenLoss
+from arl.api.types import TrainSequence
+
+VOCABULARY = 256
+
+
+def random_sequences(count: int, seed: int = 0, aggregation: Aggregation = "token_mean") -> list[TrainSequence]:
+    """Sequences of 2 to 24 tokens with random masks, advantages, logprobs and temperatures, weighed as a minibatch."""
+    generator = torch.Generator().manual_seed(seed)
+    return weigh_tokens([_random_sequence(generator) for _ in range(count)], aggregation)
+
+
+def _random_sequence(generator: torch.Generator) -> TrainSequence:
+    length = int(torch.randint(2, 25, (1,), generator=generator))
+    loss_mask = torch.rand(length, generator=generator) < 0.6
+    loss_mask[0], loss_mask[-1] = False, True
+    behavior = -6 + torch.randn(length, generator=generator)
+    return TrainSequence(
+        token_ids=torch.randint(0, VOCABULARY, (length,), generator=generator),
+        loss_mask=loss_mask,
+        behavior_logprobs=behavior * loss_mask,
+        proximal_logprobs=(behavior + 0.3 * torch.randn(length, generator=generator)) * loss_mask,
+        advantages=torch.randn(1, generator=generator) * loss_mask,
+        loss_weights=torch.zeros(length),
+        versions=torch.zeros(length, dtype=torch.int64),
+        temperature=float(0.5 + torch.rand(1, generator=generator)),
+    )
+
+
+def twin_logprobs(model: PreTrainedModel, sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, entropies) of the trained tokens of one sequence, by the model's own forward and a full softmax."""
+    logits = model(input_ids=sequence.token_ids[None]).logits[0, :-1] / sequence.temperature
+    logp = torch.log_softmax(logits, dim=-1)
+    chosen = logp.gather(-1, sequence.token_ids[1:, None])[:, 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    trained = sequence.loss_mask[1:]
+    return chosen[trained], entropy[trained]
+
+
+def twin_loss(model: PreTrainedModel, sequences: Sequence[TrainSequence], loss: TokenLoss) -> torch.Tensor:
+    """The minibatch's loss, one sequence after another."""
+    total = torch.zeros(())
+    for sequence in sequences:
+        mask = sequence.loss_mask
+        current, entropy = twin_logprobs(model, sequence)
+        tokens = PackedTokens(
+            behavior_logprobs=sequence.behavior_logprobs[mask],
+            proximal_logprobs=sequence.proximal_logprobs[mask],
+            advantages=sequence.advantages[mask],
+            loss_weights=sequence.loss_weights[mask],
+            versions=sequence.versions[mask],
+            sequence_ids=torch.zeros(int(mask.sum()), dtype=torch.int64),
+        )
+        total = total + (loss(current, entropy, tokens).loss * sequence.loss_weights[mask]).sum()
+    return total
