@@ -25,7 +25,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSetti
 from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
-from arl.api.errors import ArlError, ConfigError
+from arl.api.errors import ArlError, ConfigError, FailureBudgetError
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -52,8 +52,9 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
 def run(main: Callable[[ConfigT], Awaitable[object]], config_class: type[ConfigT]) -> None:
     """Load the configuration and run `main` on it: the last line of a script.
 
-    An ArlError becomes one message on stderr and exit code 1 (2 for a wrong setting). Ctrl-C and SIGTERM cancel
-    main, whose `async with` blocks save and clean up, and end the process with 130 or 143.
+    An ArlError becomes one message on stderr and exit code 1 (2 for a wrong setting), with a traceback only where the
+    user's own code failed. Ctrl-C and SIGTERM cancel main, whose `async with` blocks save and clean up, and end the
+    process with 130 or 143.
     """
     try:
         config = load_config(config_class)
@@ -65,8 +66,10 @@ def run(main: Callable[[ConfigT], Awaitable[object]], config_class: type[ConfigT
     except (asyncio.CancelledError, KeyboardInterrupt):
         number = interrupted[0] if interrupted else signal.SIGINT
         _exit(128 + number, f"stopped by {signal.Signals(number).name}; run the same command again to continue")
+    except FailureBudgetError as error:
+        _exit(1, f"error: {error}", users_error=error.__cause__)
     except ArlError as error:
-        _exit(1, f"error: {error}", error.__cause__)
+        _exit(1, f"error: {error}")
 
 
 async def _cancelled_by_signals(main: Awaitable[object], interrupted: list[int]) -> None:
@@ -85,9 +88,9 @@ async def _cancelled_by_signals(main: Awaitable[object], interrupted: list[int])
     await main
 
 
-def _exit(code: int, message: str, cause: BaseException | None = None) -> NoReturn:
-    if cause is not None and cause.__traceback__ is not None:
-        traceback.print_exception(cause)
+def _exit(code: int, message: str, users_error: BaseException | None = None) -> NoReturn:
+    if users_error is not None:
+        traceback.print_exception(users_error)
     sys.stderr.write(message + "\n")
     raise SystemExit(code)
 

@@ -1,0 +1,34 @@
+"""A run as users start it: a script with flags, a tiny model, the embedded server. Tests start it as a process."""
+
+import sys
+
+from arl.api import Config, Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
+from arl.cli import run
+from arl.engine.tiny import tiny_tokenizer
+from arl.launch import launch
+from arl.workflow.conversation import Conversation
+
+TOKENIZER = tiny_tokenizer(["Say a number"])
+
+
+class SayDigits(RolloutWorkflow):
+    """Two turns; the reward is the share of digits in what the model said last."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        conversation = Conversation(TOKENIZER, [{"role": "user", "content": f"Say a number {data['number']}"}])
+        await conversation.agenerate(engine, SamplingParams(max_new_tokens=6, temperature=0.8))
+        conversation.add({"role": "user", "content": "Say a number"})
+        turn = await conversation.agenerate(engine, SamplingParams(max_new_tokens=6, temperature=0.8))
+        return conversation.trajectory(reward=sum(c.isdigit() for c in turn.text) / 6)
+
+
+async def main(config: Config) -> None:
+    examples = [{"number": n} for n in range(200)]
+    async with launch(config, workflow=SayDigits(), dataset=examples, eval_dataset=examples[:4]) as trainer:
+        async for step in trainer:
+            sys.stdout.write(f"trained {step.version}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    run(main, Config)

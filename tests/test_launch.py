@@ -1,0 +1,139 @@
+"""Whole runs on the embedded server: real processes, real weights, and what is left after they end or are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arl.api.config import Config
+from arl.api.errors import DatasetError, ModelError
+from arl.engine.tiny import write_tiny_model
+from arl.launch import launch
+from arl.metrics import read_jsonl
+from tests.agent_script import SayDigits
+
+SCRIPT = Path(__file__).with_name("agent_script.py")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", ["Say a number"])
+
+
+def start(model: Path, run_dir: Path, *flags: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(SCRIPT), "--model", str(model), "--run_dir", str(run_dir), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}
+    small = ["--rollout.batch_size", "2", "--rollout.group_size", "2", "--checkpoint.every", "1"]
+    return subprocess.Popen(
+        command + small, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def read_until(process: "subprocess.Popen[str]", line: str) -> None:
+    assert process.stdout is not None
+    seen: list[str] = []
+    for text in process.stdout:
+        seen.append(text)
+        if text.startswith(line):
+            return
+    raise AssertionError(f"{line!r} never came; the process said:\n{''.join(seen)}")
+
+
+def processes_naming(text: str) -> list[str]:
+    """Command lines of running processes with `text` in them."""
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in command:
+            found.append(command)
+    return found
+
+
+async def test_with_max_staleness_0_the_trainer_recomputes_the_samplers_logprobs(model: Path, tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": str(model),
+            "run_dir": tmp_path,
+            "steps": 3,
+            "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 0},
+            "ppo": {"minibatches": 2},
+            "train": {"optimizer": {"lr": 1e-3}},
+            "log": {"console": False},
+        }
+    )
+    async with launch(config, workflow=SayDigits(), dataset=[{"number": n} for n in range(9)]) as trainer:
+        steps = [step async for step in trainer]
+    assert [step.max_staleness_seen for step in steps] == [0, 0, 0]
+    for step in steps:
+        assert step.metrics["behavior_weight_max"] == pytest.approx(1.0, abs=1e-4)
+        assert abs(step.metrics["behavior_kl_proximal"]) < 1e-6
+
+
+def test_ctrl_c_saves_stops_the_servers_and_exits_130_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
+    with start(model, tmp_path, "--steps", "100000") as process:
+        read_until(process, "trained 3")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, rest
+    assert "run the same command again to continue" in rest
+    assert processes_naming(str(model)) == []
+    done = read_jsonl(tmp_path / "metrics.jsonl")[-1]["version"]
+    with start(model, tmp_path, "--steps", str(done + 2)) as process:
+        rest, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, rest
+    assert f"trained {done + 1}\n" in rest
+    assert f"trained {done}\n" not in rest
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, done + 3))
+
+
+def test_after_a_kill_no_server_is_left_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
+    with start(model, tmp_path, "--steps", "100000") as process:
+        read_until(process, "trained 4")
+        process.kill()
+        process.communicate(timeout=60)
+    with start(model, tmp_path, "--steps", "6") as process:
+        rest, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, rest
+    assert "trained 1\n" not in rest
+    assert "trained 6\n" in rest
+    assert processes_naming(str(model)) == []
+
+
+def test_a_missing_model_is_one_sentence_and_leaves_nothing_running(tmp_path: Path) -> None:
+    with start(tmp_path / "nowhere", tmp_path / "run", "--steps", "1") as process:
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in out
+    assert str(tmp_path / "nowhere") in out.splitlines()[-1]
+    assert processes_naming(str(tmp_path)) == []
+
+
+async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
+    flags = ["--engine.kind", "sglang", "--engine.addresses", "http://127.0.0.1:9", "--steps", "1"]
+    with start(model, tmp_path, *flags) as process:
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "no inference server answers at http://127.0.0.1:9" in out
+
+
+async def test_an_empty_dataset_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    config = Config(model=str(model), run_dir=tmp_path / "run")
+    with pytest.raises(DatasetError, match="dataset is empty"):
+        async with launch(config, workflow=SayDigits(), dataset=[]):
+            pass
+    assert not (tmp_path / "run").exists()
+
+
+async def test_a_broken_model_directory_says_what_is_wrong(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="broken"):
+        async with launch(Config(model=str(broken), run_dir=tmp_path), workflow=SayDigits(), dataset=[{"number": 1}]):
+            pass
