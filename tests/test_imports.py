@@ -105,10 +105,8 @@ def test_only_the_composition_root_names_concrete_engines() -> None:
     assert {m for m in named if not is_in(m, "arl.engine")} == {"arl.launch"}
 
 
-def test_the_embedded_server_does_not_know_its_client() -> None:
-    client = {"arl.engine.sglang", "arl.engine.server_pool", "arl.engine.server_client", "arl.engine.upkeep"}
-    assert client <= SOURCES.keys()
-    assert {m for m, found in IMPORTS.items() if is_in(m, "arl.engine.local") and found & client} == set()
+def test_the_embedded_server_knows_neither_its_client_nor_the_trainer() -> None:
+    assert breaches("arl.engine.local", allowed=("arl.api", "arl.engine.local")) == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
