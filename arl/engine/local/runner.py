@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from arl.api.errors import ModelError
 from arl.engine.local.attention import SLOT_ATTENTION, Chunk, SlotBatch
 from arl.engine.local.cache import CacheShape, SlotCache
+from arl.engine.local.stack import DecoderStack, quicken_norms
 
 _DEFAULT_CONTEXT = 4096
 
@@ -35,15 +36,31 @@ class ModelRunner:
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
         self._rows = torch.arange(max_rows, device=self.device)
+        self._stack: DecoderStack | None = None
         self._try()
 
+    @torch.inference_mode()
     def _try(self) -> None:
-        """Compute one token, so that a model that does not fit the slot cache is refused now."""
+        """Compute a few tokens, so that a model that does not fit the slot cache is refused now.
+
+        Takes the short way through the layers if it leads to the same logits.
+        """
+        quicken_norms(self.model)
+        length = min(4, self.context_length)
+        tokens = list(range(min(length, self.vocab_size)))
+        whole = [Chunk(row=0, start=0, length=len(tokens))]
         try:
-            self.forward([0], [0], [], None)
+            wanted = self.forward(tokens, tokens, whole, None)
         except (RuntimeError, TypeError, AttributeError) as error:
             name = type(self.model).__name__
             raise ModelError(f"{name} cannot run over the embedded server's cache: {error}") from error
+        try:
+            self._stack = DecoderStack(self.model, self.context_length)
+            agrees = torch.allclose(self.forward(tokens, tokens, whole, None), wanted, rtol=1e-4, atol=1e-5)
+        except (RuntimeError, TypeError, AttributeError, ValueError):
+            agrees = False
+        if not agrees:
+            self._stack = None
 
     @property
     def vocab_size(self) -> int:
@@ -51,7 +68,8 @@ class ModelRunner:
 
     @property
     def parameter_shapes(self) -> dict[str, torch.Size]:
-        return {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        """What a complete set of weights holds; tied ones once."""
+        return {name: tensor.shape for name, tensor in self.model.named_parameters()}
 
     @torch.inference_mode()
     def forward(
@@ -63,14 +81,17 @@ class ModelRunner:
         """
         num_decoding = len(token_ids) - sum(chunk.length for chunk in chunks)
         batch = SlotBatch.of(self.cache, self._rows, positions[:num_decoding], chunks)
-        output = self.model(
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
+        ids, places = torch.tensor([token_ids, positions], device=self.device).unsqueeze(1)
+        kept = None if keep is None else torch.tensor(keep, dtype=torch.int64, device=self.device)
+        if self._stack is not None:
+            return self._stack(ids, places, kept, batch)
+        return self.model(
+            input_ids=ids,
+            position_ids=places,
             use_cache=False,
-            logits_to_keep=0 if keep is None else torch.tensor(keep, dtype=torch.int64, device=self.device),
+            logits_to_keep=0 if kept is None else kept,
             slot_batch=batch,
-        )
-        return output.logits[0]
+        ).logits[0]
 
     @torch.inference_mode()
     def load(self, tensors: NamedTensors) -> None:
