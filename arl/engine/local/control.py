@@ -82,7 +82,7 @@ class Weights:
             message = await asyncio.get_running_loop().run_in_executor(self._working, work)
         except WeightsError as error:
             raise ApiError(str(error)) from None
-        return json_response({"success": True, "message": message, "num_paused_requests": 0})
+        return json_response({"success": True, "message": message})
 
     def _load(self, tensors: dict[str, torch.Tensor], weight_version: str | None, flush_cache: bool) -> None:
         loading = self._serving.scheduler.load(lambda: tensors.items(), weight_version, flush_cache)

@@ -37,7 +37,8 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 def parse_common(body: Body, default_max_tokens: int | None) -> OpenAIRequest:
     """Read the fields that both endpoints share. `finish` is left to the caller."""
-    max_tokens = body.integer("max_completion_tokens", None) or body.integer("max_tokens", default_max_tokens)
+    max_tokens = body.integer("max_tokens", default_max_tokens)
+    max_tokens = body.integer("max_completion_tokens", max_tokens)
     sampling = Sampling(
         params=build_params(
             max_new_tokens=1 if max_tokens is None else max_tokens,

@@ -113,7 +113,7 @@ class Body:
         neutral = neutral or {}
         for name in self._fields.keys() - self._known - harmless:
             value = self._fields[name]
-            if value in (None, False, "", [], {}) or (name in neutral and value == neutral[name]):
+            if value is None or value is False or value in ("", [], {}) or value == neutral.get(name):
                 continue
             known = ", ".join(sorted(self._known))
             raise ApiError(f"{name} (here {shown(value)}) is not supported by this server; it knows {known}")

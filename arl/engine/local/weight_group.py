@@ -45,6 +45,31 @@ class ReceivedWeights:
     flush_cache: bool
 
 
+def join_group(at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group beside any other that this process is in; returns when all ranks have joined.
+
+    Rank 0 listens at the address. The names under which the ranks find each other in its store are those of SGLang
+    and of the trainers that speak to it, hence the prefix, and the private function: torch has no public way to a
+    group outside the default one. Raises RuntimeError when the group does not gather in time.
+    """
+    gathering = rendezvous(f"tcp://{at.address}:{at.port}", at.rank, at.world_size, timeout=timeout)
+    store, rank, world_size = next(gathering)
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend(at.backend),
+        PrefixStore(at.name, store),
+        group_name=at.name,  # pyright: ignore[reportArgumentType]
+        timeout=timeout,
+    )
+    if not isinstance(group, dist.ProcessGroup):
+        raise RuntimeError(f"rank {at.rank} is not in a group of {at.world_size}")
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(at.world_size)}
+    return group
+
+
 class WeightReceiver:
     """Joins trainers' groups and receives what they broadcast. Its calls block; make them all from one thread.
 
@@ -68,27 +93,9 @@ class WeightReceiver:
             raise WeightsError(f"backend {at.backend!r} is not available here; gloo works between CPU processes")
         self._open = None
         try:
-            gathering = rendezvous(f"tcp://{at.address}:{at.port}", at.rank, at.world_size, timeout=self._timeout)
-            store, rank, world_size = next(gathering)
-            store.set_timeout(self._timeout)
-            # The names under which the ranks find each other in the store are those of SGLang and of the trainers
-            # that speak to it, hence the prefix and the private function: torch has no public way to a group
-            # outside the default one.
-            group, _ = c10d._new_process_group_helper(
-                world_size,
-                rank,
-                [],
-                dist.Backend(at.backend),
-                PrefixStore(at.name, store),
-                group_name=at.name,  # pyright: ignore[reportArgumentType]
-                timeout=self._timeout,
-            )
+            self._groups[at.name] = join_group(at, self._timeout)
         except (RuntimeError, ValueError) as error:
             raise WeightsError(f"cannot join the group at {at.address}:{at.port}: {first_line(error)}") from error
-        if not isinstance(group, dist.ProcessGroup):
-            raise WeightsError(f"rank {at.rank} is not in a group of {at.world_size}")
-        c10d._world.pg_group_ranks[group] = {i: i for i in range(at.world_size)}
-        self._groups[at.name] = group
 
     def leave(self, name: str) -> None:
         """Leave a group, and forget a transaction that is open. Raises WeightsError if it was not joined."""

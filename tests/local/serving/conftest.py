@@ -1,0 +1,53 @@
+"""One server for all tests that leave it as they found it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from server_process import Client, RunningServer, running_server
+
+from arl.engine.tiny import TinyShape, write_tiny_model
+
+SHAPE = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, context_length=8192)
+
+
+@pytest.fixture(scope="session")
+def model_a(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("weights") / "a", shape=SHAPE, seed=0))
+
+
+@pytest.fixture(scope="session")
+def model_b(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Other weights of the same shape."""
+    return str(write_tiny_model(tmp_path_factory.mktemp("weights") / "b", shape=SHAPE, seed=1))
+
+
+@pytest.fixture(scope="session")
+def no_text_model(model_a: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model directory without a tokenizer."""
+    directory = tmp_path_factory.mktemp("no_text")
+    for name in ("config.json", "model.safetensors"):
+        (directory / name).write_bytes(Path(model_a, name).read_bytes())
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def shared_server(model_a: str) -> Iterator[RunningServer]:
+    options = ("--weight-version", "v0", "--served-model-name", "tiny", "--max-running-requests", "8")
+    with running_server(model_a, *options, "--context-length", str(SHAPE.context_length)) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(shared_server: RunningServer, model_a: str) -> AsyncIterator[Client]:
+    """A client of the shared server, which afterwards runs again, idle, with its first weights."""
+    async with aiohttp.ClientSession(shared_server.url) as session:
+        client = Client(session)
+        yield client
+        await client.post("/continue_generation")
+        await client.post("/abort_request", {"abort_all": True})
+        if (await client.get("/model_info")).body["weight_version"] != "v0":
+            await client.post("/update_weights_from_disk", {"model_path": model_a, "weight_version": "v0"})

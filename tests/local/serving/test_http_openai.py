@@ -1,0 +1,144 @@
+"""POST /v1/chat/completions and /v1/completions over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from server_process import Client
+from transformers import AutoTokenizer
+
+HI = [{"role": "user", "content": "hi"}]
+SEEDED = {"messages": HI, "max_tokens": 8, "seed": 3, "ignore_eos": True}
+TOOL = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def chat(client: Client, **body: Any) -> Any:
+    answer = await client.post("/v1/chat/completions", {**SEEDED, **body})
+    assert answer.status == 200, answer.body
+    return answer.body
+
+
+def template_ids(model: str, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+
+
+async def test_an_answer_carries_the_exact_tokens_of_prompt_and_response(client: Client, model_a: str) -> None:
+    answer = await chat(client, return_token_ids=True, logprobs=True, model="tiny")
+    (choice,) = answer["choices"]
+    assert choice["prompt_token_ids"] == template_ids(model_a, HI)
+    assert len(choice["response_token_ids"]) == len(choice["logprobs"]["content"]) == 8
+    tokenizer = AutoTokenizer.from_pretrained(model_a)
+    assert choice["message"]["content"] == tokenizer.decode(choice["response_token_ids"], skip_special_tokens=True)
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"] == {
+        "prompt_tokens": len(choice["prompt_token_ids"]),
+        "completion_tokens": 8,
+        "total_tokens": len(choice["prompt_token_ids"]) + 8,
+    }
+    assert answer["metadata"]["weight_versions"] == [{"version": "v0", "start": 0, "end": 8}]
+
+
+async def test_chat_and_generate_sample_the_same_from_the_same_tokens(client: Client, model_a: str) -> None:
+    by_chat = (await chat(client, return_token_ids=True, logprobs=True))["choices"][0]
+    by_ids = await client.generate(
+        input_ids=template_ids(model_a, HI),
+        sampling_params={"max_new_tokens": 8, "sampling_seed": 3, "ignore_eos": True},
+        return_logprob=True,
+    )
+    assert by_chat["response_token_ids"] == by_ids["output_ids"]
+    logprobs = [logprob for logprob, _, _ in by_ids["meta_info"]["output_token_logprobs"]]
+    for token, logprob in zip(by_chat["logprobs"]["content"], logprobs, strict=True):
+        assert abs(token["logprob"] - logprob) < 1e-4
+
+
+async def test_given_token_ids_bypass_the_template(client: Client) -> None:
+    assert (await chat(client, input_ids=[7, 8], return_token_ids=True))["choices"][0]["prompt_token_ids"] == [7, 8]
+
+
+async def test_tools_reach_the_template_unless_the_choice_is_none(client: Client, model_a: str) -> None:
+    given = await chat(client, tools=[TOOL], return_token_ids=True)
+    assert given["choices"][0]["prompt_token_ids"] == template_ids(model_a, HI, tools=[TOOL])
+    refused = await chat(client, tools=[TOOL], tool_choice="none", return_token_ids=True)
+    assert refused["choices"][0]["prompt_token_ids"] == template_ids(model_a, HI)
+
+
+async def test_text_parts_are_joined(client: Client, model_a: str) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    answer = await chat(client, messages=[{"role": "user", "content": parts}], return_token_ids=True)
+    assert answer["choices"][0]["prompt_token_ids"] == template_ids(model_a, HI)
+
+
+async def test_streamed_pieces_make_up_the_whole_answer(client: Client) -> None:
+    whole = await chat(client)
+    body = {**SEEDED, "stream_options": {"include_usage": True}}
+    async with client.stream("/v1/chat/completions", body) as events:
+        *chunks, usage, done = [event async for event in events]
+    pieces = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(piece["delta"]["content"] for piece in pieces) == whole["choices"][0]["message"]["content"]
+    assert pieces[0]["delta"]["role"] == "assistant"
+    assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert usage["usage"] == whole["usage"]
+    assert done == "[DONE]"
+
+
+async def test_a_stop_string_ends_the_text_and_is_never_streamed(client: Client) -> None:
+    text = (await chat(client, max_tokens=40))["choices"][0]["message"]["content"]
+    stop = text[10:13]
+    expected = text[: text.index(stop)]
+    stopping = {"max_tokens": 40, "stop": [stop], "ignore_eos": False}
+    stopped = (await chat(client, **stopping))["choices"][0]
+    assert (stopped["message"]["content"], stopped["matched_stop"]) == (expected, stop)
+    async with client.stream("/v1/chat/completions", {**SEEDED, **stopping}) as events:
+        pieces = [event["choices"][0]["delta"]["content"] async for event in events if event != "[DONE]"]
+    assert "".join(pieces) == expected
+
+
+async def test_n_choices_differ(client: Client) -> None:
+    choices = (await chat(client, n=2))["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert choices[0]["message"] != choices[1]["message"]
+
+
+async def test_an_abort_is_a_finish_reason(client: Client) -> None:
+    running = asyncio.create_task(chat(client, max_completion_tokens=8000, rid="mine"))
+    await client.until_running(1)
+    await client.post("/abort_request", {"rid": "mine"})
+    assert (await running)["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_bad_chat_bodies_are_refused_in_openai_shape(client: Client) -> None:
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"messages": []}, "Messages cannot be empty."),
+        ({"messages": "x"}, 'messages is "x"; it must be a list of messages'),
+        ({"messages": [{"content": "x"}]}, "messages[0] is"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
+        ({"messages": image}, "Model only supports text input"),
+        ({"messages": [{"role": "user", "content": "x" * 9000}]}, "is longer than the model's context length"),
+        ({"max_tokens": 99999}, "Requested token count exceeds the model's maximum context length"),
+        ({"temperature": -1}, "temperature is -1.0"),
+        ({"n": 0}, "n is 0"),
+        ({"top_logprobs": 2}, "top_logprobs (here 2) is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": "x"}, 'tools is "x"'),
+        ({"tool_choice": "required"}, 'tool_choice is "required"'),
+        ({"input_ids": "x"}, 'input_ids is "x"'),
+        ({"stream": True, "return_token_ids": True}, "return_token_ids is not supported with streaming"),
+    ]
+    for body, sentence in bad:
+        answer = await client.post("/v1/chat/completions", {**SEEDED, **body})
+        assert (answer.status, answer.body["object"], answer.body["code"]) == (400, "error", 400), body
+        assert sentence in answer.message, body
+
+
+async def test_completions_take_ids_and_text_one_or_many(client: Client) -> None:
+    body = {"max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
+    for prompt, count in (([10, 11], 1), ("ab", 1), ([[10, 11], [12]], 2), (["ab", "c"], 2)):
+        answer = (await client.post("/v1/completions", {**body, "prompt": prompt})).body
+        assert [len(choice["token_ids"]) for choice in answer["choices"]] == [3] * count
+        assert answer["usage"]["completion_tokens"] == 3 * count
+    missing = await client.post("/v1/completions", body)
+    assert (missing.status, missing.body["object"]) == (400, "error")
