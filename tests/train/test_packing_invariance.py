@@ -96,6 +96,19 @@ def test_a_step_does_not_depend_on_budget_order_chunks_or_untrained_sequences(ma
         torch.testing.assert_close(other_after, after, rtol=1e-5, atol=1e-5)
 
 
+def test_positions_restart_with_each_sequence():
+    first, second = random_sequences(2)
+    batch = build_microbatch([first, second], CPU)
+    assert batch.position_ids.tolist() == [[*range(len(first)), *range(len(second))]]
+    assert batch.layout.cu_seqlens.tolist() == [0, len(first), len(first) + len(second)]
+
+
+def test_losses_see_which_sequence_each_trained_token_belongs_to():
+    first, second = random_sequences(2)
+    ids = build_microbatch([first, second], CPU).tokens.sequence_ids.tolist()
+    assert ids == [0] * int(first.loss_mask.sum()) + [1] * int(second.loss_mask.sum())
+
+
 def test_a_trained_first_token_is_refused():
     (sequence,) = random_sequences(1)
     sequence.loss_mask[0] = True

@@ -50,7 +50,8 @@ def run_rank(rank: int, model_dir: Path, directory: Path) -> None:
 
 def test_two_ranks_train_like_one(model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(rank, model_dir, tmp_path)) for rank in range(2)]
+    # Daemons, so that a rank that hangs ends with the tests.
+    ranks = [context.Process(target=run_rank, args=(rank, model_dir, tmp_path), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
 
