@@ -141,6 +141,7 @@ class RolloutController:
         self._running: dict[int, _GroupRun] = {}
         self._totals = RolloutTotals()
         self._fruitless_groups = 0
+        self._was_run = False
 
     @property
     def ledger(self) -> ExampleLedger:
@@ -148,7 +149,10 @@ class RolloutController:
         return self._ledger
 
     async def run(self) -> None:
-        """Admit and run groups until cancelled; once in a controller's life."""
+        """Admit and run groups until cancelled; once in a controller's life, since what it leaves stays pending."""
+        if self._was_run:
+            raise RuntimeError("run was called again; make another controller, and give it this one's state_dict")
+        self._was_run = True
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lag.run())

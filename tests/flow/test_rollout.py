@@ -150,6 +150,39 @@ def test_groups_are_stamped_when_their_episodes_can_start() -> None:
     assert [group.stamp for group in groups][3:] == [2, 3, 4, 5, 6, 7]
 
 
+def test_places_are_given_in_the_order_of_admission() -> None:
+    order: list[int] = []
+
+    async def act(number: int) -> object:
+        order.append(number)
+        await asyncio.sleep(1)
+        return GOOD
+
+    trained(act, 3, group_size=3, max_staleness=3, max_concurrent_episodes=1, shuffle=False)
+    assert order[:9] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_workflow_that_returns_old_tokens_fails_and_the_run_goes_on() -> None:
+    versions = iter((9, 9, 9, 0, 9, 9))
+    groups, counters = trained(lambda _: trajectory((next(versions),)), 2, group_size=2, min_group_size=1)
+    assert [group.num_episodes for group in groups] == [2, 1]
+    assert counters["episodes_failed"] == 1
+
+
+def test_rare_successes_keep_a_run_alive() -> None:
+    groups, _ = trained(returns(*[None] * 600, GOOD), 3, group_size=1)
+    assert len(groups) == 3
+
+
+async def test_a_controller_runs_once() -> None:
+    controller, _, _ = controlled(TwoTurns(), 3)
+    run = asyncio.ensure_future(controller.run())
+    await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(RuntimeError, match="make another controller, and give it this one's state_dict"):
+        await controller.run()
+
+
 def stragglers(**settings: object) -> tuple[list[Group], dict]:
     """Example 0 never ends; the others take a second."""
 
@@ -176,6 +209,28 @@ def test_a_straggler_past_its_limit_is_cut_counted_and_replaced() -> None:
 def test_the_length_bias_of_cutting_is_reported() -> None:
     _, counters = stragglers(drop_stragglers_after_s=30)
     assert (counters["straggler_episode_s"], counters["finished_episode_s"]) == (30.0, 1.0)
+
+
+def test_the_trainer_goes_on_at_once_though_a_cut_episode_is_slow_to_end() -> None:
+    async def act(number: int) -> object:
+        try:
+            await asyncio.sleep(1 if number else 10**6)
+        finally:
+            if not number:
+                await asyncio.sleep(500)
+        return GOOD
+
+    async def main() -> None:
+        controller, buffer, _ = controlled(
+            Scripted(act), 50, batch_size=2, max_staleness=0, shuffle=False, drop_stragglers_after_s=30
+        )
+        async with asyncio.TaskGroup() as tasks:
+            rollout = tasks.create_task(controller.run())
+            await buffer.take_batch(0)
+            assert asyncio.get_running_loop().time() < 40
+            rollout.cancel()
+
+    run_in_virtual_time(main())
 
 
 def test_a_cut_example_ends_as_dropped() -> None:
