@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_qwen import Reference, make_job, prompt_of, run_all, step_until_sampled
+from tiny_qwen import Reference, build_tokenizer, make_job, prompt_of, run_all, step_until_sampled
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from arl.engine.local.batch import Batch
 from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "eos_token_id": 256,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
 
 MakeBatch = Callable[..., Batch]
 
@@ -25,6 +42,32 @@ def test_greedy_output_of_one_prompt_is_that_of_generate(batch: Batch, reference
     assert job.output_ids == reference.greedy(job.input_ids, 40)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SMALL),
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        LlamaConfig(**SMALL, head_dim=16, attention_bias=True),
+        MistralConfig(**SMALL, sliding_window=None),
+        GraniteConfig(**SMALL, embedding_multiplier=3.0, logits_scaling=0.5, residual_multiplier=0.7),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_other_architectures_generate_as_transformers_does(tmp_path: Path, config: Any) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    runner = ModelRunner(str(tmp_path), device="cpu", dtype="float32", max_rows=4, context_length=100)
+    batch = Batch(runner, max_rows=4, prefill_tokens=20, prefix_cache_bytes=1 << 20, weight_version="0")
+    reference = Reference(model)
+    jobs = [make_job(prompt_of(3 + 13 * i, i), temperature=0, max_new_tokens=15) for i in range(5)]
+    run_all(batch, jobs)
+    for job in jobs:
+        assert job.output_ids == reference.greedy(job.input_ids, 15, ignore_eos=True)
+        close(job.output_logprobs, reference.logprobs(job.input_ids, job.output_ids))
+
+
 def test_greedy_output_of_ragged_prompts_is_that_of_generate(batch: Batch, reference: Reference) -> None:
     jobs = [
         make_job(prompt_of(1 + 7 * i, i), temperature=0, max_new_tokens=10 + 5 * i, ignore_eos=False) for i in range(20)
@@ -32,6 +75,16 @@ def test_greedy_output_of_ragged_prompts_is_that_of_generate(batch: Batch, refer
     run_all(batch, jobs)
     for job in jobs:
         assert job.output_ids == reference.greedy(job.input_ids, job.sampling.max_new_tokens)
+
+
+def test_rows_of_very_different_lengths_share_a_batch(make_batch: MakeBatch, reference: Reference) -> None:
+    batch = make_batch(max_rows=40)
+    jobs = [
+        make_job(prompt_of(180 if i == 20 else 5 + i, i), temperature=0, max_new_tokens=10 + i % 3) for i in range(40)
+    ]
+    run_all(batch, jobs)
+    for job in jobs[::4]:
+        assert job.output_ids == reference.greedy(job.input_ids, job.sampling.max_new_tokens, ignore_eos=True)
 
 
 def test_greedy_output_is_the_same_when_prompts_are_computed_in_chunks(

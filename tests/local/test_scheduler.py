@@ -137,11 +137,12 @@ def test_a_step_that_raises_fails_its_requests_and_not_the_thread(
 
 
 def test_bad_prompts_come_back_with_status_400(scheduler: Scheduler, deliveries: Deliveries) -> None:
-    jobs = [make_job([]), make_job([999]), make_job([1] * 300)]
+    not_a_token: Any = "a"
+    jobs = [make_job([]), make_job([999]), make_job([1] * 300), make_job([1, not_a_token])]
     for job in jobs:
         scheduler.submit(job)
     deliveries.wait_done(*jobs)
-    assert [job.finish_reason and job.finish_reason["status_code"] for job in jobs] == [400] * 3
+    assert [job.finish_reason and job.finish_reason["status_code"] for job in jobs] == [400] * 4
 
 
 def test_closing_returns_unfinished_requests_and_refuses_later_ones(
@@ -158,6 +159,25 @@ def test_closing_returns_unfinished_requests_and_refuses_later_ones(
     assert all(job.finish_reason and job.finish_reason["type"] == "abort" for job in (*jobs, late))
     with pytest.raises(EngineClosedError):
         scheduler.resume().result(10)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_model_thread_that_dies_returns_its_requests_and_is_seen_to_be_dead(
+    scheduler: Scheduler, deliveries: Deliveries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(ModelRunner, "forward", die)
+    jobs = [make_job(prompt_of(5, i)) for i in range(12)]
+    scheduler.pause("in_place").result(10)
+    for job in jobs:
+        scheduler.submit(job)
+    scheduler.resume()
+    deliveries.wait_done(*jobs)
+    scheduler.close()
+    assert not scheduler.is_alive
+    assert all(job.finish_reason and job.finish_reason["type"] == "abort" for job in jobs)
 
 
 def test_load_stats_count_running_and_queued_requests(scheduler: Scheduler, deliveries: Deliveries) -> None:

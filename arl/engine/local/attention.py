@@ -20,6 +20,9 @@ from arl.engine.local.cache import SlotCache
 SLOT_ATTENTION = "arl_slot_attention"
 """The name under which transformers knows the function."""
 
+_BLOCK_ROWS = 16
+"""Rows that are taken together, at least, when a batch is split by length."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -31,30 +34,69 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """Decoding rows first..last-1, which attend to `context` positions together.
+
+    bias: [rows * kv heads, 1, context], 0 or -inf; None where all are of the same length.
+    """
+
+    first: int
+    last: int
+    context: int
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotBatch:
     """Where the tokens of one step belong.
 
-    rows: int64[D], 0..D-1, and positions: int64[D], of the D decoding sequences; context: positions that the longest
-    of them attends to. bias: [D, 1, context], 0 or -inf; None where all have the same length.
+    rows: int64[D], 0..D-1, and positions: int64[D], of the D decoding sequences; segments cover them in order.
     """
 
     cache: SlotCache
     rows: torch.Tensor
     positions: torch.Tensor
-    context: int
-    bias: torch.Tensor | None
+    segments: Sequence[Segment]
     chunks: Sequence[Chunk]
 
     @classmethod
     def of(cls, cache: SlotCache, rows: torch.Tensor, positions: Sequence[int], chunks: Sequence[Chunk]) -> SlotBatch:
         """A batch that decodes at `positions` of the first rows, and computes `chunks`."""
-        context = max(positions, default=-1) + 1
-        ends = torch.tensor(positions, dtype=torch.int64, device=rows.device)
-        bias = None
-        if positions and min(positions) + 1 < context:
-            visible = torch.arange(context, device=rows.device) <= ends[:, None]
-            bias = torch.zeros((), dtype=cache.shape.dtype, device=rows.device).where(visible, float("-inf"))[:, None]
-        return cls(cache=cache, rows=rows[: len(positions)], positions=ends, context=context, bias=bias, chunks=chunks)
+        places = torch.tensor(positions, dtype=torch.int64, device=rows.device)
+        segments = [
+            Segment(first=first, last=last, context=context, bias=_bias(cache, places, positions, first, last, context))
+            for first, last, context in _split(positions)
+        ]
+        return cls(cache=cache, rows=rows[: len(positions)], positions=places, segments=segments, chunks=chunks)
+
+
+def _split(positions: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first row, end, context) of runs of blocks whose contexts are within a factor of two.
+
+    All rows of a segment read as much of the cache as its longest: a long one must not make all others as slow.
+    """
+    segments: list[tuple[int, int, int]] = []
+    for first in range(0, len(positions), _BLOCK_ROWS):
+        block = positions[first : first + _BLOCK_ROWS]
+        context = max(block) + 1
+        last = first + len(block)
+        if segments:
+            start, _, before = segments[-1]
+            if max(before, context) <= 2 * min(before, context):
+                segments[-1] = (start, last, max(before, context))
+                continue
+        segments.append((first, last, context))
+    return segments
+
+
+def _bias(
+    cache: SlotCache, places: torch.Tensor, positions: Sequence[int], first: int, last: int, context: int
+) -> torch.Tensor | None:
+    if min(positions[first:last]) + 1 == context:
+        return None
+    visible = torch.arange(context, device=places.device) <= places[first:last, None]
+    bias = torch.zeros((), dtype=cache.shape.dtype, device=places.device).where(visible, float("-inf"))
+    return bias.repeat_interleave(cache.shape.num_kv_heads, 0)[:, None]
 
 
 def slot_attention(
@@ -115,18 +157,29 @@ def _decode(
     keys[batch.rows, :, batch.positions] = key.transpose(0, 1)
     values[batch.rows, :, batch.positions] = value.transpose(0, 1)
     num_heads, num_rows, head_dim = query.shape
-    num_kv_heads = key.shape[0]
-    matrices = num_rows * num_kv_heads
-    q = query.transpose(0, 1).reshape(matrices, num_heads // num_kv_heads, head_dim)
-    k = keys[:num_rows, :, : batch.context].flatten(0, 1)
-    v = values[:num_rows, :, : batch.context].flatten(0, 1)
-    if batch.bias is None:
-        scores = torch.bmm(q * scaling, k.transpose(1, 2))
+    group = num_heads // key.shape[0]
+    query = query.transpose(0, 1).reshape(-1, group, head_dim)
+    if len(batch.segments) == 1:
+        output = _attend(query, keys, values, batch.segments[0], scaling)
     else:
-        bias = batch.bias.expand(num_rows, num_kv_heads, batch.context).reshape(matrices, 1, batch.context)
-        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling)
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-    return torch.bmm(weights, v).view(num_rows, num_heads, head_dim)
+        per_row = key.shape[0]
+        parts = [_attend(query[s.first * per_row : s.last * per_row], keys, values, s, scaling) for s in batch.segments]
+        output = torch.cat(parts)
+    return output.view(num_rows, num_heads, head_dim)
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scaling: float
+) -> torch.Tensor:
+    """query [M, group, d] of the segment's M = rows * kv heads; keys and values of the whole layer."""
+    k = keys[segment.first : segment.last, :, : segment.context].flatten(0, 1)
+    v = values[segment.first : segment.last, :, : segment.context].flatten(0, 1)
+    if segment.bias is None:
+        scores = torch.bmm(query * scaling, k.transpose(1, 2))
+    else:
+        scores = torch.baddbmm(segment.bias, query, k.transpose(1, 2), alpha=scaling)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return torch.bmm(weights, v)
 
 
 def _prefill(

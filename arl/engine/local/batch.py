@@ -274,45 +274,50 @@ class Batch:
 
     # ---- between steps ----------------------------------------------------------------------------------------
 
-    def abort(self, rid: str | None) -> list[Job]:
-        """Finish a job, or all, with what was generated so far; returns them."""
-        running = [row for row in self._rows if rid is None or row.job.rid == rid]
-        waiting = [row for row in self._waiting if rid is None or row.job.rid == rid]
-        for row in running:
-            self._remove(row)
-        for row in waiting:
-            self._waiting.remove(row)
-        return [self._end(row, "Aborted by request") for row in (*running, *waiting)]
+    def abort(self, rid: str | None, message: str = "Aborted by request") -> list[Job]:
+        """Finish a job, or all, with what was generated so far; returns them. Aborting all never touches the device."""
+        if rid is None:
+            ended = [*self._take_out_all(), *self._waiting]
+            self._waiting.clear()
+        else:
+            running = [row for row in self._rows if row.job.rid == rid]
+            waiting = [row for row in self._waiting if row.job.rid == rid]
+            for row in running:
+                self._remove(row)
+            for row in waiting:
+                self._waiting.remove(row)
+            ended = [*running, *waiting]
+        for row in ended:
+            row.job.abort(message)
+        return [row.job for row in ended]
 
     def fail(self, error: Exception) -> list[Job]:
         """Finish every running job after a step raised; the queued ones remain."""
-        failed, self._rows = self._rows, []
-        self._num_decoding = 0
-        self._sampler = None
-        self._prefixes.clear()
-        self._runner.cache.clear()
+        failed = self._take_out_all()
         for row in failed:
             if not row.job.is_done:
                 row.job.abort(f"the step that computed this request failed: {type(error).__name__}: {error}", 500)
+        self.flush()
+        self._runner.cache.clear()
         return [row.job for row in failed]
-
-    @staticmethod
-    def _end(row: Row, message: str) -> Job:
-        row.job.abort(message)
-        return row.job
 
     def retract(self) -> None:
         """Put the running sequences back to the head of the queue, without their keys and values."""
-        for row in reversed(self._rows):
-            self._prefixes.remove(row)
+        retracted = self._take_out_all()
+        for row in retracted:
             row.num_computed = 0
             row.is_mixed = False
-            row.index = -1
             row.job.num_retractions += 1
-            self._waiting.appendleft(row)
-        self._rows.clear()
+        self._waiting.extendleft(reversed(retracted))
+
+    def _take_out_all(self) -> list[Row]:
+        rows, self._rows = self._rows, []
         self._num_decoding = 0
         self._sampler = None
+        for row in rows:
+            self._prefixes.remove(row)
+            row.index = -1
+        return rows
 
     def load(self, tensors: NamedTensors, weight_version: str | None) -> None:
         """Change weights. No keys and values of the old ones are found by other sequences from here on."""

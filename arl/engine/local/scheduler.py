@@ -26,6 +26,8 @@ from arl.engine.local.runner import ModelRunner, NamedTensors
 Deliver = Callable[[Sequence[Job]], None]
 """Called on the model thread once per step, with the jobs that finished and the streaming jobs that gained tokens."""
 
+_SHUTTING_DOWN = "the server is shutting down"
+
 _T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
@@ -191,7 +193,7 @@ class Scheduler:
             with self._ending:
                 self._has_ended = True
             self._drain()
-            self._send(self._batch.abort(None))
+            self._send(self._batch.abort(None, _SHUTTING_DOWN))
 
     def _obey(self) -> None:
         """Run the commands that have come in; wait for one if there is nothing to generate."""
@@ -217,9 +219,15 @@ class Scheduler:
 
     def _add(self, job: Job) -> None:
         if self._is_closing:
-            job.abort("the server is shutting down")
+            job.abort(_SHUTTING_DOWN)
             self._send([job])
-        elif not self._batch.add(job):
+            return
+        try:
+            is_queued = self._batch.add(job)
+        except (TypeError, ValueError, OverflowError) as error:
+            job.abort(f"the request is malformed: {error}", 400)
+            is_queued = False
+        if not is_queued:
             self._send([job])
 
     def _close(self) -> None:
