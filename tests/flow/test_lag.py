@@ -16,4 +16,4 @@ async def test_a_blocked_event_loop_is_reported_with_the_likely_culprit(caplog: 
     await asyncio.sleep(0.02)
     watch.cancel()
     assert monitor.worst_s > 0.2
-    assert "was blocked for 0.3 s, probably by MyAgent" in caplog.text
+    assert "probably by MyAgent" in caplog.text

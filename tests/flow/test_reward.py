@@ -21,8 +21,8 @@ async def test_queued_calls_have_their_whole_time_limit_once_they_run() -> None:
 
 
 async def test_a_hung_call_is_killed_and_others_go_on() -> None:
-    async with RewardPool(behaves, timeout_s=0.3, workers=1) as reward:
-        with pytest.raises(RewardTimeoutError, match=r"reward function behaves ran longer than 0\.3 s"):
+    async with RewardPool(behaves, timeout_s=1.0, workers=1) as reward:
+        with pytest.raises(RewardTimeoutError, match=r"reward function behaves ran longer than 1 s"):
             await reward("hangs")
         assert await reward("works") == 1.0
 
