@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from arl.engine.model import LoadedModel
 
@@ -18,6 +19,7 @@ class ModelWriter:
     """Writes model directories. Config, generation config and tokenizer are rendered once, and only copied after."""
 
     def __init__(self, loaded: LoadedModel) -> None:
+        self._model = loaded.model
         self._companions = _companion_files(loaded)
         self._dtype = loaded.stored_config.dtype or torch.float32
         tied = getattr(loaded.model, "all_tied_weights_keys", None) or {}
@@ -25,7 +27,7 @@ class ModelWriter:
 
     @property
     def names(self) -> list[str]:
-        """The tensors of the model's files, in order; tied ones once."""
+        """The model's tensors that `write` wants, in order; tied ones once."""
         return self._names
 
     def write(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -38,7 +40,9 @@ class ModelWriter:
         directory.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
-            weights = {name: self._stored(tensors[name]) for name in self._names}
+            # transformers fuses some tensors when it loads (experts, for one); files hold them apart again.
+            weights = revert_weight_conversion(self._model, {name: tensors[name] for name in self._names})
+            weights = {name: self._stored(value) for name, value in weights.items()}
             save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
             for name, content in self._companions.items():
                 (aside / name).write_bytes(content)
@@ -70,5 +74,6 @@ def _companion_files(loaded: LoadedModel) -> dict[str, bytes]:
         loaded.stored_config.save_pretrained(scratch)
         loaded.tokenizer.save_pretrained(scratch)
         if loaded.model.can_generate() and loaded.model.generation_config is not None:
-            loaded.model.generation_config.save_pretrained(scratch)
+            # Not save_pretrained, which refuses to write what some published models have in theirs.
+            loaded.model.generation_config.to_json_file(Path(scratch) / "generation_config.json")
         return {file.name: file.read_bytes() for file in Path(scratch).iterdir() if file.is_file()}

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from arl.algorithm.packing import pack
 from arl.api.config import TrainConfig
 from arl.api.engine import TokenLoss
-from arl.api.errors import EngineClosedError
+from arl.api.errors import ConfigError, EngineClosedError
 from arl.api.types import TrainSequence
 from arl.engine.checkpoint import load_checkpoint, save_checkpoint
 from arl.engine.export import ModelWriter
@@ -54,11 +54,11 @@ class FSDPTrainEngine:
         self._config = config
         self._version = 0
         self._num_updates = 0
+        self._device = _rank_device(config.device)
         loaded = load_model(model)
         self._writer = ModelWriter(loaded)
-        self._lease = ProcessGroupLease(torch.device(config.device).type)
+        self._lease = ProcessGroupLease(self._device.type)
         self._closed = False
-        self._device = _rank_device(config.device)
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
         self._group = mesh.get_group()
         self._policy = Policy(loaded.model, config.logprob_chunk_size)
@@ -185,8 +185,11 @@ class FSDPTrainEngine:
 
 
 def _rank_device(device: str) -> torch.device:
-    if torch.device(device).type != "cuda":
-        return torch.device(device)
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return torch.device(kind)
+    if kind != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"train.device is {device}, which this torch cannot compute on; cpu, or cuda where it has it")
     index = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

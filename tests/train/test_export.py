@@ -8,10 +8,11 @@ import torch
 from safetensors import safe_open
 from train_models import MakeEngine, load_twin, write_model
 from train_sequences import random_sequences, twin_logprobs
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from arl.algorithm.losses import SFTLoss
 from arl.engine import export
+from arl.engine.tiny import tiny_tokenizer
 
 
 def test_transformers_loads_an_export_to_the_engines_logprobs(
@@ -43,6 +44,36 @@ def test_an_export_has_the_files_tensors_and_tokenizer_of_its_source(
         assert all(torch.equal(out.get_tensor(name), source.get_tensor(name)) for name in source.keys())  # noqa: SIM118
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1+2") == [16, 10, 17]
     assert isinstance(GenerationConfig.from_pretrained(tmp_path / "out"), GenerationConfig)
+
+
+def test_experts_are_trained_and_exported_apart_as_they_were_stored(make_engine: MakeEngine, tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    tokenizer.save_pretrained(tmp_path / "moe")
+    engine, sequences = make_engine(tmp_path / "moe"), random_sequences(4)
+    assert engine.train_batch([sequences], SFTLoss())["grad_norm"] > 0
+    engine.export(tmp_path / "out")
+    with (
+        safe_open(tmp_path / "moe" / "model.safetensors", "pt") as source,
+        safe_open(tmp_path / "out" / "model.safetensors", "pt") as out,
+    ):
+        assert set(out.keys()) == set(source.keys())
+    twin = load_twin(tmp_path / "out")
+    for sequence, logprobs in zip(sequences, engine.forward(sequences), strict=True):
+        with torch.no_grad():
+            expected, _ = twin_logprobs(twin, sequence)
+        torch.testing.assert_close(logprobs[sequence.loss_mask], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_export_is_in_the_dtype_its_model_was_stored_in(make_engine: MakeEngine, tmp_path: Path):

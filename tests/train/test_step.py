@@ -13,7 +13,7 @@ from train_sequences import random_sequences, twin_loss
 from arl.algorithm.losses import PPOLoss, SFTLoss
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses
-from arl.api.errors import EngineClosedError
+from arl.api.errors import ConfigError, EngineClosedError
 from arl.engine.optimizer import learning_rate
 
 LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
@@ -125,6 +125,11 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights(make_engine: M
     half.export(tmp_path / "half")
     head = load_twin(tmp_path / "half").state_dict()["lm_head.weight"]
     assert not torch.equal(head, head.bfloat16().float())
+
+
+def test_a_device_that_torch_does_not_have_is_refused(make_engine: MakeEngine):
+    with pytest.raises(ConfigError, match=r"train\.device is meta"):
+        make_engine(device="meta")
 
 
 def test_a_closed_engine_says_so(make_engine: MakeEngine):
