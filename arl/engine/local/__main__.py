@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import json
 import logging
@@ -26,13 +27,14 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arl.api.errors import ArlError, ConfigError, ModelError
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from arl.engine.local.inflight import Inflight
     from arl.engine.local.scheduler import Scheduler
 
 log = logging.getLogger("arl.engine.local")
@@ -95,10 +97,12 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError where the address cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(2048)
+        with contextlib.ExitStack() as opened:
+            sock = opened.enter_context(socket.socket(family, kind, protocol))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(2048)
+            opened.pop_all()  # the caller closes it
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return sock
@@ -131,26 +135,38 @@ def _poll_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event)
         loop.call_later(_PARENT_POLL_S, _poll_parent, pid, loop, stop)
 
 
+def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
+    """The model, ready to be started. Raises ModelError where it cannot be loaded."""
+    from arl.engine.local.scheduler import Scheduler
+
+    try:
+        return Scheduler(
+            args.model,
+            inflight.deliver,
+            device=args.device,
+            dtype=args.dtype,
+            num_threads=args.num_threads,
+            max_running_requests=args.max_running_requests,
+            context_length=args.context_length,
+            weight_version=args.weight_version,
+        )
+    except ArlError:
+        raise
+    except Exception as error:  # transformers and safetensors say in many ways that a directory is broken
+        log.debug("loading failed", exc_info=True)
+        raise ModelError(f"cannot load the model in {args.model}: {error}") from error
+
+
 async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
     """Load the model, answer until told to stop, and leave nothing running."""
     from aiohttp import web
 
     from arl.engine.local.inflight import Inflight
-    from arl.engine.local.scheduler import Scheduler
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     inflight = Inflight(loop)
-    scheduler = Scheduler(
-        args.model,
-        inflight.deliver,
-        device=args.device,
-        dtype=args.dtype,
-        num_threads=args.num_threads,
-        max_running_requests=args.max_running_requests,
-        context_length=args.context_length,
-        weight_version=args.weight_version,
-    )
+    scheduler = load_scheduler(args, inflight)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if args.parent_pid is not None:
@@ -176,7 +192,7 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
         scheduler.close()
 
 
-def _application(args: argparse.Namespace, scheduler: Scheduler, inflight: Any) -> web.Application:
+def _application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflight) -> web.Application:
     from arl.engine.local.app import build_app
     from arl.engine.local.http import Serving
     from arl.engine.local.protocol import Limits

@@ -16,7 +16,7 @@ from aiohttp import web
 from arl.engine.local.inflight import Inflight
 from arl.engine.local.protocol import ApiError, Body, Limits
 from arl.engine.local.scheduler import Scheduler
-from arl.engine.local.text import NoTextError, Text
+from arl.engine.local.text import TemplateError, Text
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Serving:
         """Run a tokenizer call off the event loop; what it cannot do is the client's error."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
-        except NoTextError as error:
+        except TemplateError as error:
             raise ApiError(str(error)) from None
 
 

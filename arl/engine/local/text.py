@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from arl.engine.local.job import Job
@@ -21,37 +20,36 @@ class TextOptions:
     trim_stop: bool = True
 
 
-class NoTextError(ValueError):
-    """The model has no tokenizer, or its tokenizer cannot do what was asked."""
+class TemplateError(ValueError):
+    """There is no chat template, or it cannot render these messages."""
 
 
 class Text:
-    """A tokenizer, or None for a model that came without: then answers have empty text, and prompts must be ids."""
+    """A model's tokenizer, as the endpoints need it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.token_text = lru_cache(maxsize=65536)(self._token_text)
-
-    def _require(self) -> Any:
-        if self._tokenizer is None:
-            raise NoTextError("this model has no tokenizer; send input_ids to /generate instead of text")
-        return self._tokenizer
+        self._pieces: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
-        return self._require().encode(text)
+        return self._tokenizer.encode(text)
 
     def chat_prompt(self, messages: list[Any], tools: list[Any] | None, options: Mapping[str, Any]) -> list[int]:
-        """The token ids of a conversation, by the tokenizer's own chat template. Raises NoTextError."""
-        tokenizer = self._require()
-        if not tokenizer.chat_template:
-            raise NoTextError("this model's tokenizer has no chat template; send input_ids to /generate instead")
+        """The token ids of a conversation, by the tokenizer's own chat template. Raises TemplateError."""
+        if not self._tokenizer.chat_template:
+            raise TemplateError("this model's tokenizer has no chat template; send input_ids to /generate instead")
         try:
-            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False, **options)
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=True, return_dict=False, **options
+            )
         except Exception as error:  # a template is a program of its own and raises what it likes
-            raise NoTextError(f"the chat template refused these messages: {error}") from error
+            raise TemplateError(f"the chat template refused these messages: {error}") from error
 
-    def _token_text(self, token_id: int) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode([token_id])
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone."""
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._tokenizer.decode([token_id])
+        return self._pieces[token_id]
 
     def decode(self, job: Job, num_tokens: int, options: TextOptions) -> str:
         """The text of a job's first `num_tokens` output tokens.
@@ -59,8 +57,6 @@ class Text:
         While the job runs, the end that a later token may still change is held back: an unfinished character, and
         what may be the beginning of a stop string.
         """
-        if self._tokenizer is None:
-            return ""
         reason = job.finish_reason or {}
         matched = reason.get("matched") if options.trim_stop else None
         ids = job.output_ids[:num_tokens]

@@ -61,7 +61,7 @@ def _weight_files(directory: Path) -> list[Path]:
         raise WeightsError(f"{directory} holds neither {_SINGLE} nor {_INDEX}")
     try:
         shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is not an index of weight files: {error!r}") from error
     return sorted(directory / shard for shard in shards)
 

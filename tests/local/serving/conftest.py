@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -23,15 +22,6 @@ def model_a(tmp_path_factory: pytest.TempPathFactory) -> str:
 def model_b(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Other weights of the same shape."""
     return str(write_tiny_model(tmp_path_factory.mktemp("weights") / "b", shape=SHAPE, seed=1))
-
-
-@pytest.fixture(scope="session")
-def no_text_model(model_a: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model directory without a tokenizer."""
-    directory = tmp_path_factory.mktemp("no_text")
-    for name in ("config.json", "model.safetensors"):
-        (directory / name).write_bytes(Path(model_a, name).read_bytes())
-    return str(directory)
 
 
 @pytest.fixture(scope="session")

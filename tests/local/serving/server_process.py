@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,15 @@ class Client:
 
     async def until_running(self, count: int) -> None:
         """Wait until so many sequences are being generated."""
+        await self._until("num_running_reqs", count)
+
+    async def until_waiting(self, count: int) -> None:
+        """Wait until so many sequences wait for their turn."""
+        await self._until("num_waiting_reqs", count)
+
+    async def _until(self, name: str, count: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while (await self.get("/v1/loads")).body["loads"][0]["num_running_reqs"] != count:
+            while (await self.get("/v1/loads")).body["loads"][0][name] != count:
                 pass
 
 

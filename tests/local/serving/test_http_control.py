@@ -68,9 +68,7 @@ async def test_a_request_sent_while_paused_waits_and_can_be_aborted(client: Clie
     await client.post("/pause_generation", {"mode": "in_place"})
     waiting = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=SHORT, rid="first"))
     aborted = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=SHORT, rid="second"))
-    async with asyncio.timeout(DEADLINE_S):
-        while (await client.get("/v1/loads")).body["loads"][0]["num_waiting_reqs"] != 2:
-            pass
+    await client.until_waiting(2)
     await client.post("/abort_request", {"rid": "second"})
     assert (await aborted)["output_ids"] == []
     assert not waiting.done()
