@@ -139,27 +139,26 @@ def test_no_more_episodes_run_at_once_than_allowed(cap: int) -> None:
     assert most == cap
 
 
-def test_groups_are_stamped_when_their_episodes_can_start() -> None:
-    """Otherwise groups would age in a queue, and the trainer wait for them."""
-
-    async def version_now() -> object:
-        await asyncio.sleep(1)
-        return trajectory((999,))
-
-    groups, _ = trained(lambda _: version_now(), 9, group_size=2, max_staleness=3, max_concurrent_episodes=2)
-    assert [group.stamp for group in groups][3:] == [2, 3, 4, 5, 6, 7]
-
-
-def test_places_are_given_in_the_order_of_admission() -> None:
+def test_a_group_is_admitted_when_those_before_it_need_no_more_places() -> None:
+    """Otherwise it would age in a queue; and places go to the groups in their order."""
     order: list[int] = []
+    admitted: list[int] = []
 
-    async def act(number: int) -> object:
-        order.append(number)
-        await asyncio.sleep(1)
-        return GOOD
+    async def main() -> None:
+        async def act(number: int) -> object:
+            order.append(number)
+            admitted.append(buffer.state.running)
+            await asyncio.sleep(1)
+            return GOOD
 
-    trained(act, 3, group_size=3, max_staleness=3, max_concurrent_episodes=1, shuffle=False)
+        controller, buffer, engine = controlled(
+            Scripted(act), 9, group_size=3, max_staleness=3, max_concurrent_episodes=1, shuffle=False
+        )
+        await train(controller, buffer, engine, range(2))
+
+    run_in_virtual_time(main())
     assert order[:9] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert set(admitted) == {1}
 
 
 def test_a_workflow_that_returns_old_tokens_fails_and_the_run_goes_on() -> None:
