@@ -56,8 +56,8 @@ async def test_the_code_of_the_workflow_guide_runs(tmp_path: Path, monkeypatch: 
 
 async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch, ScriptedEngine(lambda request: [9, 9]))
-    rollout = RolloutConfig(batch_size=2, group_size=2)
-    config = Config(model="none", run_dir=tmp_path, steps=2, rollout=rollout, log=LogConfig(console=False))
+    rollout, log = RolloutConfig(batch_size=2, group_size=2), LogConfig(console=False, trajectories=0)
+    config = Config(model="none", run_dir=tmp_path, steps=2, rollout=rollout, log=log)
     async with launch(config, workflow=OneTurn(), dataset=[{}]) as trainer:
         *_, step = [step async for step in trainer]
     of_training = mean_of_minibatches([MinibatchTally(budget=1, trained_tokens=1)])
