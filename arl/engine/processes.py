@@ -15,6 +15,7 @@ from pathlib import Path
 
 from arl.api.config import LocalEngineConfig
 from arl.api.errors import ServerError
+from arl.engine.descriptors import allow_many_connections
 
 _STOP_TIMEOUT_S = 5.0
 _LOG_LINES = 20
@@ -34,6 +35,7 @@ async def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) ->
     """
     children: list[_Child] = []
     body_error: Exception | None = None
+    allow_many_connections()
     try:
         for index in range(config.num_servers):
             await _start(children, model, config, log_dir / f"server-{index}.log")

@@ -7,6 +7,7 @@ asyncio.timeout.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from arl.api.errors import PromptTooLongError, ServerError
 _JSON = {"Content-Type": "application/json"}
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 _BUSY = 429
+_LONG_BODY = 1 << 19
 
 
 class ServerFailedError(ServerError):
@@ -100,7 +102,7 @@ class ServerClient:
         return await self._call("POST", self._base / path, payload)
 
     async def _call(self, method: str, url: URL, payload: dict[str, Any] | None) -> dict[str, Any]:
-        data = None if payload is None else json.dumps(payload, separators=(",", ":")).encode()
+        data = None if payload is None else _body(payload)
         try:
             async with self._session.request(method, url, data=data, headers=_JSON) as response:
                 status, raw = response.status, await response.read()
@@ -109,6 +111,12 @@ class ServerClient:
         if status != 200:
             raise _refusal(self.address, url.path, status, raw)
         return _parse_json(raw)
+
+
+def _body(payload: dict[str, Any]) -> bytes | io.BytesIO:
+    """JSON; as a file where it is long, which aiohttp sends in pieces rather than at once."""
+    raw = json.dumps(payload, separators=(",", ":")).encode()
+    return raw if len(raw) < _LONG_BODY else io.BytesIO(raw)
 
 
 def _describe(error: Exception) -> str:

@@ -104,10 +104,8 @@ class ServerPool:
 
     @property
     def version(self) -> int:
-        """The newest version that every serving server holds; never goes back."""
-        held = [server.version for server in self.serving]
-        if held:
-            self._version = max(self._version, min(held))
+        """The newest version that every serving server holds; while none serves, what it was before."""
+        self._version = min((server.version for server in self.serving), default=self._version)
         return self._version
 
     @property

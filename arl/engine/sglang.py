@@ -29,12 +29,21 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+from yarl import URL
 
 from arl.api.config import ClientConfig
 from arl.api.engine import UpdateStats, WeightUpdate
-from arl.api.errors import ArlError, EngineClosedError, PromptTooLongError, RequestTimeoutError, ServerError
+from arl.api.errors import (
+    ArlError,
+    ConfigError,
+    EngineClosedError,
+    PromptTooLongError,
+    RequestTimeoutError,
+    ServerError,
+)
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.continuation import PartialResponse
+from arl.engine.descriptors import allow_many_connections
 from arl.engine.server_client import Answer, ServerClient, ServerFailedError
 from arl.engine.server_pool import Attempt, Server, ServerPool
 from arl.engine.upkeep import Upkeep
@@ -59,7 +68,7 @@ class RemoteSGLangEngine:
     ) -> None:
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
-        self._addresses = list(dict.fromkeys(address.rstrip("/") for address in addresses))
+        self._addresses = list(dict.fromkeys(map(_base_url, addresses)))
         self._config = config
         self._api_key = api_key
         self._updating = asyncio.Lock()
@@ -72,6 +81,7 @@ class RemoteSGLangEngine:
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
+        allow_many_connections()
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -131,11 +141,13 @@ class RemoteSGLangEngine:
     async def pause(self) -> None:
         """Stop generation on every server, in the configured mode; requests wait until resume."""
         self._check_open()
-        await self._upkeep.pause()
+        async with self._updating:
+            await self._upkeep.pause()
 
     async def resume(self) -> None:
         self._check_open()
-        await self._upkeep.resume()
+        async with self._updating:
+            await self._upkeep.resume()
 
     async def update_weights(self, update: WeightUpdate) -> UpdateStats:
         """Bring all servers to `update`, each for itself: pause, load, resume. Requests in flight go on.
@@ -163,8 +175,8 @@ class RemoteSGLangEngine:
 
     async def _choose(self, request: ModelRequest, deadline: float) -> Server:
         """A server that is serving; waits for one until the deadline."""
-        await self._take_turn()
         while True:
+            await self._take_turn()
             self._check_open()
             if not self._upkeep.is_paused and (server := self._pool.choose(request.session_id)) is not None:
                 return server
@@ -240,6 +252,17 @@ class RemoteSGLangEngine:
             raise EngineClosedError("the engine is closed")
         if self._session is None:
             raise EngineClosedError("the engine is not open yet: use it inside `async with`")
+
+
+def _base_url(address: str) -> str:
+    try:
+        url = URL(address)
+        is_url = url.scheme in ("http", "https") and bool(url.host)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"engine.addresses holds {address!r}; it must hold base URLs, such as http://127.0.0.1:30000")
+    return address.rstrip("/")
 
 
 def _read_eos_token_ids(directory: Path) -> frozenset[int]:

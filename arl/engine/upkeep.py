@@ -90,20 +90,19 @@ class Upkeep:
         try:
             async with asyncio.timeout(_CLEANUP_TIMEOUT_S), asyncio.TaskGroup() as group:
                 for server in self._pool.servers:
-                    group.create_task(self._leave(server))
+                    for attempt in server.attempts:
+                        group.create_task(self._abort(server, attempt.rid))
+                    self._pool.lose_attempts(server, "the engine was closed")
+                    if server.state != "serving":
+                        group.create_task(self._leave_running(server))
         except TimeoutError:
             pass  # a server that does not answer is left as it is
 
-    async def _leave(self, server: Server) -> None:
-        rids = [attempt.rid for attempt in server.attempts]
-        self._pool.lose_attempts(server, "the engine was closed")
-        for rid in rids:
-            await self._abort(server, rid)
-        if server.state != "serving":
-            try:
-                await server.client.resume()
-            except ServerError as error:
-                server.reason = str(error)
+    async def _leave_running(self, server: Server) -> None:
+        try:
+            await server.client.resume()
+        except ServerError as error:
+            server.reason = str(error)
 
     # Weight updates
 

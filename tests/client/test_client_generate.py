@@ -8,7 +8,7 @@ from protocol_server import Engines, ProtocolServer, ask, assert_seamless
 
 from arl.api import DiskWeights, ModelRequest, SamplingParams
 from arl.api.config import ClientConfig
-from arl.api.errors import EngineClosedError, PromptTooLongError, ServerError
+from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError, ServerError
 from arl.engine.sglang import RemoteSGLangEngine
 
 
@@ -151,6 +151,19 @@ async def test_servers_that_are_not_there_are_named_at_the_start(server: Protoco
     with pytest.raises(ServerError, match=r"no inference server answers at http://127\.0\.0\.1:9 .*engine\.addresses"):
         async with RemoteSGLangEngine(addresses, ClientConfig()):
             pytest.fail("it opened")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:30000", "localhost", "ftp://host", "http://", ""])
+def test_an_address_that_is_no_url_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.addresses holds .* such as http://127\.0\.0\.1:30000"):
+        RemoteSGLangEngine([address], ClientConfig())
+
+
+async def test_a_very_long_prompt_is_sent_whole(server: ProtocolServer, engine_over: Engines) -> None:
+    prompt = list(range(300_000))
+    async with engine_over([server]) as engine:
+        await engine.agenerate(ModelRequest(input_ids=prompt, sampling=SamplingParams(max_new_tokens=1)))
+    assert server.requests[0]["input_ids"] == prompt
 
 
 async def test_a_server_left_paused_by_a_killed_run_is_set_going(server: ProtocolServer) -> None:

@@ -203,3 +203,26 @@ async def test_an_update_while_paused_leaves_the_engine_paused(server: ProtocolS
         assert server.requests == []
         await engine.resume()
         assert (await call).output_versions == (1, 1, 1, 1)
+
+
+async def test_resuming_waits_for_an_update_under_way(server: ProtocolServer, engine_over: Engines) -> None:
+    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+        await engine.pause()
+        server.load_gate.clear()
+        update = group.create_task(engine.update_weights(weights(1)))
+        await server.until(lambda: "update_weights_from_disk" in server.names())
+        resume = group.create_task(engine.resume())
+        await asyncio.sleep(0.02)
+        assert server.names()[-1] == "update_weights_from_disk"
+        server.load_gate.set()
+        await update
+        await resume
+        assert server.names()[-1] == "continue_generation"
+
+
+async def test_going_back_to_an_older_version_is_an_update_too(server: ProtocolServer, engine_over: Engines) -> None:
+    async with engine_over([server]) as engine:
+        await engine.update_weights(weights(5))
+        await engine.update_weights(weights(2))
+        assert engine.version == 2
+        assert (await engine.agenerate(ask())).output_versions == (2, 2, 2, 2)
