@@ -1,0 +1,134 @@
+"""Datasets by name: one on the Hugging Face hub, or local JSONL, JSON and parquet files, with their columns checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arl.api.errors import DatasetError
+
+if TYPE_CHECKING:
+    from arl.api.types import Example
+
+FORMATS = (".jsonl", ".json", ".parquet")
+
+
+def load_examples(
+    source: str, *, split: str = "train", subset: str | None = None, columns: Sequence[str] = ()
+) -> Sequence[Example]:
+    """The rows of one split, each a mapping from column to value.
+
+    source: a file, which is taken whole; a directory, whose files with the split's name in theirs are read in order
+    (train.jsonl, data/train-00000-of-00002.parquet); or a dataset's name on the hub. subset: which configuration of
+    a dataset on the hub; unset takes its only one, or the one called main or default. columns: what each row must
+    have. Raises DatasetError saying what to do.
+    """
+    path = Path(source)
+    if path.exists():
+        rows = [row for file in _files(path, split) for row in _read(file)]
+    elif path.suffix in FORMATS or source.startswith((".", "/", "~")):
+        raise DatasetError(f"there is no file {source}; give an existing one, or the name of a dataset on the hub")
+    else:
+        rows = _from_hub(source, split, subset)
+    if len(rows) == 0:
+        raise DatasetError(f"{source} has no rows in split {split!r}; it needs at least one")
+    _check_columns(rows, source, columns)
+    return rows
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
+    chosen = [file for file in found if split in re.split(r"[^A-Za-z]+", file.stem)]
+    if not chosen:
+        names = ", ".join(str(file.relative_to(path)) for file in found[:8]) or f"no {', '.join(FORMATS)} file at all"
+        raise DatasetError(
+            f"{path} has no file for split {split!r}, such as {split}.jsonl or {split}.parquet (it has {names})"
+        )
+    return chosen
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    try:
+        match file.suffix:
+            case ".jsonl":
+                return _read_jsonl(file)
+            case ".json":
+                rows = json.loads(file.read_text(encoding="utf-8"))
+            case ".parquet":
+                rows = _read_parquet(file)
+            case _:
+                raise DatasetError(f"{file} is of no known format; it must end in {', '.join(FORMATS)}")
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{file} cannot be read: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DatasetError(f"{file} must hold a list of objects, one for each example")
+    return rows
+
+
+def _read_jsonl(file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DatasetError(f"{file}, line {number}, is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise DatasetError(f"{file}, line {number}, holds no object; each line must be one, such as {{...}}")
+        rows.append(row)
+    return rows
+
+
+def _read_parquet(file: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise DatasetError(f"reading {file} needs pyarrow: pip install 'arl[examples]'") from None
+    return parquet.read_table(file).to_pylist()
+
+
+def _from_hub(name: str, split: str, subset: str | None) -> Sequence[Example]:
+    try:
+        import datasets
+    except ImportError:
+        raise DatasetError(f"loading {name} from the hub needs datasets: pip install 'arl[examples]'") from None
+    try:
+        subset = subset or _main_subset(name, datasets.get_dataset_config_names(name))
+        return datasets.load_dataset(name, subset, split=split)  # pyright: ignore[reportReturnType]
+    except DatasetError:
+        raise
+    except Exception as error:
+        raise DatasetError(
+            f"{name} is no local file or directory, and as a dataset on the hub its split {split!r} could not be "
+            f"loaded: {type(error).__name__}: {error}. Check the name and the network, or give a local copy"
+        ) from error
+
+
+def _main_subset(name: str, subsets: Sequence[str]) -> str:
+    chosen = next((subset for subset in ("main", "default") if subset in subsets), None)
+    if chosen is None and len(subsets) == 1:
+        chosen = subsets[0]
+    if chosen is None:
+        raise DatasetError(f"{name} has the subsets {', '.join(subsets)}; choose one")
+    return chosen
+
+
+def _check_columns(rows: Sequence[Example], source: str, columns: Sequence[str]) -> None:
+    """Rows of a local file may differ; a dataset of the hub has one schema, so that its first row speaks for all."""
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], start=1):
+        missing = _missing(row, columns)
+        if missing:
+            raise DatasetError(
+                f"row {number} of {source} has no {' and no '.join(map(repr, missing))} (it has "
+                f"{', '.join(map(repr, row))}); rename its columns, or choose another dataset"
+            )
+
+
+def _missing(row: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    return [column for column in columns if row.get(column) is None]

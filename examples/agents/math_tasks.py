@@ -1,0 +1,163 @@
+"""The math agent's tasks: questions and scores from reasoning-gym, and demonstrations of good and bad habits."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import reasoning_gym
+from calculator import calculator
+
+from arl.workflow.tools import ToolError
+
+GENERATORS: dict[str, dict[str, Any]] = {
+    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 3},
+    "basic_arithmetic": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
+    "products": {"min_digits": 1, "max_digits": 3},
+    "simple_equations": {"min_terms": 2, "max_terms": 2, "max_value": 50},
+    "gcd": {"max_value": 500},
+    "lcm": {"max_value": 100},
+}
+"""reasoning-gym's generators and their parameters."""
+
+HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1_000_000_000, 2_000_000_000, 3_000_000_000
+"""reasoning-gym's item i of seed s is drawn from seed s + i, so the seeds lie far apart."""
+
+MIX = (0.5, 0.2, 0.3)
+"""Shares of guesses, slips and careful work in mixed demonstrations."""
+
+Entry = dict[str, Any]
+
+
+def held_out(size: int) -> list[Entry]:
+    """The questions for evaluation: the same ones always."""
+    return _questions(HELD_OUT_SEED, size, frozenset())
+
+
+def training(size: int, held_out: Sequence[Entry], seed: int = TRAIN_SEED) -> list[Entry]:
+    """`size` different questions, none of which is held out."""
+    return _questions(seed, size, frozenset(entry["question"] for entry in held_out))
+
+
+def score(answer: str, entry: Entry) -> float:
+    """What the question's own generator gives for the answer, 0 to 1."""
+    return float(_generator(entry["metadata"]["source_dataset"]).score_answer(answer, entry))
+
+
+def _questions(seed: int, size: int, excluded: frozenset[str]) -> list[Entry]:
+    """Different questions, from all generators in turn."""
+    seen, found = set(excluded), list[Entry]()
+    streams = [_stream(name, seed + k * 10_000_000) for k, name in enumerate(GENERATORS)]
+    while len(found) < size:
+        entry = next(streams[len(found) % len(streams)])
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            found.append(entry)
+    return found
+
+
+def _stream(name: str, seed: int) -> Iterator[Entry]:
+    yield from reasoning_gym.create_dataset(name, seed=seed, size=10_000_000, **GENERATORS[name])
+
+
+@cache
+def _generator(name: str) -> Any:
+    return reasoning_gym.create_dataset(name, seed=0, size=1, **GENERATORS[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """What an agent did: the question, each expression it calculated with its result, and its answer."""
+
+    question: str
+    calls: tuple[tuple[str, str], ...]
+    answer: str
+
+    @property
+    def expressions(self) -> tuple[str, ...]:
+        return tuple(expression for expression, _ in self.calls)
+
+
+def demonstrations(num_careful: int, num_mixed: int, excluded: Sequence[Entry], seed: int = 0) -> list[Demonstration]:
+    """First `num_careful` of a careful teacher, then `num_mixed` of one who often guesses and sometimes errs.
+
+    None is about an `excluded` question.
+    """
+    rng = random.Random(seed)
+    entries = training(num_careful + num_mixed, excluded, DEMONSTRATION_SEED + seed * 100_000_000)
+    mixed = [rng.choices((_guess, _careless, _careful), weights=MIX)[0](entry, rng) for entry in entries[num_careful:]]
+    return [_careful(entry, rng) for entry in entries[:num_careful]] + mixed
+
+
+def _guess(entry: Entry, rng: random.Random) -> Demonstration:
+    return Demonstration(question=entry["question"], calls=(), answer=_garbled(entry["answer"], rng, 0.7))
+
+
+def _careful(entry: Entry, rng: random.Random) -> Demonstration:
+    calls: list[tuple[str, str]] = []
+    for step in expressions(entry):
+        expression = step.format(*(result for _, result in calls))
+        calls.append((expression, calculator(expression)))
+    return Demonstration(question=entry["question"], calls=tuple(calls), answer=calls[-1][1])
+
+
+def _careless(entry: Entry, rng: random.Random) -> Demonstration:
+    """Goes wrong in one place: leaves out a digit of an expression, stops halfway, or misreads the result."""
+    done = _careful(entry, rng)
+    slip = rng.choice(("expression", "halfway", "result"))
+    if slip == "expression":
+        expression = _without_a_digit(done.calls[0][0], rng)
+        calls = ((expression, _calculated(expression)),)
+        return Demonstration(question=done.question, calls=calls, answer=calls[0][1])
+    if slip == "halfway" and len(done.calls) > 1:
+        return Demonstration(question=done.question, calls=done.calls[:1], answer=done.calls[0][1])
+    return Demonstration(question=done.question, calls=done.calls, answer=_without_a_digit(done.answer, rng))
+
+
+def _without_a_digit(text: str, rng: random.Random) -> str:
+    """One digit less, or another one where the number has but one."""
+    at = rng.choice([match.start() for match in re.finditer(r"\d", text)])
+    single = not text[max(at - 1, 0) : at].isdigit() and not text[at + 1 : at + 2].isdigit()
+    return text[:at] + (str(rng.randint(0, 9)) if single else "") + text[at + 1 :]
+
+
+def _calculated(expression: str) -> str:
+    try:
+        return calculator(expression)
+    except ToolError:
+        return "0"
+
+
+def _garbled(text: str, rng: random.Random, share: float) -> str:
+    return re.sub(r"\d", lambda digit: str(rng.randint(0, 9)) if rng.random() < share else digit[0], text)
+
+
+def expressions(entry: Entry) -> list[str]:
+    """What to calculate, call after call; {0} stands for the first call's result."""
+    metadata = entry["metadata"]
+    match metadata["source_dataset"]:
+        case "simple_equations":
+            return _equation_steps(metadata["equation"])
+        case "gcd" | "lcm" as function:
+            return [f"{function}({', '.join(str(number) for number in metadata['numbers'])})"]
+    return [metadata["expression"]]
+
+
+def _equation_steps(equation: str) -> list[str]:
+    """Undo the added term, then the factor: `a*x + b = c` is c - b, then / a."""
+    left, right = equation.split(" = ")
+    if match := re.fullmatch(r"(?:(\d+)\*)?[a-z](?: ([+-]) (\d+))?", left):
+        factor, sign, term = match.groups()
+        steps = [f"{right} {'-' if sign == '+' else '+'} {term}"] if sign else []
+    elif match := re.fullmatch(r"(\d+) ([+-]) (?:(\d+)\*)?[a-z]", left):
+        term, sign, factor = match.groups()
+        steps = [f"{term} - {right}" if sign == "-" else f"{right} - {term}"]
+    else:
+        raise ValueError(f"cannot solve {equation!r}")
+    if factor:
+        steps.append(("{0}" if steps else right) + f" / {factor}")
+    return steps or [right]
