@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_qwen import Deliveries, Reference, build_model, build_tokenizer, make_job, prompt_of
 
 from arl.api.config import PauseMode
-from arl.api.errors import EngineClosedError, ModelError
+from arl.api.errors import ConfigError, EngineClosedError, ModelError
 from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.scheduler import Scheduler
@@ -212,6 +213,30 @@ def test_a_directory_that_is_no_model_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         Scheduler(broken_dir(*missing), lambda _: None)
+
+
+def test_a_model_that_lacks_parameters_is_refused(model_dir: str, broken_dir: Callable[..., str]) -> None:
+    directory = broken_dir("model.safetensors")
+    weights = load_file(Path(model_dir, "model.safetensors"))
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, Path(directory, "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+        Scheduler(directory, lambda _: None)
+
+
+def test_a_truncated_weight_file_is_refused(model_dir: str, broken_dir: Callable[..., str]) -> None:
+    directory = broken_dir("model.safetensors")
+    whole = Path(model_dir, "model.safetensors").read_bytes()
+    Path(directory, "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        Scheduler(directory, lambda _: None)
+
+
+@pytest.mark.parametrize("setting", [{"device": "gpu"}, {"dtype": "int8"}, {"dtype": "nothing"}])
+def test_a_device_or_dtype_that_there_is_not_is_refused(model_dir: str, setting: dict[str, str]) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=name):
+        Scheduler(model_dir, lambda _: None, **setting)
 
 
 def test_a_context_beyond_the_models_positions_is_refused(model_dir: str) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_qwen import build_model
+from tiny_qwen import build_model, build_tokenizer
 from torch import nn
-from transformers import GraniteConfig
+from transformers import AutoModelForCausalLM, GraniteConfig
 
 from arl.engine.local.batch import Batch
+from arl.engine.local.runner import ModelRunner
 from arl.engine.local.stack import quicken_norms
 
 
@@ -20,11 +21,6 @@ def test_qwen3_takes_the_short_way(make_batch: Callable[..., Batch]) -> None:
 
 
 def test_a_model_that_scales_its_embeddings_does_not(tmp_path: Any) -> None:
-    from tiny_qwen import build_tokenizer
-    from transformers import AutoModelForCausalLM
-
-    from arl.engine.local.runner import ModelRunner
-
     config = GraniteConfig(
         vocab_size=260,
         hidden_size=32,

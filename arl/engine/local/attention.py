@@ -51,6 +51,7 @@ class SlotBatch:
     """Where the tokens of one step belong.
 
     rows: int64[D], 0..D-1, and positions: int64[D], of the D decoding sequences; segments cover them in order.
+    masks: for each chunk its bias [length, start + length], 0 or -inf; None where it begins its prompt.
     """
 
     cache: SlotCache
@@ -58,6 +59,7 @@ class SlotBatch:
     positions: torch.Tensor
     segments: Sequence[Segment]
     chunks: Sequence[Chunk]
+    masks: Sequence[torch.Tensor | None]
 
     @classmethod
     def of(cls, cache: SlotCache, rows: torch.Tensor, positions: Sequence[int], chunks: Sequence[Chunk]) -> SlotBatch:
@@ -67,7 +69,14 @@ class SlotBatch:
             Segment(first=first, last=last, context=context, bias=_bias(cache, places, positions, first, last, context))
             for first, last, context in _split(positions)
         ]
-        return cls(cache=cache, rows=rows[: len(positions)], positions=places, segments=segments, chunks=chunks)
+        return cls(
+            cache=cache,
+            rows=rows[: len(positions)],
+            positions=places,
+            segments=segments,
+            chunks=chunks,
+            masks=[_causal_bias(cache, chunk, rows.device) if chunk.start else None for chunk in chunks],
+        )
 
 
 def _split(positions: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -99,6 +108,11 @@ def _bias(
     return bias.repeat_interleave(cache.shape.num_kv_heads, 0)[:, None]
 
 
+def _causal_bias(cache: SlotCache, chunk: Chunk, device: torch.device) -> torch.Tensor:
+    size = (chunk.length, chunk.start + chunk.length)
+    return torch.full(size, float("-inf"), dtype=cache.shape.dtype, device=device).triu(chunk.start + 1)
+
+
 def slot_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -122,14 +136,15 @@ def slot_attention(
     num_decoding = len(slot_batch.rows)
     if not slot_batch.chunks:
         return _decode(layer, query[0], key[0], value[0], slot_batch, scaling).unsqueeze(0), None
+    keys, values = slot_batch.cache.keys[layer], slot_batch.cache.values[layer]
     outputs = []
     if num_decoding:
         q, k, v = (x[0, :, :num_decoding] for x in (query, key, value))
         outputs.append(_decode(layer, q, k, v, slot_batch, scaling))
     start = num_decoding
-    for chunk in slot_batch.chunks:
+    for chunk, mask in zip(slot_batch.chunks, slot_batch.masks, strict=True):
         q, k, v = (x[:, :, start : start + chunk.length] for x in (query, key, value))
-        outputs.append(_prefill(layer, q, k, v, slot_batch.cache, chunk, scaling))
+        outputs.append(_prefill(q, k, v, keys[chunk.row], values[chunk.row], chunk, mask, scaling))
         start += chunk.length
     return torch.cat(outputs).unsqueeze(0), None
 
@@ -183,27 +198,28 @@ def _attend(
 
 
 def _prefill(
-    layer: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cache: SlotCache,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     chunk: Chunk,
+    mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """A chunk of one prompt: query [1, heads, T, d], key and value [1, kv heads, T, d] -> [T, heads, d]."""
+    """A chunk of one prompt: query [1, heads, T, d], key and value [1, kv heads, T, d] -> [T, heads, d].
+
+    keys and values: the sequence's cache row in this layer, [kv heads, capacity, d].
+    """
     end = chunk.start + chunk.length
-    keys, values = cache.keys[layer][chunk.row], cache.values[layer][chunk.row]
     keys[:, chunk.start : end] = key[0]
     values[:, chunk.start : end] = value[0]
-    is_first = chunk.start == 0
-    mask = None if is_first else torch.ones(chunk.length, end, dtype=torch.bool, device=query.device).tril(chunk.start)
     output = F.scaled_dot_product_attention(
         query,
         keys[None, :, :end],
         values[None, :, :end],
         attn_mask=mask,
-        is_causal=is_first,
+        is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from arl.api.errors import ModelError
+from arl.api.errors import ConfigError, ModelError
 from arl.engine.local.attention import SLOT_ATTENTION, Chunk, SlotBatch
 from arl.engine.local.cache import CacheShape, SlotCache
 from arl.engine.local.stack import DecoderStack, quicken_norms
@@ -23,15 +24,16 @@ NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 class ModelRunner:
     """A Hugging Face causal language model over a slot cache. Belongs to one thread at a time.
 
-    Raises ModelError when the directory holds no such model or the model needs what the server cannot do.
+    Raises ModelError when the directory holds no such model or the model needs what the server cannot do, and
+    ConfigError for a device or dtype that there is not.
     """
 
     def __init__(self, model_dir: str, *, device: str, dtype: str, max_rows: int, context_length: int | None) -> None:
-        self.device = torch.device(device)
+        self.device = _device(device)
         self.config = _read_config(model_dir)
         self.tokenizer: Any = _read_tokenizer(model_dir)
         self.context_length = _context_length(self.config, context_length)
-        self.model = _read_model(model_dir, getattr(torch, dtype)).to(self.device)
+        self.model = _read_model(model_dir, _dtype(dtype)).to(self.device)
         self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
@@ -45,6 +47,8 @@ class ModelRunner:
 
         Takes the short way through the layers if it leads to the same logits.
         """
+        if getattr(getattr(self.model.get_decoder(), "rotary_emb", None), "rope_type", None) == "longrope":
+            raise ModelError("the model's rotary embedding (longrope) depends on how long its batch is; use another")
         quicken_norms(self.model)
         length = min(4, self.context_length)
         tokens = list(range(min(length, self.vocab_size)))
@@ -136,10 +140,30 @@ def _read_tokenizer(model_dir: str) -> Any:
 
 def _read_model(model_dir: str, dtype: torch.dtype) -> Any:
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=SLOT_ATTENTION)
-    except (OSError, ValueError) as error:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation=SLOT_ATTENTION, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the model in {model_dir} cannot be loaded: {error}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelError(f"the weights in {model_dir} lack {len(missing)} parameters, such as {missing[0]}")
     return model.eval()
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch says AssertionError where it was built without CUDA
+        raise ConfigError(f"device {name!r} cannot be used on this machine: {error}") from error
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
+    return dtype
 
 
 def _context_length(config: Any, wanted: int | None) -> int:

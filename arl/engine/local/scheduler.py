@@ -26,6 +26,9 @@ from arl.engine.local.runner import ModelRunner, NamedTensors
 Deliver = Callable[[Sequence[Job]], None]
 """Called on the model thread once per step, with the jobs that finished and the streaming jobs that gained tokens."""
 
+_PREFILL_TOKENS = {"cpu": 512}
+"""Most prompt tokens in a step, by device: enough to keep it busy, and not so many that decoding stalls."""
+
 _SHUTTING_DOWN = "the server is shutting down"
 
 _T = TypeVar("_T")
@@ -48,7 +51,9 @@ class Scheduler:
     thread; after `close` they fail with EngineClosedError. A job that cannot be served (an empty or too long prompt,
     an id outside the vocabulary) finishes with reason abort and status_code 400; one whose step failed, with 500.
 
-    Raises ModelError when model_dir holds no model that it can serve.
+    prefill_tokens: most prompt tokens computed in a step, between which the others decode. prefix_cache_bytes: memory
+    for the keys and values of finished requests. Raises ModelError when model_dir holds no model that it can serve,
+    ConfigError for a device or dtype that there is not.
     """
 
     def __init__(  # noqa: PLR0913 - the server's own knobs, one by one
@@ -62,7 +67,7 @@ class Scheduler:
         max_running_requests: int = 128,
         context_length: int | None = None,
         weight_version: str = "default",
-        prefill_tokens: int = 1024,
+        prefill_tokens: int | None = None,
         prefix_cache_bytes: int = 1 << 30,
     ) -> None:
         self._deliver = deliver
@@ -73,7 +78,7 @@ class Scheduler:
         self._batch = Batch(
             self._runner,
             max_rows=max_running_requests,
-            prefill_tokens=prefill_tokens,
+            prefill_tokens=prefill_tokens or _PREFILL_TOKENS.get(self._runner.device.type, 2048),
             prefix_cache_bytes=prefix_cache_bytes,
             weight_version=weight_version,
         )
