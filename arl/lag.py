@@ -37,8 +37,8 @@ class LagMonitor:
             self.recent_s.append(lag)
             if lag > self._warn_after_s:
                 log.warning(
-                    "the event loop was blocked for %.1f s, probably by %s (or the machine has no core to spare): every "
-                    "episode and request stood still. Await what takes long, or move it off the loop "
+                    "the event loop was blocked for %.1f s, probably by %s (or the machine has no core to spare): "
+                    "every episode and request stood still. Await what takes long, or move it off the loop "
                     "(asyncio.to_thread, RewardPool)",
                     lag,
                     self._culprit,
