@@ -92,9 +92,10 @@ class MathAgent(RolloutWorkflow):
     score: Callable[[str, Example], float]
     sampling: SamplingParams
     max_turns: int
+    calculator: Tool = CALCULATOR
 
     async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
-        conversation = Conversation(self.tokenizer, prompt(data["question"]), tools=[CALCULATOR])
+        conversation = Conversation(self.tokenizer, prompt(data["question"]), tools=[self.calculator])
         num_calls, reward = 0, 0.0
         for _ in range(self.max_turns):
             turn = await conversation.agenerate(engine, self.sampling)
@@ -103,7 +104,7 @@ class MathAgent(RolloutWorkflow):
                 reward = self.score(final_answer(turn.text), data)
                 break
             num_calls += len(calls)
-            conversation.add(*await acall_tools(calls, [CALCULATOR]))
+            conversation.add(*await acall_tools(calls, [self.calculator]))
         return conversation.trajectory(reward, {"tool_calls": num_calls, "turns": conversation.num_turns})
 
 
