@@ -137,7 +137,7 @@ class Trainer:
 
     async def _with_proximal_logprobs(self, sequences: list[list[TrainSequence]]) -> list[list[TrainSequence]]:
         """Logprobs under the weights that the batch is taken with, before any update on it. Lists are groups."""
-        if self.config.ppo.proximal == "bypassed":
+        if self._loss.proximal != "recomputed":
             return sequences
         flat = [sequence for group in sequences for sequence in group]
         proximal = iter(await self.thread(self.train_engine.forward, flat))

@@ -268,7 +268,17 @@ async def test_minibatches_are_of_whole_groups(tmp_path: Path) -> None:
         assert sum(float(s.loss_weights.sum()) for s in minibatch) == pytest.approx(1.0)
 
 
-async def test_bypassed_skips_the_proximal_forward(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ppo", "forwards"),
+    [
+        ({"proximal": "recomputed", "minibatches": 2}, 4),
+        ({"proximal": "recomputed", "minibatches": 1}, 0),
+        ({"proximal": "bypassed", "minibatches": 2}, 0),
+    ],
+)
+async def test_proximal_logprobs_cost_a_forward_only_where_they_differ(
+    tmp_path: Path, ppo: dict[str, Any], forwards: int
+) -> None:
     class Forwarding(ScriptedTrainEngine):
         calls = 0
 
@@ -276,10 +286,7 @@ async def test_bypassed_skips_the_proximal_forward(tmp_path: Path) -> None:
             self.calls += 1
             return super().forward(sequences)
 
-    counts: list[int] = []
-    for proximal in ("recomputed", "bypassed"):
-        train_engine = Forwarding()
-        async with running(tmp_path / proximal, train_engine, ppo={"proximal": proximal}) as trainer:
-            _ = [step async for step in trainer]
-        counts.append(train_engine.calls)
-    assert counts == [4, 0]
+    train_engine = Forwarding()
+    async with running(tmp_path, train_engine, ppo=ppo) as trainer:
+        _ = [step async for step in trainer]
+    assert train_engine.calls == forwards

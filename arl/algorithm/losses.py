@@ -22,7 +22,9 @@ class PPOLoss:
         r = exp(c - p)      w = min(exp(p - b), cap), detached
         loss = w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
 
-    bypassed: p := b, so r = exp(c - b) and w = 1. With p = b = c the gradient is REINFORCE's, -A grad c.
+    bypassed: p := b, so r = exp(c - b) and w = 1. current: p := c, detached, which is what recomputing gives before
+    the first optimizer step of a batch: a batch of one minibatch needs no forward pass for p. With p = b = c the
+    gradient is REINFORCE's, -A grad c.
 
     Metrics (means unless said): ratio r; clip_fraction, the share of tokens that the clip leaves without gradient;
     behavior_weight w (also its maximum, and ratio's); behavior_kl_proximal and behavior_kl_current, estimates of
@@ -31,7 +33,7 @@ class PPOLoss:
 
     clip_low: float
     clip_high: float
-    proximal: Literal["recomputed", "bypassed"] = "recomputed"
+    proximal: Literal["recomputed", "bypassed", "current"] = "recomputed"
     behavior_weight_cap: float | None = None
 
     @classmethod
@@ -39,14 +41,15 @@ class PPOLoss:
         return cls(
             clip_low=config.clip_low,
             clip_high=config.clip_high,
-            proximal=config.proximal,
+            proximal="current" if config.proximal == "recomputed" and config.minibatches == 1 else config.proximal,
             behavior_weight_cap=config.behavior_weight_cap,
         )
 
     def __call__(self, current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
         """current_logprobs, entropy float32[M] -> token losses float32[M]; finite for all finite logprobs."""
         behavior = tokens.behavior_logprobs
-        proximal = behavior if self.proximal == "bypassed" else tokens.proximal_logprobs
+        choices = {"bypassed": behavior, "recomputed": tokens.proximal_logprobs, "current": current_logprobs.detach()}
+        proximal = choices[self.proximal]
         ratio = torch.exp(_clamped(current_logprobs - proximal))
         weight = torch.exp(_clamped(proximal - behavior))
         if self.behavior_weight_cap is not None:

@@ -166,7 +166,8 @@ class PPOConfig(Section):
     clip_high: float = Field(default=0.2, ge=0)
     """The ratio exp(c - p) is clipped to at most 1 + clip_high."""
     proximal: Literal["recomputed", "bypassed"] = "recomputed"
-    """recomputed: p by a forward pass when the batch is taken. bypassed: p = b, so ratio = exp(c - b)."""
+    """recomputed: p by a forward pass when the batch is taken (with one minibatch by the same one that trains, as
+    p = c there). bypassed: p = b, so ratio = exp(c - b)."""
     behavior_weight_cap: PositiveFloat | None = 5.0
     """The weight exp(p - b) is truncated to at most this (TIS); unset leaves it as it is."""
     scale_by_std: bool = True

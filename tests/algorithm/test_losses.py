@@ -82,6 +82,15 @@ def test_bypassed_the_ratio_is_to_the_sampler_and_there_is_no_weight():
     assert gradient == pytest.approx([derivative for _, derivative in expected], abs=1e-5)
 
 
+def test_current_as_proximal_equals_recomputed_before_the_first_update():
+    tokens = [Token(t.current, t.current, t.behavior, t.advantage) for t in TOKENS]
+    current = PPOLoss(clip_low=LOW, clip_high=HIGH, proximal="current", behavior_weight_cap=CAP)
+    (losses, gradient), (expected, expected_gradient) = evaluate(current, TOKENS), evaluate(LOSS, tokens)
+    assert losses.loss.tolist() == expected.loss.tolist()
+    assert gradient == expected_gradient
+    assert {k: v.tolist() for k, v in losses.means.items()} == {k: v.tolist() for k, v in expected.means.items()}
+
+
 def test_without_a_cap_the_weight_is_left_as_it_is():
     tokens = [Token(-1.0, -1.0, -4.0, 1.0)]
     losses, _ = evaluate(PPOLoss(clip_low=LOW, clip_high=HIGH, behavior_weight_cap=None), tokens)
@@ -116,6 +125,11 @@ def test_extreme_log_ratios_stay_finite(cap: float | None):
 def test_the_loss_is_built_from_its_section_of_the_configuration():
     config = PPOConfig(clip_low=0.1, clip_high=0.3, proximal="bypassed", behavior_weight_cap=2.0)
     assert PPOLoss.of(config) == PPOLoss(clip_low=0.1, clip_high=0.3, proximal="bypassed", behavior_weight_cap=2.0)
+
+
+@pytest.mark.parametrize(("minibatches", "proximal"), [(1, "current"), (2, "recomputed")])
+def test_a_batch_of_one_minibatch_has_its_current_logprobs_as_proximal_ones(minibatches: int, proximal: str):
+    assert PPOLoss.of(PPOConfig(minibatches=minibatches)).proximal == proximal
 
 
 def test_supervised_loss_is_the_negative_log_likelihood():
