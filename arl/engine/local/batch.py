@@ -223,6 +223,7 @@ class Batch:
         row.index = len(self._rows)
         self._rows.append(row)
         row.num_computed = length
+        row.is_mixed = False
         if length:
             cache.reserve(len(self._rows), length)
             if isinstance(prefix, Retained):
@@ -305,8 +306,6 @@ class Batch:
         """Put the running sequences back to the head of the queue, without their keys and values."""
         retracted = self._take_out_all()
         for row in retracted:
-            row.num_computed = 0
-            row.is_mixed = False
             row.job.num_retractions += 1
         self._waiting.extendleft(reversed(retracted))
 
@@ -324,7 +323,6 @@ class Batch:
         self._runner.load(tensors)
         self.flush()
         for row in self._rows:
-            self._prefixes.remove(row)
             row.is_mixed = row.num_computed > 0
         if weight_version is not None:
             self.weight_version = weight_version

@@ -140,11 +140,12 @@ def _read_tokenizer(model_dir: str) -> Any:
 
 def _read_model(model_dir: str, dtype: torch.dtype) -> Any:
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=dtype, attn_implementation=SLOT_ATTENTION, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"the model in {model_dir} cannot be loaded: {error}") from error
+    model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"the weights in {model_dir} lack {len(missing)} parameters, such as {missing[0]}")
     return model.eval()
