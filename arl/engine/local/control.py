@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, get_args
 
@@ -49,18 +49,22 @@ class Control:
         if mode not in get_args(PauseMode):
             raise ApiError(f"mode is {shown(mode)}; it must be one of {', '.join(get_args(PauseMode))}")
         body.finish()
-        await asyncio.wrap_future(self._serving.scheduler.pause(mode))
+        await _done(self._serving.scheduler.pause(mode))
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, request: web.Request) -> web.StreamResponse:
         (await read_body(request)).finish(_HARMLESS)
-        await asyncio.wrap_future(self._serving.scheduler.resume())
+        await _done(self._serving.scheduler.resume())
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, request: web.Request) -> web.StreamResponse:
-        if await asyncio.wrap_future(self._serving.scheduler.flush_cache()):
-            return web.Response(text="Cache flushed.\n")
-        return web.Response(text="Flush cache failed: requests are running or waiting.\n", status=400)
+        await _done(self._serving.scheduler.flush_cache())
+        return web.Response(text="Cache flushed.\n")
+
+
+async def _done(future: Future[Any]) -> None:
+    """Wait for what the model thread does; it is done also when the client that asked for it has gone away."""
+    await asyncio.shield(asyncio.wrap_future(future))
 
 
 class Weights:

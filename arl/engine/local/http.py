@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from arl.api.errors import EngineClosedError
 from arl.engine.local.inflight import Inflight
 from arl.engine.local.protocol import ApiError, Body, Limits
 from arl.engine.local.scheduler import Scheduler
@@ -74,6 +75,8 @@ def answering(handler: Handler, shape: ErrorShape) -> Handler:
             return await handler(request)
         except ApiError as error:
             return json_response(shape(error.message, error.status), error.status)
+        except EngineClosedError as error:
+            return json_response(shape(str(error), 503), 503)
         except web.HTTPException:
             raise
         except ConnectionResetError:
