@@ -128,14 +128,18 @@ class FSDPTrainEngine:
 
     def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:
         tally = MinibatchTally(budget=self._config.max_tokens_per_microbatch)
-        for _, batch in self._microbatches(sequences):
-            current, entropy = self._policy(batch)
-            losses = loss(current, entropy, batch.tokens)
-            weighted = (losses.loss * batch.tokens.loss_weights).sum()
-            weighted.backward()
-            tally.add(batch, weighted.detach(), losses)
-        tally.reduce(self._device, self._group)
-        self._update(tally)
+        try:
+            for _, batch in self._microbatches(sequences):
+                current, entropy = self._policy(batch)
+                losses = loss(current, entropy, batch.tokens)
+                weighted = (losses.loss * batch.tokens.loss_weights).sum()
+                weighted.backward()
+                tally.add(batch, weighted.detach(), losses)
+            tally.reduce(self._device, self._group)
+            self._update(tally)
+        finally:
+            # Also when the loss raised: the next step must not begin with the gradients of this one.
+            self._optimizer.zero_grad()
         return tally
 
     def _update(self, tally: MinibatchTally) -> None:
@@ -158,7 +162,6 @@ class FSDPTrainEngine:
                 group["lr"] = tally.lr
             self._optimizer.step()
             self._num_updates += 1
-        self._optimizer.zero_grad()
 
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
         """(indices into `sequences`, their microbatch), as many on every rank; untrained sequences are left out."""

@@ -82,6 +82,23 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_reported(make_engi
     assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
 
 
+def test_a_step_whose_loss_raised_leaves_no_gradients_behind(make_engine: MakeEngine):
+    sequences = random_sequences(6)
+    calls: list[int] = []
+
+    def failing(current: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("a user's loss")
+        return LOSS(current, entropy, tokens)
+
+    engine, untouched = make_engine(max_tokens_per_microbatch=30), make_engine(max_tokens_per_microbatch=30)
+    with pytest.raises(RuntimeError, match="a user's loss"):
+        engine.train_batch([sequences], failing)
+    assert engine.version == 0
+    assert engine.train_batch([sequences], LOSS) == untouched.train_batch([sequences], LOSS)
+
+
 def test_a_minibatch_without_trained_tokens_leaves_the_weights_alone(make_engine: MakeEngine):
     sequences = random_sequences(3)
     engine = make_engine()
