@@ -16,6 +16,8 @@ from typing import Any
 
 from arl.api.errors import CheckpointError
 
+_ASIDE = ".writing-"
+
 
 class Checkpoints:
     """The checkpoints of one run. identity: settings that must be the same for a run to continue."""
@@ -30,9 +32,10 @@ class Checkpoints:
 
     def save(self, version: int, save_engine: Callable[[Path], None], state: dict[str, Any]) -> None:
         """Write the checkpoint of `version` and drop the oldest past `keep`. Raises CheckpointError, e.g. disk full."""
-        aside = self._directory / f".writing-{version}"
+        aside = self._directory / f"{_ASIDE}{version}"
+        for left_by_a_kill in self._directory.glob(f"{_ASIDE}*"):
+            shutil.rmtree(left_by_a_kill, ignore_errors=True)
         try:
-            shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             save_engine(aside / "engine")
             with (aside / "state.json").open("w") as file:

@@ -41,12 +41,9 @@ class Evaluator:
             max_concurrent=self._config.max_concurrent_episodes,
             timeout_s=self._episode_timeout_s,
         )
-        rewards = [
-            fmean(t.reward for t in episode.trajectories) if episode.trajectories else 0.0 for episode in episodes
-        ]
         return Evaluation(
             version=version,
-            reward=fmean(rewards),
+            reward=fmean(episode.reward for episode in episodes),
             num_episodes=len(episodes),
             num_failed=sum(episode.error is not None for episode in episodes),
             wall_s=time.monotonic() - began,

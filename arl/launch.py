@@ -15,11 +15,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from arl.api.config import Config, LocalEngineConfig
-from arl.api.errors import DatasetError, ServerError
+from arl.api.errors import DatasetError, ModelError, ServerError
+from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
 from arl.buffer import ReplayBuffer
 from arl.checkpoint import Checkpoints
 from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.model import load_tokenizer, local_directory
 from arl.engine.processes import local_servers
 from arl.engine.sglang import RemoteSGLangEngine
 from arl.engine.transport import DiskTransport
@@ -37,28 +39,31 @@ async def launch(
     workflow: RolloutWorkflow,
     dataset: Dataset,
     eval_dataset: Dataset | None = None,
+    keep: Callable[[Group], bool] | None = None,
 ) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
     dataset, eval_dataset: anything with a length and integer indexing whose items are mappings; each item is what
-    `arun_episode` receives as `data`. Raises the ArlError of whatever could not start, and, out of the block, the
+    `arun_episode` receives as `data`. keep: a filter; a finished group for which it is false is rejected, and its
+    place refilled. Raises the ArlError of whatever could not start, and, out of the block, the
     first error of any part of the run.
     """
     for name, examples in (("dataset", dataset), ("eval_dataset", eval_dataset)):
         if examples is not None and len(examples) == 0:
             raise DatasetError(f"{name} is empty; it needs at least one example")
     async with AsyncExitStack() as stack:
-        trainer = await _build(config, workflow, dataset, eval_dataset, stack)
+        trainer = await _build(stack, config, workflow, dataset, eval_dataset, keep)
         async with trainer.running():
             yield trainer
 
 
 async def _build(
+    stack: AsyncExitStack,
     config: Config,
     workflow: RolloutWorkflow,
     dataset: Dataset,
     eval_dataset: Dataset | None,
-    stack: AsyncExitStack,
+    keep: Callable[[Group], bool] | None,
 ) -> Trainer:
     """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
     thread = TrainThread()
@@ -66,7 +71,7 @@ async def _build(
     loading = thread.submit(FSDPTrainEngine, config.model, config.train, config.seed)
     try:
         addresses, api_key = await _addresses(config, stack)
-    except ServerError:
+    except (ModelError, ServerError):
         await loading  # where the model is at fault, this says it better
         raise
     train_engine = await loading
@@ -82,7 +87,7 @@ async def _build(
     stack.callback(log.close)
     log.resume(train_engine.version)
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
-    rollout = RolloutController(engine, workflow, dataset, config.rollout, buffer, seed=config.seed)
+    rollout = RolloutController(engine, workflow, dataset, config.rollout, buffer, seed=config.seed, keep=keep)
     if state is not None:
         rollout.load_state_dict(state["rollout"])
         log.say(f"continuing {config.run_dir} from version {train_engine.version}")
@@ -107,18 +112,15 @@ async def _build(
 
 async def _addresses(config: Config, stack: AsyncExitStack) -> tuple[Sequence[str], str | None]:
     if isinstance(config.engine, LocalEngineConfig):
-        servers = local_servers(config.model, config.engine, config.run_dir / "logs")
+        directory = await asyncio.to_thread(local_directory, config.model)
+        servers = local_servers(directory, config.engine, config.run_dir / "logs")
         return await stack.enter_async_context(servers), None
     return config.engine.addresses, config.engine.api_key
 
 
 def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:
-    """Token ids -> text for trajectories.jsonl; None where the model has no tokenizer or no text is asked for."""
+    """Token ids -> text for trajectories.jsonl; None where none are asked for."""
     if not config.log.trajectories:
         return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(config.model).decode
-    except (OSError, ValueError):
-        return None
+    tokenizer = load_tokenizer(config.model)
+    return lambda token_ids: str(tokenizer.decode(list(token_ids)))

@@ -11,15 +11,10 @@ from arl.api.types import Group, Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
-    """What a run has trained since its first start; kept in checkpoints."""
+    """What a run adds up over its starts, beside what the rollout controller counts; kept in checkpoints."""
 
     wall_s: float = 0.0
-    episodes_trained: int = 0
     max_staleness_seen: int = 0
-
-    def add(self, *, num_episodes: int, max_staleness: int) -> None:
-        self.episodes_trained += num_episodes
-        self.max_staleness_seen = max(self.max_staleness_seen, max_staleness)
 
 
 def episode_rewards(groups: Sequence[Group]) -> list[float]:
@@ -42,8 +37,8 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     return {
         "staleness/mean": fmean(staleness) if staleness else 0.0,
         "staleness/max": max(staleness, default=0),
-        "episode/tokens": fmean(len(t.token_ids) for t in trajectories),
-        "episode/trained_tokens": fmean(t.num_trained_tokens for t in trajectories),
+        "length/tokens": fmean(len(t.token_ids) for t in trajectories),
+        "length/trained_tokens": fmean(t.num_trained_tokens for t in trajectories),
         **mean_metrics(trajectories),
     }
 

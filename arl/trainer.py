@@ -10,7 +10,7 @@
 | rollout   | examples           | finished groups     | room in the buffer       | `published`, a group rejected  |
 | step      | a batch of groups  | weights, StepStats  | a batch that may be taken| a group finished or dropped    |
 | delivery  | a weight snapshot  | published version   | the servers              | their answers, update_timeout_s|
-| evaluation| held-out examples  | Evaluation          | a version that is due    | the step                       |
+| evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
 
 `step` runs in whoever iterates the trainer; the others are tasks of the run's TaskGroup. Blocking work (training,
 snapshots, checkpoints, file writes) crosses to threads in `TrainThread` and `asyncio.to_thread`, here and nowhere else.
@@ -55,7 +55,10 @@ class TrainThread:
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     async def __call__(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> ResultT:
-        call = self.submit(function, *args)
+        return await self.finish(self.submit(function, *args))
+
+    async def finish(self, call: asyncio.Future[ResultT]) -> ResultT:
+        """Wait for a call that was begun, also when cancelled, so that its effects are known."""
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -64,6 +67,17 @@ class TrainThread:
 
     def close(self) -> None:
         self._executor.shutdown()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Step:
+    """A batch from when it is taken until it is logged. Times are of the monotonic clock; call: its training."""
+
+    groups: Sequence[Group]
+    began: float
+    taken: float
+    call: asyncio.Future[dict[str, float]] | None = None
+    trained: float | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,12 +100,14 @@ class Trainer:
         self.version = self.train_engine.version
         self._tasks = asyncio.TaskGroup()
         self._loss = PPOLoss.of(self.config.ppo)
-        self._background: list[asyncio.Task[None]] = []
+        self._rollout_task: asyncio.Task[None] | None = None
         self._delivery: asyncio.Task[None] | None = None
         self._published: PublishStats | None = None
-        self._evaluation_due = asyncio.Event()
-        self._in_training: Sequence[Group] = ()
-        self._resumed_at: float | None = None
+        self._evaluation: asyncio.Task[None] | None = None
+        self._is_evaluation_due = False
+        self._open_step: _Step | None = None
+        self._started_at: float | None = None
+        self._recorded_at = 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Self]:
@@ -124,14 +140,13 @@ class Trainer:
         """take_batch -> advantages -> proximal logprobs -> train_batch -> publish."""
         began = time.monotonic()
         groups = await self.buffer.take_batch(self.version)
-        taken = time.monotonic()
+        step = _Step(groups=groups, began=began, taken=time.monotonic())
         advantages = grpo_advantages(groups, scale_by_std=self.config.ppo.scale_by_std)
-        sequences = await self._with_proximal_logprobs(to_sequences(groups, advantages))
-        metrics = await self._train(groups, sequences)
-        trained = time.monotonic()
+        sequences = await self.thread(to_sequences, groups, advantages)
+        sequences = await self._with_proximal_logprobs(sequences)
+        await self._train(step, sequences)
         await self._publish()
-        stats = self._stats(groups, metrics, began=began, taken=taken, trained=trained)
-        await asyncio.to_thread(self.log.step, stats, groups)
+        stats = await self._record()
         await self._beside_training()
         return stats
 
@@ -143,24 +158,24 @@ class Trainer:
         proximal = iter(await self.thread(self.train_engine.forward, flat))
         return [[replace(sequence, proximal_logprobs=next(proximal)) for sequence in group] for group in sequences]
 
-    async def _train(self, groups: Sequence[Group], sequences: list[list[TrainSequence]]) -> dict[str, float]:
+    async def _train(self, step: _Step, sequences: list[list[TrainSequence]]) -> None:
         """One optimizer step for each minibatch of equally many whole groups, in the batch's order."""
-        size = len(groups) // self.config.ppo.minibatches
+        size = len(sequences) // self.config.ppo.minibatches
         minibatches = [
             weigh_tokens([s for group in sequences[i : i + size] for s in group], self.config.ppo.aggregation)
-            for i in range(0, len(groups), size)
+            for i in range(0, len(sequences), size)
         ]
-        self._in_training = groups
-        metrics = await self.thread(self.train_engine.train_batch, minibatches, self._loss)
+        step.call = self.thread.submit(self.train_engine.train_batch, minibatches, self._loss)
+        self._open_step = step
+        await self.thread.finish(step.call)
         self._settle()
-        return metrics
 
     def _settle(self) -> None:
         """Note the batch in training as trained once the engine has it, also after a cancellation in between."""
-        if self.train_engine.version > self.version:
+        if self._open_step and self.train_engine.version > self.version:
             self.version = self.train_engine.version
-            self.rollout.trained(self._in_training)
-            self._in_training = ()
+            self.rollout.trained(self._open_step.groups)
+            self._open_step.trained = time.monotonic()
 
     async def _publish(self) -> None:
         """Snapshot the weights, and deliver them beside the next step; one delivery at a time."""
@@ -190,35 +205,34 @@ class Trainer:
     # Beside the loop --------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._resumed_at is None:
-            self._resumed_at = time.monotonic()
-            self._background.append(self._tasks.create_task(self.rollout.run()))
-            if self.evaluator and self.config.evaluation.every:
-                self._background.append(self._tasks.create_task(self._evaluate_when_due(self.evaluator)))
+        if self._started_at is None:
+            self._started_at = self._recorded_at = time.monotonic()
+            self._rollout_task = self._tasks.create_task(self.rollout.run())
 
     async def stop(self) -> None:
-        """Stop sampling for training and let a delivery end; the servers keep the newest weights. Idempotent."""
-        for task in self._background:
-            task.cancel()
-        if self._background:
-            await asyncio.wait(self._background)
-        self._background = []
-        if self._resumed_at is not None:
-            self.totals.wall_s += time.monotonic() - self._resumed_at
-            self._resumed_at = None
+        """Stop sampling for training; let a delivery and an evaluation that is due end. Idempotent."""
+        if self._rollout_task:
+            self._rollout_task.cancel()
+            await asyncio.wait([self._rollout_task])
+        self.totals.wall_s = self._wall_s()
+        self._started_at = None
         await self._delivered()
+        if self._evaluation:
+            await self._evaluation
 
     async def _beside_training(self) -> None:
         if self.config.evaluation.every and self.version % self.config.evaluation.every == 0:
-            self._evaluation_due.set()
+            self._is_evaluation_due = True
+            if self._evaluation is None or self._evaluation.done():
+                self._evaluation = self._tasks.create_task(self._evaluate_while_due())
         if self.config.checkpoint.every and self.version % self.config.checkpoint.every == 0:
             await self.save()
 
-    async def _evaluate_when_due(self, evaluator: Evaluator) -> None:
-        while True:
-            await self._evaluation_due.wait()
-            self._evaluation_due.clear()
-            await asyncio.to_thread(self.log.evaluation, await evaluator.evaluate())
+    async def _evaluate_while_due(self) -> None:
+        """One evaluation at a time; those that came due during a long one are made as one."""
+        while self._is_evaluation_due:
+            self._is_evaluation_due = False
+            await self.evaluate()
 
     async def evaluate(self) -> Evaluation:
         """Run the held-out examples on the newest published weights. Raises ConfigError where there are none."""
@@ -226,7 +240,7 @@ class Trainer:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         await self._delivered()
         evaluation = await self.evaluator.evaluate()
-        await asyncio.to_thread(self.log.evaluation, evaluation)
+        await self.thread(self.log.evaluation, evaluation)
         return evaluation
 
     @property
@@ -242,7 +256,9 @@ class Trainer:
         """
         await self.thread(lambda: None)  # a call whose waiter was cancelled may still be running there
         self._settle()
-        failed_midway = bool(self._in_training)
+        if self._open_step and self._open_step.trained:
+            await self._record()
+        failed_midway = self._open_step is not None
         if failed_midway or self.version in (0, self.checkpoints.newest_version()):
             return
         await self.thread(self.checkpoints.save, self.version, self.train_engine.save, self._state())
@@ -252,25 +268,36 @@ class Trainer:
         return {"version": self.version, "totals": asdict(totals), "rollout": self.rollout.state_dict()}
 
     def _wall_s(self) -> float:
-        running = 0.0 if self._resumed_at is None else time.monotonic() - self._resumed_at
-        return self.totals.wall_s + running
+        return self.totals.wall_s + (0.0 if self._started_at is None else time.monotonic() - self._started_at)
 
     # Numbers ----------------------------------------------------------------------------------------------------
 
-    def _stats(
-        self, groups: Sequence[Group], metrics: dict[str, float], *, began: float, taken: float, trained: float
-    ) -> StepStats:
-        staleness = batch_metrics(groups, self.version - 1)
-        rewards = episode_rewards(groups)
-        self.totals.add(num_episodes=len(rewards), max_staleness=int(staleness["staleness/max"]))
+    async def _record(self) -> StepStats:
+        """Log the step that was trained, once."""
+        step, self._open_step = self._open_step, None
+        if step is None or step.call is None:
+            raise RuntimeError("there is no trained step to record")
+        return await self.thread(self._record_now, step, step.call.result())
+
+    def _record_now(self, step: _Step, metrics: dict[str, float]) -> StepStats:
+        stats = self._stats(step, metrics)
+        self.totals.max_staleness_seen = max(self.totals.max_staleness_seen, stats.max_staleness_seen)
+        self.log.step(stats, step.groups)
+        return stats
+
+    def _stats(self, step: _Step, metrics: dict[str, float]) -> StepStats:
+        now, rewards = time.monotonic(), episode_rewards(step.groups)
+        interval_s, self._recorded_at = now - self._recorded_at, now
+        numbers = batch_metrics(step.groups, self.version - 1)
+        wait_s, train_s = step.taken - step.began, (step.trained or now) - step.taken
         everything = {
             "version": self.version,
             "time_s": self._wall_s(),
             "reward": sum(rewards) / len(rewards),
-            "samples_per_s": len(rewards) / max(time.monotonic() - began, 1e-9),
-            "time/wait_s": taken - began,
-            "time/train_s": trained - taken,
-            **staleness,
+            "samples_per_s": len(rewards) / max(interval_s, 1e-9),
+            "time/wait_s": wait_s,
+            "time/train_s": train_s,
+            **numbers,
             **metrics,
             **_publish_metrics(self._published),
             **self.rollout.counters(),
@@ -279,24 +306,23 @@ class Trainer:
             version=self.version,
             reward=everything["reward"],
             num_episodes=len(rewards),
-            mean_staleness=staleness["staleness/mean"],
-            max_staleness_seen=int(staleness["staleness/max"]),
-            wait_s=taken - began,
-            train_s=trained - taken,
+            mean_staleness=numbers["staleness/mean"],
+            max_staleness_seen=int(numbers["staleness/max"]),
+            wait_s=wait_s,
+            train_s=train_s,
             metrics=everything,
         )
 
     def summary(self) -> dict[str, float]:
         """Totals of the whole run, resumes included: what was trained, how fast, how stale."""
-        wall_s = self._wall_s()
+        wall_s, counters = self._wall_s(), self.rollout.counters()
         return {
             "steps": self.version,
             "wall_s": wall_s,
-            "samples_per_s": self.totals.episodes_trained / wall_s if wall_s else 0.0,
+            "samples_per_s": counters["episodes_trained"] / wall_s if wall_s else 0.0,
             "max_staleness": self.config.rollout.max_staleness,
             "max_staleness_seen": self.totals.max_staleness_seen,
-            "episodes_trained": self.totals.episodes_trained,
-            **{name: self.rollout.counters()[name] for name in ("episodes_rejected", "episodes_dropped")},
+            **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
         }
 
 

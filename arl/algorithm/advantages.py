@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from arl.api.errors import TrajectoryError
 from arl.api.types import Group, TrainSequence, Trajectory
 
 _EPSILON = 1e-6
@@ -24,7 +25,11 @@ def grpo_advantages(groups: Sequence[Group], scale_by_std: bool) -> list[list[fl
     have rewards of their own, and a group from which episodes were dropped is normalised by those that remain. std is
     the sample standard deviation (n - 1), as in verl, TRL and OpenRLHF. A trajectory that is alone in its role, or
     whose role's rewards are all equal, has advantage 0 exactly.
+
+    Raises TrajectoryError if a trajectory has rewards per token, which would be lost.
     """
+    if any(trajectory.token_rewards is not None for group in groups for trajectory in group.trajectories):
+        raise TrajectoryError("GRPO gives a trajectory one advantage; add its token_rewards up into its reward")
     return [_of_group(group.trajectories, scale_by_std) for group in groups]
 
 

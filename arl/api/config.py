@@ -122,7 +122,9 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-5
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices alone (not on norms and biases)."""
     max_grad_norm: PositiveFloat = 1.0
@@ -134,6 +136,7 @@ class OptimizerConfig(Section):
     total_steps: PositiveInt | None = None
     """Optimizer steps until a decaying schedule ends. linear and cosine need it."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of lr that a decaying schedule ends at."""
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> OptimizerConfig:
@@ -192,6 +195,7 @@ class EvaluationConfig(Section):
     every: PositiveInt | None = None
     """Evaluate beside training each time so many versions were trained. Unset: only when asked."""
     max_concurrent_episodes: PositiveInt = 64
+    """Held-out episodes running at once."""
 
 
 class CheckpointConfig(Section):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -70,10 +71,7 @@ def load_model(name: str | Path) -> LoadedModel:
             f"{name} has no config.json; a model directory needs config.json, *.safetensors and a tokenizer"
         )
     config = _load(AutoConfig, name, "its config")
-    tokenizer = _load(AutoTokenizer, name, "its tokenizer")
-    # Without its files, transformers makes up an empty tokenizer of the model's kind.
-    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
-        raise ModelError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained(directory)")
+    tokenizer = load_tokenizer(name)
     model, report = _load(
         AutoModelForCausalLM,
         name,
@@ -87,6 +85,27 @@ def load_model(name: str | Path) -> LoadedModel:
     model.eval()
     _check_supported(model, name)
     return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or of a model on the hub, for workflows. Raises ModelError in a sentence."""
+    tokenizer = _load(AutoTokenizer, name, "its tokenizer")
+    # Without its files, transformers makes up an empty tokenizer of the model's kind.
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
+        raise ModelError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained(directory)")
+    return tokenizer
+
+
+def local_directory(name: str) -> str:
+    """`name` if it is a directory; else where the hub's model of that name is, downloaded if need be."""
+    if Path(name).is_dir():
+        return name
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"])
+    except Exception as error:
+        raise ModelError(
+            f"{name} is neither a model directory here nor a model that can be downloaded: {_first_line(error)}"
+        ) from error
 
 
 def transformer_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -104,9 +123,13 @@ def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> An
         return auto_class.from_pretrained(str(name), **options)
     except Exception as error:
         raise ModelError(
-            f"cannot load {what} from {name}: {error}. Name a directory written by save_pretrained (config.json, "
-            "*.safetensors and the tokenizer's files), or a model's name on the hub"
+            f"cannot load {what} from {name}: {_first_line(error)}. Name a directory written by save_pretrained "
+            "(config.json, *.safetensors and the tokenizer's files), or a model's name on the hub"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _check_supported(model: PreTrainedModel, name: str | Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arl.api.config import LocalEngineConfig
-from arl.api.errors import ServerError
+from arl.api.errors import ServerError, first_error
 from arl.engine.descriptors import allow_many_connections
 
 _STOP_TIMEOUT_S = 5.0
@@ -48,7 +48,7 @@ async def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) ->
                 body_error = error
             watcher.cancel()
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise first_error(errors) from None
     finally:
         await _stop(children)
     if body_error is not None:
@@ -163,13 +163,6 @@ async def _stop(children: Sequence[_Child]) -> None:
             _signal(child, signal.SIGKILL)
     for child in children:
         await child.process.communicate()
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _signal(child: _Child, number: signal.Signals) -> None:

@@ -153,7 +153,8 @@ class Conversation:
 
     def _after_turn(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """What the template writes after an assistant's words, from the end of the turn on, when `messages` follow."""
-        first = next(message for message in self._messages if message["role"] == "user")
+        users = (message for message in self._messages if message["role"] == "user")
+        first = next(users, {"role": "user", "content": ""})
         text = self._render([first, {"role": "assistant", "content": _MARKER}, *messages], add_generation_prompt)
         before, marker, after = text.rpartition(_MARKER)
         if not marker or _MARKER in before:

@@ -1,11 +1,13 @@
 """Advantages belong to a group and a role, whatever the order in which episodes finished."""
 
+import dataclasses
 import statistics
 
 import pytest
 import torch
 
 from arl.algorithm.advantages import grpo_advantages, to_sequences
+from arl.api.errors import TrajectoryError
 from arl.api.types import Group, Trajectory
 
 
@@ -84,3 +86,9 @@ def test_sequences_carry_their_trajectory_and_its_advantage_on_trained_tokens():
     assert sequence.temperature == 0.5
     assert (sequence.token_ids.dtype, sequence.loss_mask.dtype) == (torch.int64, torch.bool)
     assert sequence.advantages.dtype == sequence.behavior_logprobs.dtype == torch.float32
+
+
+def test_rewards_per_token_are_refused_where_they_would_be_lost():
+    rewarded = dataclasses.replace(trajectory(1.0), token_rewards=(0.0, 0.5, 0.0, 0.5))
+    with pytest.raises(TrajectoryError, match="add its token_rewards up"):
+        grpo_advantages([group(rewarded)], scale_by_std=True)
