@@ -67,7 +67,7 @@ class TinyShape:
     head_dim: int = 32
     context_length: int = 1024
     rope_theta: float = 10_000.0
-    initializer_range: float = 0.05
+    initializer_range: float = 0.02
 
 
 def frequent_phrases(texts: Iterable[str], min_share: float = 0.01) -> tuple[str, ...]:

@@ -193,6 +193,6 @@ class Conversation:
 
     def _text_of(self, response: ModelResponse) -> str:
         ids = response.output_ids
-        if response.stop_reason == "stop" and ids and ids[-1] in self._tokenizer.all_special_ids:
+        if ids and ids[-1] in self._tokenizer.all_special_ids:
             ids = ids[:-1]
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -43,7 +43,7 @@ TINY_SETTINGS: dict[str, Any] = {
     "run_dir": "runs/quickstart",
     "steps": 100,
     "rollout": {"batch_size": 16, "group_size": 8, "max_staleness": 2},
-    "train": {"optimizer": {"lr": 3e-4, "warmup_steps": 5}},
+    "train": {"optimizer": {"lr": 1e-4, "warmup_steps": 3, "schedule": "linear", "total_steps": 100}},
     "evaluation": {"every": 25},
     "max_new_tokens": 32,
     "max_turns": 4,
@@ -171,8 +171,8 @@ async def main(config: MathAgentConfig) -> None:
         "eval_reward_before": before.reward,
         "eval_reward_after": after.reward,
         **trainer.summary(),
-        "tool_calls_per_episode_before": before.metrics["tool_calls"],
-        "tool_calls_per_episode_after": after.metrics["tool_calls"],
+        "tool_calls_per_episode_before": before.metrics["episode/tool_calls"],
+        "tool_calls_per_episode_after": after.metrics["episode/tool_calls"],
     }
     write_atomically(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     plot_run(config.run_dir)

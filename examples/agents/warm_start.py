@@ -20,8 +20,8 @@ from arl.workflow.tools import Tool
 
 Prompt = Callable[[str], list[dict[str, str]]]
 
-SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=32)
-NUM_CAREFUL, NUM_MIXED, BATCH_SIZE = 6400, 1600, 16
+SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
+NUM_CAREFUL, NUM_MIXED, BATCH_SIZE = 8000, 2000, 16
 """First only careful demonstrations, from which it learns to copy; then mixed ones, from which it learns bad habits."""
 
 

@@ -1,0 +1,118 @@
+"""Datasets by name: local files in gsm8k's format are read, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from arl.api.errors import DatasetError
+from arl.data import load_examples
+
+ROWS = [
+    {"question": "Half of 84?", "answer": "84 / 2 = <<84/2=42>>42\n#### 42"},
+    {"question": "Ten thousand\u2028more?", "answer": "#### 10,000"},
+]
+COLUMNS = ("question", "answer")
+
+
+def write(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_a_file_is_read_whole(tmp_path: Path, suffix: str) -> None:
+    assert load_examples(str(write(tmp_path / f"rows.{suffix}")), columns=COLUMNS) == ROWS
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_directory_is_read_by_split_in_the_files_order(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / "main" / f"train-00001-of-00002.{suffix}", ROWS[1:])
+    write(tmp_path / "main" / f"train-00000-of-00002.{suffix}", ROWS[:1])
+    write(tmp_path / "main" / f"test-00000-of-00001.{suffix}", ROWS[1:])
+    assert load_examples(str(tmp_path), split="train", columns=COLUMNS) == ROWS
+    assert load_examples(str(tmp_path), split="test", columns=COLUMNS) == ROWS[1:]
+
+
+def test_a_split_without_a_file_names_the_files_there_are(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl")
+    with pytest.raises(DatasetError, match=r"no file for split 'test', such as test\.jsonl.*it has train\.jsonl"):
+        load_examples(str(tmp_path), split="test")
+
+
+def test_a_missing_column_names_the_row_and_the_columns_there_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [ROWS[0], {"question": "?", "solution": "4"}])
+    with pytest.raises(DatasetError, match=r"row 2 of .*rows\.jsonl has no 'answer' \(it has 'question', 'solution'\)"):
+        load_examples(str(path), columns=COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("rows.jsonl", "", "has no rows in split 'train'"),
+        ("rows.jsonl", '{"question": "?", "answer": "4"}\n{"question', r"rows\.jsonl, line 2, is not JSON"),
+        ("rows.jsonl", "[1]\n", "line 1, holds no object"),
+        ("rows.json", '{"a": 1}', "must hold a list of objects"),
+        ("rows.parquet", "not parquet", r"rows\.parquet cannot be read"),
+        ("rows.csv", "question,answer\n", r"is of no known format; it must end in \.jsonl, \.json, \.parquet"),
+    ],
+)
+def test_a_broken_file_is_an_error_that_says_where(tmp_path: Path, name: str, content: str, complaint: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DatasetError, match=complaint):
+        load_examples(str(tmp_path / name), columns=COLUMNS)
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(DatasetError, match=r"there is no file \./rows\.jsonl"):
+        load_examples("./rows.jsonl")
+
+
+class FakeHub:
+    """Stands in for `datasets`' two calls."""
+
+    def __init__(self, subsets: list[str]) -> None:
+        self.subsets = subsets
+        self.loaded: list[tuple[str, str, str]] = []
+
+    def get_dataset_config_names(self, name: str) -> list[str]:
+        if name == "not/there":
+            raise ConnectionError("no route to the hub")
+        return self.subsets
+
+    def load_dataset(self, name: str, subset: str, split: str) -> list[dict[str, str]]:
+        self.loaded.append((name, subset, split))
+        return ROWS
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    hub = FakeHub(["main", "socratic"])
+    monkeypatch.setitem(__import__("sys").modules, "datasets", hub)
+    return hub
+
+
+def test_a_name_is_loaded_from_the_hub_with_its_main_subset(hub: FakeHub) -> None:
+    assert load_examples("openai/gsm8k", split="test", columns=COLUMNS) == ROWS
+    assert hub.loaded == [("openai/gsm8k", "main", "test")]
+
+
+def test_a_dataset_of_several_subsets_asks_for_one(hub: FakeHub) -> None:
+    hub.subsets = ["algebra", "geometry"]
+    with pytest.raises(DatasetError, match="has the subsets algebra, geometry; choose one"):
+        load_examples("some/maths")
+
+
+def test_a_hub_that_does_not_answer_is_an_error_that_says_what_to_do(hub: FakeHub) -> None:
+    with pytest.raises(DatasetError, match=r"no local file.*no route to the hub\. Check the name and the network"):
+        load_examples("not/there")

@@ -1,0 +1,228 @@
+"""Conversation: the model's tokens are kept as sampled, everything else is as the chat template renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
+from arl.api.errors import ModelError
+from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from arl.workflow.conversation import Conversation
+from arl.workflow.tools import Tool
+
+TOKENIZER = tiny_tokenizer(["the sum of "])
+SAMPLING = SamplingParams(max_new_tokens=1000)
+# What people and models write, without the tags and end tokens that would end a turn early.
+TEXT = st.text(max_size=20).filter(lambda text: "<|" not in text)
+RESULTS = st.lists(st.tuples(st.sampled_from(["tool", "user"]), TEXT), min_size=1, max_size=3)
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def saying(*answers: str, ended: bool = True) -> ScriptedEngine:
+    """An engine that gives one answer after another, each with its end-of-turn token, unless it is cut off."""
+    remaining = iter(answers)
+    return ScriptedEngine(lambda _: [*encode(next(remaining)), *([TOKENIZER.eos_token_id] if ended else [])])
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def look_up(word: str) -> str:
+    """Look up a word."""
+    return word
+
+
+async def talked(answers: Sequence[str], replies: Sequence[Sequence[tuple[str, str]]], ended: bool) -> Conversation:
+    conversation = Conversation(TOKENIZER, user("the sum of 1 and 2?"), tools=[Tool.from_function(look_up)])
+    engine = saying(*answers, ended=ended)
+    for i in range(len(answers)):
+        await conversation.agenerate(engine, SAMPLING)
+        if i < len(replies):
+            conversation.add(*({"role": role, "content": text} for role, text in replies[i]))
+    return conversation
+
+
+@given(answers=st.lists(TEXT, min_size=1, max_size=3), data=st.data(), ended=st.booleans())
+async def test_the_transcript_reads_as_the_template_renders_the_whole_conversation(
+    answers: list[str], data: st.DataObject, ended: bool
+) -> None:
+    if not ended:
+        answers = [answer or "x" for answer in answers]
+    replies = [data.draw(RESULTS) for _ in answers[1:]]
+    conversation = await talked(answers, replies, ended)
+    rendered = TOKENIZER.apply_chat_template(
+        [dict(message) for message in conversation.messages], tools=[Tool.from_function(look_up).spec], tokenize=False
+    )
+    seen = list(conversation.token_ids)
+    closing = encode("\n" if ended else "<|im_end|>\n")
+    assert seen + closing == encode(str(rendered))
+
+
+@given(answers=st.lists(TEXT, min_size=1, max_size=3), data=st.data())
+async def test_the_mask_covers_the_sampled_tokens_and_nothing_else(answers: list[str], data: st.DataObject) -> None:
+    conversation = await talked(answers, [data.draw(RESULTS) for _ in answers[1:]], ended=True)
+    trajectory = conversation.trajectory(reward=1.0)
+    sampled = [token for answer in answers for token in (*encode(answer), TOKENIZER.eos_token_id)]
+    masked = [t for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m]
+    assert masked == sampled
+    for mask, version, logprob in zip(
+        trajectory.loss_mask, trajectory.versions, trajectory.behavior_logprobs, strict=True
+    ):
+        assert (version, logprob) == ((0, -1.0) if mask else (-1, 0.0))
+
+
+async def test_tokens_stay_as_sampled_where_the_tokenizer_would_choose_others() -> None:
+    """'the sum of ' is one token, but the model spelled it out."""
+    spelled = [token for char in "the sum of " for token in encode(char)]
+    answers = iter([[*spelled, TOKENIZER.eos_token_id], encode("3")])
+    conversation = Conversation(TOKENIZER, user("?"))
+    engine = ScriptedEngine(lambda _: next(answers))
+    turn = await conversation.agenerate(engine, SAMPLING)
+    conversation.add(*user("go on"))
+    await conversation.agenerate(engine, SAMPLING)
+    start = len(engine.requests[0].input_ids)
+    assert turn.text == "the sum of "
+    assert list(engine.requests[1].input_ids[start : start + len(spelled)]) == spelled
+
+
+async def test_a_turn_cut_off_by_length_is_closed_by_a_token_that_is_not_trained() -> None:
+    conversation = Conversation(TOKENIZER, user("?"))
+    engine = ScriptedEngine(lambda _: encode("abc"))
+    await conversation.agenerate(engine, SamplingParams(max_new_tokens=2))
+    conversation.add(*user("go on"))
+    await conversation.agenerate(engine, SAMPLING)
+    text = TOKENIZER.decode(engine.requests[1].input_ids)
+    assert text.endswith("assistant\nab<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
+    assert sum(conversation.loss_mask[: len(engine.requests[1].input_ids)]) == 2
+
+
+async def test_versions_logprobs_and_temperature_are_those_of_the_responses() -> None:
+    response = ModelResponse(
+        output_ids=(1, 2), output_logprobs=(-0.5, -0.25), output_versions=(3, 4), stop_reason="length", temperature=0.7
+    )
+    conversation = Conversation(TOKENIZER, user("?"))
+    await conversation.agenerate(ScriptedEngine(lambda _: response), SAMPLING)
+    trajectory = conversation.trajectory(0.5, {"calls": 2}, role="solver")
+    assert trajectory.versions[-2:] == (3, 4)
+    assert trajectory.behavior_logprobs[-2:] == (-0.5, -0.25)
+    assert (trajectory.temperature, trajectory.reward, trajectory.role) == (0.7, 0.5, "solver")
+    assert trajectory.metrics == {"calls": 2}
+
+
+async def test_turns_of_one_episode_share_a_session_and_episodes_do_not() -> None:
+    engine = saying("a", "b", "c")
+    first, second = Conversation(TOKENIZER, user("?")), Conversation(TOKENIZER, user("?"))
+    for conversation in (first, first, second):
+        if conversation.num_turns:
+            conversation.add(*user("more"))
+        await conversation.agenerate(engine, SAMPLING)
+    sessions = [request.session_id for request in engine.requests]
+    assert sessions[0] == sessions[1] != sessions[2]
+
+
+async def test_turns_of_different_temperatures_make_no_trajectory() -> None:
+    conversation, engine = Conversation(TOKENIZER, user("?")), saying("a", "b")
+    await conversation.agenerate(engine, SamplingParams(temperature=1.0))
+    conversation.add(*user("more"))
+    await conversation.agenerate(engine, SamplingParams(temperature=0.5))
+    with pytest.raises(ValueError, match=r"\[0\.5, 1\.0\]"):
+        conversation.trajectory(1.0)
+
+
+async def test_a_demonstration_has_the_tokens_of_the_same_conversation_sampled() -> None:
+    shown = Conversation(TOKENIZER, user("?"))
+    shown.demonstrate("look")
+    shown.add({"role": "tool", "content": "42"})
+    shown.demonstrate("42")
+    sampled, engine = Conversation(TOKENIZER, user("?")), saying("look", "42")
+    await sampled.agenerate(engine, SAMPLING)
+    sampled.add({"role": "tool", "content": "42"})
+    await sampled.agenerate(engine, SAMPLING)
+    assert shown.token_ids == sampled.token_ids
+    assert shown.loss_mask == sampled.loss_mask
+
+
+THINKING_TEMPLATE = """\
+{%- set ns = namespace(last_user=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and loop.index0 < ns.last_user %}
+        {%- set content = content.split('</think>')[-1].lstrip() %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+@pytest.fixture
+def forgetful() -> PreTrainedTokenizerFast:
+    """A tokenizer whose template drops the thinking of earlier turns when the user speaks again, as Qwen3's does."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING_TEMPLATE
+    return tokenizer
+
+
+async def test_a_template_that_rewrites_earlier_turns_is_an_error(forgetful: PreTrainedTokenizerFast) -> None:
+    conversation, engine = Conversation(forgetful, user("?")), saying("<think>hm</think>4", "5")
+    await conversation.agenerate(engine, SAMPLING)
+    conversation.add(*user("sure?"))
+    with pytest.raises(ModelError, match="rewrites earlier turns.*keep_rewritten"):
+        await conversation.agenerate(engine, SAMPLING)
+
+
+async def test_rewritten_turns_stay_in_view_when_that_is_asked_for(forgetful: PreTrainedTokenizerFast) -> None:
+    conversation = Conversation(forgetful, user("?"), keep_rewritten=True)
+    engine = saying("<think>hm</think>4", "5")
+    await conversation.agenerate(engine, SAMPLING)
+    conversation.add(*user("sure?"))
+    await conversation.agenerate(engine, SAMPLING)
+    assert "<think>hm</think>4<|im_end|>\n<|im_start|>user\nsure?" in TOKENIZER.decode(engine.requests[1].input_ids)
+
+
+async def test_a_template_that_leaves_what_was_said_alone_is_no_error(forgetful: PreTrainedTokenizerFast) -> None:
+    conversation, engine = Conversation(forgetful, user("?")), saying("4", "5")
+    await conversation.agenerate(engine, SAMPLING)
+    conversation.add(*user("sure?"))
+    assert (await conversation.agenerate(engine, SAMPLING)).text == "5"
+
+
+def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_do() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match=r"no chat template; use a chat .* model"):
+        Conversation(tokenizer, user("?"))
+
+
+async def test_a_template_that_hides_the_assistants_words_is_an_error() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", "message.content | length | string")
+    conversation = Conversation(tokenizer, [{"role": "user", "content": "?"}])
+    await conversation.agenerate(saying("a"), SAMPLING)
+    conversation.add({"role": "tool", "content": "b"})
+    with pytest.raises(ModelError, match="as it is"):
+        await conversation.agenerate(saying("a"), SAMPLING)
+
+
+def test_only_the_environment_is_added() -> None:
+    with pytest.raises(ValueError, match="not added; it is sampled"):
+        Conversation(TOKENIZER, user("?")).add({"role": "assistant", "content": "4"})
+
+
+async def test_requests_carry_the_whole_transcript_and_the_sampling() -> None:
+    seen: list[ModelRequest] = []
+    engine = ScriptedEngine(lambda request: seen.append(request) or [TOKENIZER.eos_token_id])
+    conversation = Conversation(TOKENIZER, user("?"))
+    await conversation.agenerate(engine, SAMPLING)
+    assert seen[0].sampling is SAMPLING
+    assert TOKENIZER.decode(seen[0].input_ids) == "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
