@@ -153,7 +153,7 @@ async def test_a_demonstration_has_the_tokens_of_the_same_conversation_sampled()
 
 THINKING_TEMPLATE = """\
 {%- set ns = namespace(last_user=-1) %}
-{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last_user = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages if message.role == 'user' %}{%- set ns.last_user = messages.index(message) %}{% endfor %}
 {%- for message in messages %}
     {%- set content = message.content %}
     {%- if message.role == 'assistant' and loop.index0 < ns.last_user %}
@@ -177,7 +177,7 @@ async def test_a_template_that_rewrites_earlier_turns_is_an_error(forgetful: Pre
     conversation, engine = Conversation(forgetful, user("?")), saying("<think>hm</think>4", "5")
     await conversation.agenerate(engine, SAMPLING)
     conversation.add(*user("sure?"))
-    with pytest.raises(ModelError, match="rewrites earlier turns.*keep_rewritten"):
+    with pytest.raises(ModelError, match=r"rewrites earlier turns.*keep_rewritten"):
         await conversation.agenerate(engine, SAMPLING)
 
 

@@ -44,7 +44,8 @@ def test_a_tool_is_described_as_its_function_is() -> None:
 
 
 def test_calls_are_read_in_order_from_the_text_around_them() -> None:
-    text = 'First <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call> then\n<tool_call>{"name": "b", "arguments": {}}</tool_call>.'
+    text = 'First <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call> then\n'
+    text += '<tool_call>{"name": "b", "arguments": {}}</tool_call>.'
     assert parse_tool_calls(text) == [ToolCall(name="a", arguments={"x": 1}), ToolCall(name="b", arguments={})]
 
 
