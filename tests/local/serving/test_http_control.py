@@ -93,9 +93,10 @@ async def test_a_flush_forgets_the_prefixes(client: Client) -> None:
 async def test_new_weights_change_the_answers_and_old_ones_bring_them_back(
     client: Client, model_a: str, model_b: str
 ) -> None:
-    async def greedy() -> list[int]:
+    async def greedy() -> list[float]:
         sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
-        return (await client.generate(input_ids=PROMPT, sampling_params=sampling))["output_ids"]
+        answer = await client.generate(input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+        return [round(logprob, 3) for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]]
 
     before = await greedy()
     await client.post("/update_weights_from_disk", {"model_path": model_b, "weight_version": "v1"})

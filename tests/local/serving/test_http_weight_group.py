@@ -90,8 +90,10 @@ def announcing(model: str, group: str, **more: Any) -> dict[str, Any]:
     }
 
 
-async def greedy(client: Client) -> list[int]:
-    return (await client.generate(input_ids=[10, 11, 12, 13], sampling_params=GREEDY))["output_ids"]
+async def greedy(client: Client) -> list[float]:
+    """The logprobs of a greedy answer: other weights give others, even where they choose the same tokens."""
+    answer = await client.generate(input_ids=[10, 11, 12, 13], sampling_params=GREEDY, return_logprob=True)
+    return [round(logprob, 3) for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]]
 
 
 async def test_broadcast_weights_are_applied_at_the_end_of_the_transaction_and_not_before(
