@@ -42,8 +42,8 @@ CALCULATOR = Tool.from_function(calculator)
 TINY_SETTINGS: dict[str, Any] = {
     "run_dir": "runs/quickstart",
     "steps": 100,
-    "rollout": {"batch_size": 16, "group_size": 8, "max_staleness": 2},
-    "train": {"optimizer": {"lr": 1e-4, "warmup_steps": 3, "schedule": "linear", "total_steps": 100}},
+    "rollout": {"batch_size": 32, "group_size": 8, "max_staleness": 2},
+    "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 100, "min_lr_ratio": 0.1}},
     "evaluation": {"every": 25},
     "max_new_tokens": 32,
     "max_turns": 4,

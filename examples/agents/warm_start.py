@@ -21,7 +21,7 @@ from arl.workflow.tools import Tool
 Prompt = Callable[[str], list[dict[str, str]]]
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
-NUM_CAREFUL, NUM_MIXED, BATCH_SIZE = 8000, 2000, 16
+NUM_CAREFUL, NUM_MIXED, BATCH_SIZE = 16000, 2000, 16
 """First only careful demonstrations, from which it learns to copy; then mixed ones, from which it learns bad habits."""
 
 
@@ -32,14 +32,15 @@ def warm_start(directory: Path, prompt: Prompt, tool: Tool, excluded: Sequence[E
     teacher = math_tasks.demonstrations(NUM_CAREFUL, NUM_MIXED, excluded, seed)
     blank = directory.with_name(directory.name + ".blank")
     shutil.rmtree(blank, ignore_errors=True)
-    write_tiny_model(blank, _phrases(teacher, prompt, tool), SHAPE, seed)
+    phrases = _phrases(teacher, prompt, tool)
+    write_tiny_model(blank, phrases, SHAPE, seed)
     num_steps = (NUM_CAREFUL + NUM_MIXED) // BATCH_SIZE
     optimizer = OptimizerConfig(
         lr=1e-3, schedule="cosine", warmup_steps=30, total_steps=num_steps, min_lr_ratio=0.1, max_grad_norm=1.0
     )
     engine = FSDPTrainEngine(blank, TrainConfig(optimizer=optimizer, num_threads=2), seed)
     try:
-        tokenizer = tiny_tokenizer(_phrases(teacher, prompt, tool))
+        tokenizer = tiny_tokenizer(phrases)
         examples = [_tokens(demonstration, tokenizer, prompt, tool) for demonstration in teacher]
         for part in (examples[:NUM_CAREFUL], examples[NUM_CAREFUL:]):
             finetune(engine, part, batch_size=BATCH_SIZE, seed=seed, on_step=_report)
