@@ -41,10 +41,10 @@ CALCULATOR = Tool.from_function(calculator)
 
 TINY_SETTINGS: dict[str, Any] = {
     "run_dir": "runs/quickstart",
-    "steps": 100,
+    "steps": 60,
     "rollout": {"batch_size": 32, "group_size": 8, "max_staleness": 2},
-    "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 100, "min_lr_ratio": 0.1}},
-    "evaluation": {"every": 25},
+    "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 60, "min_lr_ratio": 0.1}},
+    "evaluation": {"every": 20},
     "max_new_tokens": 32,
     "max_turns": 4,
 }
