@@ -275,6 +275,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.url and not args.serve:
         parser.error("nothing to measure; give --url NAME=URL or --serve WHAT")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server that was started is stopped
     work = Workload(args.prompt_tokens, args.new_tokens, args.min_requests, args.logprobs)
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or (build_reference_model(Path(scratch, "model")) if args.serve else Path())
