@@ -16,7 +16,7 @@ from arl.workflow.tools import ToolError
 
 GENERATORS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
-    "basic_arithmetic": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "basic_arithmetic": {"max_terms": 2, "max_digits": 2, "operators": ("+", "-", "*"), "allow_parentheses": False},
     "products": {"min_digits": 1, "max_digits": 2},
     "simple_equations": {"min_terms": 2, "max_terms": 2, "max_value": 20},
     "gcd": {"max_value": 100},
