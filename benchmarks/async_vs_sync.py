@@ -29,13 +29,14 @@ import math_tasks
 from calculator import calculator
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
 from warm_start import warm_start
 
 from arl.api import SamplingParams
 from arl.cli import load_config
+from arl.engine.model import load_tokenizer
 from arl.launch import launch
 from arl.metrics import read_jsonl, write_atomically
+from arl.workflow.reward import InlineReward
 
 MEAN_S, SIGMA = 0.2, 1.0
 WINDOW = 5
@@ -80,8 +81,8 @@ async def train(max_staleness: int, args: argparse.Namespace) -> Result:
         args.run_dir / f"model-{args.seed}", math_agent.prompt, math_agent.CALCULATOR, held_out, args.seed
     )
     agent = math_agent.MathAgent(
-        tokenizer=AutoTokenizer.from_pretrained(model),
-        score=math_tasks.score,
+        tokenizer=load_tokenizer(model),
+        score=InlineReward(math_tasks.score),
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
         max_turns=config.max_turns,
         calculator=slow_calculator(args.seed),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -22,15 +22,18 @@ from typing import TYPE_CHECKING, Any
 import math_tasks
 from calculator import calculator
 from pydantic import PositiveFloat, PositiveInt, model_validator
+from transformers.utils import logging as transformers_logging
 from warm_start import warm_start
 
 from arl.api import Config, Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
 from arl.api.errors import DatasetError
 from arl.cli import run
 from arl.data import load_examples
+from arl.engine.model import load_tokenizer
 from arl.launch import launch
 from arl.metrics import plot_run, write_atomically
 from arl.workflow.conversation import Conversation
+from arl.workflow.reward import InlineReward
 from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
 
 if TYPE_CHECKING:
@@ -89,7 +92,7 @@ class MathAgent(RolloutWorkflow):
     """Speaks until it answers without calling a tool; the answer's score is the reward."""
 
     tokenizer: PreTrainedTokenizerBase
-    score: Callable[[str, Example], float]
+    score: InlineReward[[str, Example]]
     sampling: SamplingParams
     max_turns: int
     calculator: Tool = CALCULATOR
@@ -101,7 +104,7 @@ class MathAgent(RolloutWorkflow):
             turn = await conversation.agenerate(engine, self.sampling)
             calls = parse_tool_calls(turn.text)
             if not calls:
-                reward = self.score(final_answer(turn.text), data)
+                reward = await self.score(final_answer(turn.text), data)
                 break
             num_calls += len(calls)
             conversation.add(*await acall_tools(calls, [self.calculator]))
@@ -148,8 +151,7 @@ def questions(config: MathAgentConfig) -> tuple[Sequence[Example], Sequence[Exam
 
 
 async def main(config: MathAgentConfig) -> None:
-    from transformers import AutoTokenizer
-
+    transformers_logging.disable_progress_bar()
     training, held_out = questions(config)
     if config.model == "tiny":
         model = warm_start(
@@ -157,8 +159,8 @@ async def main(config: MathAgentConfig) -> None:
         )
         config = config.model_copy(update={"model": str(model)})
     agent = MathAgent(
-        tokenizer=AutoTokenizer.from_pretrained(config.model),
-        score=math_tasks.score if config.dataset == "reasoning-gym" else numeric_match,
+        tokenizer=load_tokenizer(config.model),
+        score=InlineReward(math_tasks.score if config.dataset == "reasoning-gym" else numeric_match),
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
         max_turns=config.max_turns,
     )

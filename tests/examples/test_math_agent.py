@@ -14,6 +14,7 @@ from arl.api import SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import ConfigError, DatasetError
 from arl.cli import load_config
 from arl.engine.tiny import tiny_tokenizer
+from arl.workflow.reward import InlineReward
 
 TOKENIZER = tiny_tokenizer()
 ENTRY = next(e for e in math_tasks.held_out(50) if len(math_tasks.expressions(e)) == 2)
@@ -29,9 +30,8 @@ async def episode(*answers: str, max_turns: int = 4) -> tuple[Trajectory, str]:
     """Run the agent on ENTRY with a model that says `answers`; also the text of all that it saw and said."""
     remaining = iter(answers)
     engine = ScriptedEngine(lambda _: [*TOKENIZER.encode(next(remaining)), TOKENIZER.eos_token_id])
-    agent = MathAgent(
-        tokenizer=TOKENIZER, score=math_tasks.score, sampling=SamplingParams(max_new_tokens=500), max_turns=max_turns
-    )
+    score, sampling = InlineReward(math_tasks.score), SamplingParams(max_new_tokens=500)
+    agent = MathAgent(tokenizer=TOKENIZER, score=score, sampling=sampling, max_turns=max_turns)
     trajectory = await agent.arun_episode(engine, ENTRY)
     return trajectory, str(TOKENIZER.decode(trajectory.token_ids))
 
