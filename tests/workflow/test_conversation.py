@@ -226,3 +226,13 @@ async def test_requests_carry_the_whole_transcript_and_the_sampling() -> None:
     await conversation.agenerate(engine, SAMPLING)
     assert seen[0].sampling is SAMPLING
     assert TOKENIZER.decode(seen[0].input_ids) == "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_a_conversation_may_begin_without_a_user() -> None:
+    conversation, engine = Conversation(TOKENIZER, [{"role": "system", "content": "Begin."}]), saying("a", "b")
+    await conversation.agenerate(engine, SAMPLING)
+    conversation.add(*user("more"))
+    await conversation.agenerate(engine, SAMPLING)
+    assert TOKENIZER.decode(engine.requests[1].input_ids).startswith(
+        "<|im_start|>system\nBegin.<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\nmore<|im_end|>"
+    )
