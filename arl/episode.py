@@ -89,7 +89,9 @@ class EpisodeRunner:
             if _is_cancelled_from_outside():
                 raise
             return _with_cause(RuntimeError("arun_episode raised CancelledError, but nobody cancelled it"), error)
-        except Exception as error:  # noqa: BLE001 - the one boundary where an episode's failure becomes data
+        except Exception as error:  # the one boundary where an episode's failure becomes data
+            if _is_cancelled_from_outside():  # its cleanup failed under the cancellation; it must not run again
+                raise asyncio.CancelledError from error
             return self._timed_out(error) if limit.expired() else error
         return self._timed_out(None) if limit.expired() else trajectories
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from arl.api.config import Config, LocalEngineConfig
-from arl.api.errors import DatasetError, ModelError, ServerError
+from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
 from arl.buffer import ReplayBuffer
@@ -51,6 +51,11 @@ async def launch(
     for name, examples in (("dataset", dataset), ("eval_dataset", eval_dataset)):
         if examples is not None and len(examples) == 0:
             raise DatasetError(f"{name} is empty; it needs at least one example")
+    if config.evaluation.every and eval_dataset is None:
+        raise ConfigError(
+            f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
+            "eval_dataset, or leave evaluation.every unset"
+        )
     async with AsyncExitStack() as stack:
         trainer = await _build(stack, config, workflow, dataset, eval_dataset, keep)
         async with trainer.running():

@@ -269,7 +269,7 @@ class RolloutController:
         if num_finished < enough:
             return Outcome.DROPPED if num_finished + run.num_failed >= enough else Outcome.REJECTED
         group = _group(run)
-        if self._config.drop_equal_rewards and len({t.reward for t in group.trajectories}) == 1:
+        if self._config.drop_equal_rewards and _has_equal_rewards(group):
             return Outcome.REJECTED
         if self._keep is not None and not self._keep(group):
             return Outcome.REJECTED
@@ -315,6 +315,11 @@ class RolloutController:
                 self._totals.straggler_groups += 1
                 run.cut()
                 await self._buffer.release(slot)
+
+
+def _has_equal_rewards(group: Group) -> bool:
+    """Whether each role's trajectories all have the same reward, so that all advantages are 0."""
+    return len({(t.role, t.reward) for t in group.trajectories}) == len({t.role for t in group.trajectories})
 
 
 def _group(run: _GroupRun) -> Group:

@@ -200,7 +200,7 @@ class Trainer:
 
     async def _delivered(self) -> None:
         if self._delivery:
-            await self._delivery
+            await asyncio.shield(self._delivery)  # whoever gives up waiting must not cancel the delivery
 
     # Beside the loop --------------------------------------------------------------------------------------------
 

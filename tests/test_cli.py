@@ -56,6 +56,8 @@ def test_an_engine_section_without_kind_speaks_of_the_embedded_one() -> None:
         (["--rollout.min_group_size", "9", "--rollout.group_size", "4"], "min_group_size is 9; "),
         (["--ppo.minibatches", "3"], "ppo.minibatches is 3; it must divide rollout.batch_size=32"),
         (["--train.optimizer.schedule", "cosine"], "train.optimizer: schedule is cosine; it needs total_steps"),
+        (["--ppo.proximal", "bypassed", "--ppo.behavior_weight_cap", "2"], "there is no weight to cap"),
+        (["--train.optimizer.total_steps", "9"], "are for a decaying schedule; schedule is constant"),
         (["--steps", "many"], "steps is 'many': Input should be a valid integer"),
         (["--steps"], "--steps: expected one argument"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml cannot be read"),

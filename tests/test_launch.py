@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arl.api.config import Config
-from arl.api.errors import DatasetError, ModelError
+from arl.api.errors import ConfigError, DatasetError, ModelError
 from arl.engine.tiny import write_tiny_model
 from arl.launch import launch
 from arl.metrics import read_jsonl
@@ -126,6 +126,14 @@ async def test_an_empty_dataset_is_refused_before_anything_starts(model: Path, t
     config = Config(model=str(model), run_dir=tmp_path / "run")
     with pytest.raises(DatasetError, match="dataset is empty"):
         async with launch(config, workflow=SayDigits(), dataset=[]):
+            pass
+    assert not (tmp_path / "run").exists()
+
+
+async def test_evaluation_beside_training_without_examples_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = Config.model_validate({"model": "none", "run_dir": tmp_path / "run", "evaluation": {"every": 5}})
+    with pytest.raises(ConfigError, match=r"evaluation\.every is 5, but there is nothing to evaluate on"):
+        async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
             pass
     assert not (tmp_path / "run").exists()
 

@@ -297,3 +297,22 @@ async def test_an_evaluation_beside_training_has_the_version_it_was_due_at(tmp_p
     async with running(tmp_path, steps=6, evaluate=True, evaluation={"every": 3}) as trainer:
         _ = [step async for step in trainer]
     assert [row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")] == [3, 6]
+
+
+async def test_giving_up_on_an_evaluation_does_not_cancel_the_delivery_it_waited_for(tmp_path: Path) -> None:
+    is_delivering, may_deliver = asyncio.Event(), asyncio.Event()
+
+    async def hold(update: WeightUpdate) -> None:
+        if update.version == 1:
+            is_delivering.set()
+            await may_deliver.wait()
+
+    async with running(tmp_path, transport=DirectTransport(hold), steps=3, evaluate=True) as trainer:
+        assert (await anext(trainer)).version == 1
+        await is_delivering.wait()
+        evaluation = asyncio.create_task(trainer.evaluate())
+        await asyncio.sleep(0)
+        evaluation.cancel()
+        may_deliver.set()
+        assert [step.version async for step in trainer] == [2, 3]
+        assert trainer.inference_engine.version == 3

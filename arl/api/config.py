@@ -142,6 +142,8 @@ class OptimizerConfig(Section):
     def _decay_has_an_end(self) -> OptimizerConfig:
         if self.schedule != "constant" and self.total_steps is None:
             raise ValueError(f"schedule is {self.schedule}; it needs total_steps, the optimizer steps until it ends")
+        if self.schedule == "constant" and self.model_fields_set & {"total_steps", "min_lr_ratio"}:
+            raise ValueError("total_steps and min_lr_ratio are for a decaying schedule; schedule is constant")
         return self
 
 
@@ -179,6 +181,12 @@ class PPOConfig(Section):
     """token_mean: every trained token of the minibatch weighs the same. sequence_mean: every trajectory does."""
     minibatches: PositiveInt = 1
     """Optimizer steps per batch: the batch's groups are split into this many minibatches."""
+
+    @model_validator(mode="after")
+    def _cap_has_a_weight(self) -> PPOConfig:
+        if self.proximal == "bypassed" and "behavior_weight_cap" in self.model_fields_set:
+            raise ValueError("behavior_weight_cap is set, but with proximal=bypassed there is no weight to cap")
+        return self
 
 
 class WeightsConfig(Section):

@@ -48,6 +48,8 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it must be -1 (off) or at least 1")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty string, which every text contains; leave it out")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1]")
 

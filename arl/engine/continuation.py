@@ -83,7 +83,8 @@ class PartialResponse:
     def _judge(self, answer: Answer, eos_token_ids: Collection[int]) -> StopReason | None:
         if answer.finish == "stop" or self._completes_a_stop_string(answer.text):
             return "stop"
-        if answer.finish == "abort" and answer.output_ids and self._is_end(answer.output_ids[-1], eos_token_ids):
+        # Also of an answer cut for length: SGLang looks at the budget first, and a seam may have asked for one token.
+        if answer.output_ids and self._is_end(answer.output_ids[-1], eos_token_ids):
             return "stop"
         if self.num_tokens >= self._sampling.max_new_tokens:
             return "length"

@@ -193,7 +193,12 @@ def _rank_device(device: str) -> torch.device:
         return torch.device(kind)
     if kind != "cuda" or not torch.cuda.is_available():
         raise ConfigError(f"train.device is {device}, which this torch cannot compute on; cpu, or cuda where it has it")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    named, rank = torch.device(device).index, os.environ.get("LOCAL_RANK")
+    if named is not None and rank is not None and named != int(rank):
+        raise ConfigError(
+            f"train.device is {device}, but this process is local rank {rank}; say cuda, without a number"
+        )
+    index = named if named is not None else int(rank or 0)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

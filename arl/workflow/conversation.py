@@ -95,9 +95,13 @@ class Conversation:
 
     async def agenerate(self, engine: InferenceEngine, sampling: SamplingParams) -> Turn:
         """Let the model speak. Raises what `engine.agenerate` raises, and ModelError for a rewriting template."""
-        self._append_pending()
-        request = ModelRequest(input_ids=self.token_ids, sampling=sampling, session_id=self.session_id)
-        response = await engine.agenerate(request)
+        said = tuple(self._pending)
+        between = self._between_turns(said)
+        input_ids = (*self._token_ids, *between)
+        response = await engine.agenerate(
+            ModelRequest(input_ids=input_ids, sampling=sampling, session_id=self.session_id)
+        )
+        self._commit(said, between)  # only now: a call that failed may be made again
         self._append(response.output_ids, response.output_logprobs, response.output_versions)
         self._temperatures.add(response.temperature)
         text = self._text_of(response)
@@ -108,10 +112,11 @@ class Conversation:
     def demonstrate(self, text: str) -> None:
         """Append a turn that the model should imitate, ended as the template ends turns. It has no logprobs: it is
         for supervised training, by `token_ids` and `loss_mask`."""
-        self._append_pending()
+        said = tuple(self._pending)
+        self._commit(said, self._between_turns(said))
         end = self._encode(self._after_turn([]))[:1]
         ids = [*self._encode(text), *end]
-        self._append(ids, [0.0] * len(ids), [0] * len(ids))
+        self._append(ids, [0.0] * len(ids), [NOT_SAMPLED] * len(ids))
         self._messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
 
@@ -138,18 +143,21 @@ class Conversation:
         self._logprobs.extend(logprobs if logprobs is not None else [0.0] * len(ids))
         self._versions.extend(versions if versions is not None else [NOT_SAMPLED] * len(ids))
 
-    def _append_pending(self) -> None:
-        """Close the turn before, if the model did not, and open the next one, with what was said in between."""
+    def _between_turns(self, said: Sequence[Message]) -> list[int]:
+        """What closes the turn before, if the model did not, and opens the next one, with what was said in between."""
         if not self.num_turns:
-            if self._pending:
+            if said:
                 raise ValueError("messages were added before the first turn; give them to Conversation instead")
-            return
+            return []
         self._check_history()
-        ids = self._encode(self._after_turn(self._pending, add_generation_prompt=True))
+        ids = self._encode(self._after_turn(said, add_generation_prompt=True))
         already_ended = self._token_ids[-1] == ids[0]
-        self._append(ids[already_ended:])
-        self._messages.extend(self._pending)
-        self._pending.clear()
+        return ids[already_ended:]
+
+    def _commit(self, said: Sequence[Message], ids: Sequence[int]) -> None:
+        self._append(ids)
+        self._messages.extend(said)
+        del self._pending[: len(said)]
 
     def _after_turn(self, messages: Iterable[Message], add_generation_prompt: bool = False) -> str:
         """What the template writes after an assistant's words, from the end of the turn on, when `messages` follow."""

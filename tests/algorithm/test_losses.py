@@ -123,8 +123,8 @@ def test_extreme_log_ratios_stay_finite(cap: float | None):
 
 
 def test_the_loss_is_built_from_its_section_of_the_configuration():
-    config = PPOConfig(clip_low=0.1, clip_high=0.3, proximal="bypassed", behavior_weight_cap=2.0)
-    assert PPOLoss.of(config) == PPOLoss(clip_low=0.1, clip_high=0.3, proximal="bypassed", behavior_weight_cap=2.0)
+    config = PPOConfig(clip_low=0.1, clip_high=0.3, minibatches=2, behavior_weight_cap=2.0)
+    assert PPOLoss.of(config) == PPOLoss(clip_low=0.1, clip_high=0.3, proximal="recomputed", behavior_weight_cap=2.0)
 
 
 @pytest.mark.parametrize(("minibatches", "proximal"), [(1, "current"), (2, "recomputed")])

@@ -118,6 +118,26 @@ async def test_a_cancellation_from_outside_passes() -> None:
         await task
 
 
+async def test_a_cleanup_that_fails_under_a_cancellation_from_outside_runs_nothing_again() -> None:
+    runs: list[int] = []
+
+    async def fails_to_clean_up() -> None:
+        runs.append(1)
+        try:
+            await asyncio.sleep(9)
+        finally:
+            raise ConnectionError("the sandbox is gone")
+
+    workflow = Scripted(lambda _: fails_to_clean_up())
+    runner = EpisodeRunner(engine=engine_with_latency(), workflow=workflow, timeout_s=99, retries=1)
+    task = asyncio.ensure_future(runner.run({"number": 0}, name="the episode"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert runs == [1]
+
+
 @pytest.mark.parametrize(
     ("returned", "named"),
     [

@@ -172,6 +172,7 @@ def test_engines_of_one_process_do_not_close_each_other(make_engine: MakeEngine)
     ],
 )
 def test_schedules_warm_up_and_decay_to_their_floor(schedule, expected: list[float]):
-    config = OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=2, total_steps=6, min_lr_ratio=0.2)
+    decay = {} if schedule == "constant" else {"total_steps": 6, "min_lr_ratio": 0.2}
+    config = OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=2, **decay)
     rates = [learning_rate(config, step) / 2 for step in range(8)]
     assert rates == pytest.approx(expected, abs=1e-4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
-from arl.api.errors import ModelError
+from arl.api.errors import ModelError, RequestTimeoutError
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
@@ -103,6 +103,23 @@ async def test_a_turn_cut_off_by_length_is_closed_by_a_token_that_is_not_trained
     text = TOKENIZER.decode(engine.requests[1].input_ids)
     assert text.endswith("assistant\nab<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
     assert sum(conversation.loss_mask[: len(engine.requests[1].input_ids)]) == 2
+
+
+async def test_a_call_that_failed_can_be_made_again() -> None:
+    conversation = Conversation(TOKENIZER, user("?"))
+    await conversation.agenerate(saying("a"), SAMPLING)
+    conversation.add(*user("go on"))
+    with pytest.raises(RequestTimeoutError):
+        await conversation.agenerate(ScriptedEngine(fails), SAMPLING)
+    engine = saying("b")
+    await conversation.agenerate(engine, SAMPLING)
+    text = TOKENIZER.decode(engine.requests[0].input_ids)
+    assert text.endswith("assistant\na<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "user", "assistant"]
+
+
+def fails(request: ModelRequest) -> list[int]:
+    raise RequestTimeoutError("too slow")
 
 
 async def test_versions_logprobs_and_temperature_are_those_of_the_responses() -> None:

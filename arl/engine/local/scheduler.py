@@ -29,6 +29,9 @@ Deliver = Callable[[Sequence[Job]], None]
 _PREFILL_TOKENS = {"cpu": 512}
 """Most prompt tokens in a step, by device: enough to keep it busy, and not so many that decoding stalls."""
 
+_ROWS_FOR_ONE_THREAD = 48
+"""Below this many sequences a second CPU thread costs more, by waiting at each matmul's end, than it brings."""
+
 _SHUTTING_DOWN = "the server is shutting down"
 
 _T = TypeVar("_T")
@@ -187,7 +190,7 @@ class Scheduler:
     # ---- on the model thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)
+        self._set_threads(self._num_threads)
         try:
             while not self._is_closing:
                 self._obey()
@@ -211,12 +214,17 @@ class Scheduler:
             self._commands.get()()
 
     def _step(self) -> None:
+        self._set_threads(1 if self._batch.num_running <= _ROWS_FOR_ONE_THREAD else self._num_threads)
         try:
             delivered = self._batch.step()
         except Exception as error:
             _logger.exception("a step failed; its requests are aborted")
             delivered = self._batch.fail(error)
         self._send(delivered)
+
+    def _set_threads(self, num_threads: int) -> None:
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
 
     def _send(self, jobs: Sequence[Job]) -> None:
         if jobs:
