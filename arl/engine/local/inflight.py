@@ -3,6 +3,9 @@
     handler --submit--> scheduler (model thread) --deliver, once per step--> event loop --> Following.progress
 
 `progress` is woken by the step that finished one of its jobs, or added tokens to a streaming one.
+
+A streaming job is read while the model thread goes on writing. So the scheduler gets a twin of it, and the job itself
+is brought up to date on the event loop, from a copy taken at the end of the step: what a handler reads is of one step.
 """
 
 from __future__ import annotations
@@ -57,16 +60,20 @@ class Inflight:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._following: dict[Job, Following] = {}
+        self._following: dict[Job, tuple[Following, Job]] = {}  # by the job that the scheduler has
         self._named: dict[str, Sequence[Job]] = {}
 
     def deliver(self, jobs: Sequence[Job]) -> None:
         """Called on the model thread, once per step."""
-        self._loop.call_soon_threadsafe(self._notice, tuple(jobs))
+        states = [(job, job.copy() if job.stream else job) for job in jobs]
+        self._loop.call_soon_threadsafe(self._notice, states)
 
-    def _notice(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if following := self._following.get(job):
+    def _notice(self, states: Sequence[tuple[Job, Job]]) -> None:
+        for submitted, state in states:
+            if submitted in self._following:
+                following, job = self._following[submitted]
+                if job is not submitted:
+                    job.become(state)
                 following.notice(job)
 
     @contextmanager
@@ -83,16 +90,17 @@ class Inflight:
         jobs = list(dict.fromkeys(job for members in named.values() for job in members))
         following = Following(jobs)
         self._named.update(named)
-        self._following.update(dict.fromkeys(jobs, following))
+        submitted = {job.copy() if job.stream else job: job for job in jobs}
+        self._following.update({one: (following, job) for one, job in submitted.items()})
         try:
-            for job in jobs:
-                scheduler.submit(job)
+            for one in submitted:
+                scheduler.submit(one)
             yield following
         finally:
             for job in following.unfinished:
                 scheduler.abort(job.rid)
-            for job in jobs:
-                del self._following[job]
+            for one in submitted:
+                del self._following[one]
             for rid in named:
                 del self._named[rid]
 

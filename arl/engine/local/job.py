@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from arl.api.types import SamplingParams
@@ -34,6 +34,17 @@ class Job:
     @property
     def is_done(self) -> bool:
         return self.finish_reason is not None
+
+    def copy(self) -> Job:
+        """Another job in the same state, which no later step changes."""
+        lists = (list(self.output_ids), list(self.output_logprobs), list(self.versions))
+        return replace(self, output_ids=lists[0], output_logprobs=lists[1], versions=lists[2])
+
+    def become(self, state: Job) -> None:
+        """Take over what was generated in `state`."""
+        self.output_ids, self.output_logprobs, self.versions = state.output_ids, state.output_logprobs, state.versions
+        self.cached_tokens, self.num_retractions = state.cached_tokens, state.num_retractions
+        self.finish_reason = state.finish_reason
 
     def abort(self, message: str, status_code: int | None = None) -> None:
         """Finish with what was generated so far. status_code says that the job failed, rather than was cancelled."""
