@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from arl.api.engine import Saving
 from arl.api.errors import CheckpointError
 
 _ASIDE = ".writing-"
@@ -30,14 +31,14 @@ class Checkpoints:
     def newest_version(self) -> int | None:
         return max(self._versions(), default=None)
 
-    def save(self, version: int, save_engine: Callable[[Path], None], state: dict[str, Any]) -> None:
+    def save(self, version: int, save_engine: Callable[[Path], Saving], state: dict[str, Any]) -> None:
         """Write the checkpoint of `version` and drop the oldest past `keep`. Raises CheckpointError, e.g. disk full."""
         aside = self._directory / f"{_ASIDE}{version}"
         for left_by_a_kill in self._directory.glob(f"{_ASIDE}*"):
             shutil.rmtree(left_by_a_kill, ignore_errors=True)
         try:
             aside.mkdir(parents=True)
-            save_engine(aside / "engine")
+            save_engine(aside / "engine").wait()
             with (aside / "state.json").open("w") as file:
                 json.dump({"identity": self._identity, **state}, file)
                 file.flush()

@@ -14,7 +14,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from arl.api.config import Config, LocalEngineConfig
+from arl.api.config import Config, DiskWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
+from arl.api.engine import WeightTransport
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
@@ -24,7 +25,7 @@ from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.model import load_tokenizer, local_directory
 from arl.engine.processes import local_servers
 from arl.engine.sglang import RemoteSGLangEngine
-from arl.engine.transport import DiskTransport
+from arl.engine.transport.disk import DiskTransport
 from arl.evaluation import Evaluator
 from arl.metrics import RunLog
 from arl.rollout import Dataset, RolloutController
@@ -82,7 +83,7 @@ async def _build(
     train_engine = await loading
     stack.push_async_callback(thread, train_engine.close)
     engine = await stack.enter_async_context(RemoteSGLangEngine(addresses, config.engine, api_key=api_key))
-    transport = DiskTransport(config.weights, config.run_dir)
+    transport = _transport(config)
     stack.callback(transport.close)
 
     identity = {"model": config.model, "seed": config.seed, "num_examples": len(dataset)}
@@ -120,7 +121,15 @@ async def _addresses(config: Config, stack: AsyncExitStack) -> tuple[Sequence[st
         directory = await asyncio.to_thread(local_directory, config.model)
         servers = local_servers(directory, config.engine, config.run_dir / "logs")
         return await stack.enter_async_context(servers), None
+    if isinstance(config.engine, SGLangProcessesConfig):
+        raise ConfigError("engine.kind sglang_processes is not there yet")
     return config.engine.addresses, config.engine.api_key
+
+
+def _transport(config: Config) -> WeightTransport:
+    if isinstance(config.weights, DiskWeightsConfig):
+        return DiskTransport(config.weights, config.run_dir)
+    raise ConfigError(f"weights.transport {config.weights.transport} is not there yet")
 
 
 def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:

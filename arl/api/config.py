@@ -5,6 +5,7 @@ Each component is given only its own section. Times are in seconds (`_s`). A var
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -40,6 +41,8 @@ class ClientConfig(Section):
     new weights, abort returns partial outputs that the client continues."""
     update_timeout_s: PositiveFloat = 120.0
     """Longest time one server may take to load new weights before it is fenced off."""
+    update_order: Literal["all", "rolling"] = "all"
+    """all: a weight update reaches every server at once. rolling: one after another, while the others generate."""
 
 
 class LocalEngineConfig(ClientConfig):
@@ -56,6 +59,8 @@ class LocalEngineConfig(ClientConfig):
     """How many requests one server decodes at once; more wait in its queue."""
     context_length: PositiveInt | None = None
     """Longest prompt plus response in tokens; the model's own limit (at most 4096) when unset."""
+    max_restarts: NonNegativeInt = 3
+    """How often a server that died is started again. Its requests go to the others meanwhile."""
     startup_timeout_s: PositiveFloat = 120.0
     """Longest time a server may take until it answers /health."""
 
@@ -76,7 +81,27 @@ class SGLangEngineConfig(ClientConfig):
         return self
 
 
-EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig, Field(discriminator="kind")]
+class SGLangProcessesConfig(ClientConfig):
+    """SGLang servers that arl starts on this machine, as processes of its own, and stops."""
+
+    kind: Literal["sglang_processes"] = "sglang_processes"
+    python: Path = Path(sys.executable)
+    """The Python interpreter that has sglang; its environment may be another than arl's."""
+    num_servers: PositiveInt = 1
+    """How many servers to start, each on a free port."""
+    gpus_per_server: NonNegativeInt = 1
+    """GPUs of this machine for each server, in order: its tensor-parallel size. 0: servers on the CPU."""
+    first_gpu: NonNegativeInt = 0
+    """The GPUs before this one are left alone, for the trainer."""
+    arguments: tuple[str, ...] = ()
+    """More arguments for each `python -m sglang.launch_server`, such as --mem-fraction-static 0.8."""
+    max_restarts: NonNegativeInt = 3
+    """How often a server that died is started again. Its requests go to the others meanwhile."""
+    startup_timeout_s: PositiveFloat = 600.0
+    """Longest time a server may take until it answers /health."""
+
+
+EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig | SGLangProcessesConfig, Field(discriminator="kind")]
 
 
 class RolloutConfig(Section):
@@ -161,6 +186,40 @@ class TrainConfig(Section):
     """CPU threads of the trainer's torch."""
     logprob_chunk_size: PositiveInt = 1024
     """Tokens whose [tokens, vocabulary] logits are held at once."""
+    share_prefixes: bool = True
+    """Forward the tokens with which sequences of a microbatch begin alike (a prompt, earlier turns) once."""
+    num_ranks: PositiveInt = 1
+    """Processes to train with. 1: this process. More: Ray actors, each with num_threads CPUs, and a GPU on cuda."""
+    ray_address: str | None = None
+    """With several ranks: the Ray cluster to use, such as auto. Unset: one of this machine, for this run alone."""
+    tensor_parallel: PositiveInt = 1
+    """Split each layer of a Qwen or Llama over so many ranks; divides num_ranks, which are data-parallel otherwise."""
+    context_parallel: PositiveInt = 1
+    """Not supported above 1: torch's ring attention has no packed sequences. Longer ones need activation_checkpointing,
+    cpu_offload or tensor_parallel."""
+    activation_checkpointing: bool = False
+    """Keep each layer's input alone and compute the rest again in the backward pass: less memory, a third slower."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in the CPU's memory between uses (device cuda)."""
+    compile: bool = False
+    """torch.compile each layer: faster after minutes of compiling."""
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> TrainConfig:
+        if self.context_parallel > 1:
+            raise ValueError(
+                "context_parallel is above 1, which arl does not support: torch's ring attention knows no packed "
+                "sequences. Use activation_checkpointing, cpu_offload or tensor_parallel for long ones"
+            )
+        if self.num_ranks % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks, which is {self.num_ranks}"
+            )
+        if self.cpu_offload and self.device.startswith("cpu"):
+            raise ValueError("cpu_offload is for train.device=cuda; on a CPU the weights are in its memory already")
+        if self.ray_address is not None and self.num_ranks == 1:
+            raise ValueError("ray_address is set, but num_ranks is 1, which trains in this process and without Ray")
+        return self
 
 
 class PPOConfig(Section):
@@ -189,14 +248,42 @@ class PPOConfig(Section):
         return self
 
 
-class WeightsConfig(Section):
-    """How weights reach the servers."""
+class DiskWeightsConfig(Section):
+    """Servers load a model directory."""
 
     transport: Literal["disk"] = "disk"
-    """disk: a model directory that the servers load."""
     directory: Path | None = None
-    """Where snapshots are written; must be visible to every server. Unset: a RAM-backed directory of this machine,
-    or the run directory where there is none."""
+    """Where model directories are written; must be visible to every server. Unset: a RAM-backed directory of this
+    machine, or the run directory where there is none."""
+
+
+class DistributedWeightsConfig(Section):
+    """Servers receive tensors through a process group that they share with the trainer: no file is written."""
+
+    transport: Literal["distributed"] = "distributed"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl where the trainer is on CUDA, gloo where it is on a CPU. All servers have to support it."""
+    address: str | None = None
+    """Where servers on other machines reach the trainer. Unset: the trainer's own address as its network says it."""
+    bucket_bytes: PositiveInt = 256 << 20
+    """Tensors are gathered and sent in buckets of about this size; a larger tensor is one of its own."""
+
+
+class DeltaWeightsConfig(Section):
+    """What changed since the version that a server holds is sent, patched into a model directory next to the server,
+    and loaded from there: exact to the bit, and small at the learning rates of RL."""
+
+    transport: Literal["delta"] = "delta"
+    directory: Path | None = None
+    """Where the model directory that this machine's servers load is kept. Unset: as for disk."""
+    mirrors: dict[str, str] = {}
+    """For servers on other machines: server address -> address of a `python -m arl.engine.mirror` that runs there."""
+
+
+WeightsConfig = Annotated[
+    DiskWeightsConfig | DistributedWeightsConfig | DeltaWeightsConfig, Field(discriminator="transport")
+]
+"""How weights reach the servers."""
 
 
 class EvaluationConfig(Section):
@@ -234,7 +321,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     ppo: PPOConfig = PPOConfig()
-    weights: WeightsConfig = WeightsConfig()
+    weights: WeightsConfig = DiskWeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -244,6 +331,11 @@ class Config(Section):
     def _local_unless_said(cls, engine: Any) -> Any:
         """A section that names no kind speaks of the default one."""
         return {"kind": "local", **cast("dict[str, Any]", engine)} if isinstance(engine, dict) else engine
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _disk_unless_said(cls, weights: Any) -> Any:
+        return {"transport": "disk", **cast("dict[str, Any]", weights)} if isinstance(weights, dict) else weights
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:

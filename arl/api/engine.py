@@ -14,15 +14,98 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a model as servers know it: its name in checkpoints, its dtype ("bfloat16") and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGroup:
+    """A process group through which one server receives weights: its sender is rank 0 and listens at address:port.
+
+    The server's ranks are 1..world_size-1. backend: gloo (CPU tensors) or nccl.
+    """
+
+    name: str
+    address: str
+    port: int
+    world_size: int
+    backend: str
+
+
+class WeightServer(Protocol):
+    """One inference server, as a weight update sees it. Calls raise ServerError; timeouts are the caller's."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes of the server take part in a WeightGroup: its tensor-parallel size."""
+        ...
+
+    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
+        """Load a model directory that the server sees under this absolute path, and label it with the version."""
+        ...
+
+    async def join_group(self, group: WeightGroup) -> None:
+        """Returns when sender and server have met, so the sender has to join at the same time."""
+        ...
+
+    async def leave_group(self, name: str) -> None: ...
+
+    async def begin_update(self) -> None: ...
+
+    async def receive(
+        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int, flush_cache: bool
+    ) -> None:
+        """Receive one broadcast for each tensor, in this order, while the sender sends them."""
+        ...
+
+    async def end_update(self) -> None:
+        """Serve what was received since begin_update."""
+        ...
+
+
+class WeightUpdate(Protocol):
+    """New weights on their way to the servers. An inference engine calls both methods for each server it updates.
+
+    It may do so for several servers at once, for one again after a failure, and later for one that was away: until a
+    newer update was delivered, an update can be loaded.
+    """
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """What was moved for this version so far, all servers together."""
+        ...
+
+    async def prepare(self, server: WeightServer) -> None:
+        """Bring what the server needs next to it while it still generates. Raises ServerError, TransportError."""
+        ...
+
+    async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
+        """Make the (paused) server hold `version`, wholly: when this raises, it must not be served from."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskWeights:
-    """A weight update that servers read from a Hugging Face model directory (an absolute path) of `num_bytes`."""
+    """A WeightUpdate that is there already: a Hugging Face model directory (an absolute path) of `num_bytes`."""
 
     version: int
     directory: Path
     num_bytes: int = 0
 
+    async def prepare(self, server: WeightServer) -> None: ...
 
-WeightUpdate = DiskWeights
+    async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
+        await server.load_directory(self.directory, version=self.version, flush_cache=flush_cache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +150,10 @@ class InferenceEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        """Bring every server to `update.version` while requests are in flight. `version` is that when it returns."""
+        """Bring every server to `update.version` while requests are in flight. `version` is that when it returns.
+
+        Raises ServerError if no server holds it, and ValueError for a version below the one served.
+        """
         ...
 
     async def aclose(self) -> None:
@@ -112,6 +198,29 @@ class TokenLoss(Protocol):
         ...
 
 
+class Snapshot(Protocol):
+    """The weights of one version, copied aside. Methods block, and may be called beside training from any thread."""
+
+    @property
+    def version(self) -> int: ...
+
+    def write(self, directory: Path) -> int:
+        """Write a Hugging Face model directory (weights, config, tokenizer), whole or not at all; returns its bytes."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the memory. Idempotent."""
+        ...
+
+
+class Saving(Protocol):
+    """A checkpoint being written beside training."""
+
+    def wait(self) -> None:
+        """Block until it is on the disk. Raises CheckpointError; earlier checkpoints are then untouched."""
+        ...
+
+
 class TrainEngine(Protocol):
     """Holds the weights being trained. Calls block, and come from one thread."""
 
@@ -128,12 +237,15 @@ class TrainEngine(Protocol):
         """One optimizer step for each minibatch, then version += 1. Metrics are means over the minibatches."""
         ...
 
-    def export(self, directory: Path) -> int:
-        """Write a Hugging Face model directory (weights, config, tokenizer) and return the bytes written."""
+    def snapshot(self) -> Snapshot:
+        """Copy the weights aside, as servers hold them. Later steps do not change the copy."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG."""
+    def save(self, directory: Path) -> Saving:
+        """Copy aside everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG.
+
+        `directory` is written beside later steps, and is complete when the saving has ended.
+        """
         ...
 
     def load(self, directory: Path) -> None:
@@ -147,7 +259,7 @@ class WeightTransport(Protocol):
     """Moves weights from a TrainEngine to an InferenceEngine: take a snapshot, then deliver it beside training."""
 
     def snapshot(self, engine: TrainEngine) -> WeightUpdate:
-        """Copy the weights aside; blocks the trainer's thread and nothing else."""
+        """Copy the weights aside: the one part of a publish that training waits for."""
         ...
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:

@@ -9,10 +9,11 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arl.api.engine import TokenLoss, UpdateStats, WeightUpdate
+from arl.api.engine import Saving, Snapshot, TokenLoss, UpdateStats, WeightUpdate
 from arl.api.errors import EngineClosedError
 from arl.api.types import ModelRequest, ModelResponse, TrainSequence
 
@@ -101,17 +102,37 @@ class ScriptedTrainEngine:
         self._version += 1
         return {"loss": 0.0}
 
-    def export(self, directory: Path) -> int:
-        return self._write(directory / "weights.json")
+    def snapshot(self) -> Snapshot:
+        return _ScriptedSnapshot(version=self._version)
 
-    def save(self, directory: Path) -> None:
-        self._write(directory / "engine.json")
+    def save(self, directory: Path) -> Saving:
+        return _ScriptedSaving(directory=directory, version=self._version)
 
     def load(self, directory: Path) -> None:
         self._version = json.loads((directory / "engine.json").read_text())["version"]
 
     def close(self) -> None: ...
 
-    def _write(self, path: Path) -> int:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.write_text(json.dumps({"version": self._version}))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScriptedSnapshot:
+    version: int
+
+    def write(self, directory: Path) -> int:
+        return _write(directory / "weights.json", self.version)
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScriptedSaving:
+    directory: Path
+    version: int
+
+    def wait(self) -> None:
+        _write(self.directory / "engine.json", self.version)
+
+
+def _write(path: Path, version: int) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.write_text(json.dumps({"version": version}))

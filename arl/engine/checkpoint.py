@@ -34,9 +34,18 @@ class Progress:
     parameters: Mapping[str, list[int]]
 
 
-def save_checkpoint(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSaving:
+    """One rank's part of a checkpoint being written; see arl.api.engine.Saving."""
+
+    directory: Path
+
+    def wait(self) -> None: ...
+
+
+def begin_checkpoint(
     directory: Path, module: nn.Module, optimizer: torch.optim.AdamW, *, version: int, num_updates: int
-) -> None:
+) -> RankSaving:
     """Write weights, optimizer state and each rank's random state. All ranks call, with the same directory.
 
     It is on the disk, complete, under its name when this returns; killed before, there is no directory of that name
@@ -62,6 +71,7 @@ def save_checkpoint(
             raise CheckpointError(f"cannot write the checkpoint {directory}: {_cause(error)}") from error
         raise
     dist.barrier()
+    return RankSaving(directory=directory)
 
 
 def load_checkpoint(directory: Path, module: nn.Module, optimizer: torch.optim.AdamW) -> Progress:

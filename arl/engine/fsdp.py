@@ -13,27 +13,27 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from arl.algorithm.packing import pack
 from arl.api.config import TrainConfig
 from arl.api.engine import TokenLoss
-from arl.api.errors import ConfigError, EngineClosedError
+from arl.api.errors import EngineClosedError
 from arl.api.types import TrainSequence
-from arl.engine.checkpoint import load_checkpoint, save_checkpoint
+from arl.engine.checkpoint import RankSaving, begin_checkpoint, load_checkpoint
 from arl.engine.export import ModelWriter
 from arl.engine.microbatch import Microbatch, build_microbatch, empty_microbatch
-from arl.engine.model import Policy, load_model, transformer_layers
+from arl.engine.model import Policy, load_model
 from arl.engine.optimizer import build_optimizer, clip_gradients, learning_rate
+from arl.engine.parallel import rank_device, shard
 from arl.engine.process_group import ProcessGroupLease
+from arl.engine.snapshot import RankSnapshot, take_snapshot
 from arl.engine.tally import MinibatchTally, mean_of_minibatches
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class FSDPTrainEngine:
         self._config = config
         self._version = 0
         self._num_updates = 0
-        self._device = _rank_device(config.device)
+        self._device = rank_device(config.device)
         loaded = load_model(model)
         self._writer = ModelWriter(loaded)
         self._lease = ProcessGroupLease(self._device.type)
@@ -62,7 +62,7 @@ class FSDPTrainEngine:
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
         self._group = mesh.get_group()
         self._policy = Policy(loaded.model, config.logprob_chunk_size)
-        _shard(self._policy, mesh, config)
+        shard(self._policy, mesh, config)
         self._optimizer = build_optimizer(self._policy, config.optimizer)
 
     @property
@@ -94,25 +94,28 @@ class FSDPTrainEngine:
         self._version += 1
         return metrics
 
+    def snapshot(self) -> RankSnapshot:
+        """Copy the weights aside, as servers hold them; all ranks must call. Later steps do not change the copy."""
+        self._enter()
+        return take_snapshot(self._policy.model, self._writer, version=self._version)
+
     def export(self, directory: Path) -> int:
         """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written.
 
         It appears complete or not at all. Rank 0 writes, all ranks must call.
         """
-        self._enter()
-        names = set(self._writer.names)
-        state = {name: value for name, value in self._policy.model.state_dict().items() if name in names}
-        tensors = {name: _whole(value) for name, value in state.items()}
-        num_bytes = torch.zeros(1, dtype=torch.int64, device=self._device)
-        if dist.get_rank() == 0:
-            num_bytes += self._writer.write(directory, tensors)
-        dist.all_reduce(num_bytes, group=self._group)
-        return int(num_bytes)
+        snapshot = self.snapshot()
+        try:
+            return snapshot.write(directory)
+        finally:
+            snapshot.release()
 
-    def save(self, directory: Path) -> None:
-        """Write everything that `load` needs to continue bit for bit, complete or not at all."""
+    def save(self, directory: Path) -> RankSaving:
+        """Copy aside everything that `load` needs to continue bit for bit, and begin to write it."""
         self._enter()
-        save_checkpoint(directory, self._policy, self._optimizer, version=self._version, num_updates=self._num_updates)
+        return begin_checkpoint(
+            directory, self._policy, self._optimizer, version=self._version, num_updates=self._num_updates
+        )
 
     def load(self, directory: Path) -> None:
         """Continue from `save`'s directory. Raises CheckpointError naming what does not fit."""
@@ -185,40 +188,3 @@ class FSDPTrainEngine:
         for module in self._policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _rank_device(device: str) -> torch.device:
-    kind = torch.device(device).type
-    if kind == "cpu":
-        return torch.device(kind)
-    if kind != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(f"train.device is {device}, which this torch cannot compute on; cpu, or cuda where it has it")
-    named, rank = torch.device(device).index, os.environ.get("LOCAL_RANK")
-    if named is not None and rank is not None and named != int(rank):
-        raise ConfigError(
-            f"train.device is {device}, but this process is local rank {rank}; say cuda, without a number"
-        )
-    index = named if named is not None else int(rank or 0)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _shard(policy: Policy, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """Shard each transformer layer, and the rest at the root, over the mesh; gradients are summed over ranks."""
-    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    # Alone, a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy.
-    keep = mesh.size() == 1
-    for module in (*transformer_layers(policy.model), policy):
-        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are shares of one sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a sharded tensor, on the CPU; a collective when there are several ranks."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()

@@ -10,14 +10,16 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 from yarl import URL
 
 from arl.api.config import PauseMode
-from arl.api.engine import DiskWeights
+from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.errors import PromptTooLongError, ServerError
 
 _JSON = {"Content-Type": "application/json"}
@@ -56,6 +58,7 @@ class ServerClient:
 
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
         self.address = address
+        self.num_ranks = 1
         self._session = session
         self._base = URL(address)
         self._generate_url = self._base / "generate"
@@ -80,23 +83,64 @@ class ServerClient:
     async def resume(self) -> None:
         await self._post("continue_generation", {})
 
-    async def load(self, update: DiskWeights, *, flush_cache: bool) -> None:
-        """Load the weights, and label them with their version."""
+    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
+        """Load a model directory (an absolute path), and label it with the version."""
         body = {
-            "model_path": str(update.directory.absolute()),  # a relative path would be taken for a hub name
-            "weight_version": str(update.version),
+            "model_path": str(directory),
+            "weight_version": str(version),
             "flush_cache": flush_cache,
             "abort_all_requests": False,
         }
         answer = await self._post("update_weights_from_disk", body)
         if not answer.get("success", False):
-            raise ServerError(f"{self.address} did not load {update.directory}: {answer.get('message', answer)}")
+            raise ServerError(f"{self.address} did not load {directory}: {answer.get('message', answer)}")
+
+    async def join_group(self, group: WeightGroup) -> None:
+        """Returns when the sender and all receivers have met."""
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._do("init_weights_update_group", body)
+
+    async def leave_group(self, name: str) -> None:
+        await self._do("destroy_weights_update_group", {"group_name": name})
+
+    async def begin_update(self) -> None:
+        await self._do("begin_weight_update", {})
+
+    async def receive(
+        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int, flush_cache: bool
+    ) -> None:
+        """Receive one broadcast for each tensor, while the sender sends them."""
+        body = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": group.name,
+            "weight_version": str(version),
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        await self._do("update_weights_from_distributed", body)
+
+    async def end_update(self) -> None:
+        await self._do("end_weight_update", {})
 
     async def weight_label(self) -> str:
         """The label of the weights it serves; raises ServerFailedError unless it is healthy."""
         await self._call("GET", self._base / "health", None)
         info = await self._call("GET", self._base / "model_info", None)
         return str(info.get("weight_version", "default"))
+
+    async def _do(self, path: str, payload: dict[str, Any]) -> None:
+        answer = await self._post(path, payload)
+        if not answer.get("success", True):
+            raise ServerError(f"{self.address} refused /{path}: {answer.get('message', answer)}")
 
     async def _post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
         return await self._call("POST", self._base / path, payload)

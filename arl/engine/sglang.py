@@ -22,11 +22,9 @@ keeps its key and would find its own old KV again.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 from yarl import URL
@@ -64,8 +62,15 @@ class RemoteSGLangEngine:
     """
 
     def __init__(
-        self, addresses: Sequence[str], config: ClientConfig, *, api_key: str | None = None, version: int = 0
+        self,
+        addresses: Sequence[str],
+        config: ClientConfig,
+        *,
+        api_key: str | None = None,
+        version: int = 0,
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
+        """eos_token_ids: the model's own end-of-sequence tokens, at which a response that was cut short is complete."""
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
         self._addresses = list(dict.fromkeys(map(_base_url, addresses)))
@@ -73,7 +78,7 @@ class RemoteSGLangEngine:
         self._api_key = api_key
         self._updating = asyncio.Lock()
         self._turns = asyncio.Semaphore(_STARTS_PER_TURN)
-        self._eos_token_ids: frozenset[int] = frozenset()
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._tasks = asyncio.TaskGroup()
         self._pool = ServerPool([], version)
         self._upkeep = Upkeep(self._pool, config, self._tasks)
@@ -157,7 +162,6 @@ class RemoteSGLangEngine:
         """
         self._check_open()
         async with self._updating:
-            self._eos_token_ids = await asyncio.to_thread(_read_eos_token_ids, update.directory)
             return await self._upkeep.update(update)
 
     async def aclose(self) -> None:
@@ -263,16 +267,3 @@ def _base_url(address: str) -> str:
     if not is_url:
         raise ConfigError(f"engine.addresses holds {address!r}; it must hold base URLs, such as http://127.0.0.1:30000")
     return address.rstrip("/")
-
-
-def _read_eos_token_ids(directory: Path) -> frozenset[int]:
-    """The model's end-of-sequence tokens, as its configuration files name them; none if they do not."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        try:
-            config: Any = json.loads((directory / name).read_bytes())
-            ids = config.get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue  # whether the directory is whole is for the servers to say
-        found.update(ids if isinstance(ids, Iterable) else () if ids is None else (ids,))
-    return frozenset(found)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from arl.api.config import ClientConfig
-from arl.api.engine import DiskWeights, UpdateStats
+from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import ServerError
 from arl.engine.server_pool import Server, ServerPool
 
@@ -33,7 +33,7 @@ class Upkeep:
         self._group = tasks
         self._tasks: set[asyncio.Task[None]] = set()
         self._abort_slots = asyncio.Semaphore(_MAX_CONCURRENT_ABORTS)
-        self._target: DiskWeights | None = None
+        self._target: WeightUpdate | None = None
         self._is_closed = False
         self.is_paused = False
 
@@ -53,7 +53,7 @@ class Upkeep:
         await self._on_each(self._pool.serving, self._resume)
         self._pool.wake_all()
 
-    async def update(self, update: DiskWeights) -> UpdateStats:
+    async def update(self, update: WeightUpdate) -> UpdateStats:
         """Bring every serving server to `update`; those that are fenced get it from their probes.
 
         Raises ServerError if no server holds it in the end.
@@ -106,12 +106,13 @@ class Upkeep:
 
     # Weight updates
 
-    async def _load(self, server: Server, update: DiskWeights) -> UpdateStats:
+    async def _load(self, server: Server, update: WeightUpdate) -> UpdateStats:
         now = asyncio.get_running_loop().time
+        await update.prepare(server.client)
         started = now()
         await self._pause(server)
         paused = now()
-        await server.client.load(update, flush_cache=self._config.pause_mode != "in_place")
+        await update.load(server.client, flush_cache=self._config.pause_mode != "in_place")
         loaded = now()
         server.version, server.is_updated = update.version, True
         if not self.is_paused:

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams, ScriptedTrainEngine
-from arl.api.config import ClientConfig, LocalEngineConfig, PauseMode, WeightsConfig
+from arl.api.config import ClientConfig, DiskWeightsConfig, LocalEngineConfig, PauseMode
 from arl.api.errors import PromptTooLongError
 from arl.engine import processes
 from arl.engine.processes import local_servers
 from arl.engine.sglang import RemoteSGLangEngine
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.engine.transport import DiskTransport
+from arl.engine.transport.disk import DiskTransport
 
 PROMPT = (30, 40, 50, 60)
 NUM_TOKENS = 400
@@ -214,7 +214,7 @@ class Exporter(ScriptedTrainEngine):
 
 async def test_from_a_snapshot_to_the_servers_and_back(models: Models, tmp_path: Path) -> None:
     config = LocalEngineConfig(context_length=1000)
-    transport = DiskTransport(WeightsConfig(directory=tmp_path / "weights"), tmp_path)
+    transport = DiskTransport(DiskWeightsConfig(directory=tmp_path / "weights"), tmp_path)
     short = dataclasses.replace(GREEDY, max_new_tokens=20)
     async with (
         local_servers(str(models.two), config, tmp_path / "logs") as addresses,

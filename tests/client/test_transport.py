@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from arl.api import DiskWeights, ModelResponse, ScriptedEngine, ScriptedTrainEngine, UpdateStats, WeightUpdate
-from arl.api.config import WeightsConfig
+from arl.api.config import DiskWeightsConfig
 from arl.api.errors import ServerError, TransportError
 from arl.engine import transport as module
-from arl.engine.transport import DiskTransport
+from arl.engine.transport.disk import DiskTransport
 
 
 class Exporter(ScriptedTrainEngine):
@@ -48,7 +48,7 @@ def engine() -> Exporter:
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Iterator[DiskTransport]:
-    transport = DiskTransport(WeightsConfig(directory=tmp_path / "weights"), tmp_path / "run")
+    transport = DiskTransport(DiskWeightsConfig(directory=tmp_path / "weights"), tmp_path / "run")
     yield transport
     transport.close()
 
@@ -129,13 +129,13 @@ def test_closing_removes_everything_twice_over(transport: DiskTransport, engine:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TransportError, match=r"can't be written to .*file.*set weights\.directory"):
-        DiskTransport(WeightsConfig(directory=tmp_path / "file" / "weights"), tmp_path)
+        DiskTransport(DiskWeightsConfig(directory=tmp_path / "file" / "weights"), tmp_path)
 
 
 def test_memory_is_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
-    transport = DiskTransport(WeightsConfig(), tmp_path / "run")
+    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
     assert transport.directory.parent == tmp_path / "shm"
     transport.close()
     assert list((tmp_path / "shm").iterdir()) == []
@@ -143,7 +143,7 @@ def test_memory_is_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_without_a_memory_directory_the_run_directory_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RAM", tmp_path / "none")
-    transport = DiskTransport(WeightsConfig(), tmp_path / "run")
+    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
     assert transport.directory.parent == tmp_path / "run" / "weights"
     transport.close()
 
@@ -153,7 +153,7 @@ def test_when_memory_has_no_room_for_another_snapshot_the_run_directory_serves(
 ) -> None:
     monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
-    transport = DiskTransport(WeightsConfig(), tmp_path / "run")
+    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
     first = transport.snapshot(engine)
     monkeypatch.setattr(module, "_room", lambda directory: 0)
     second = transport.snapshot(engine)
@@ -175,16 +175,16 @@ def test_a_full_memory_directory_gives_way_to_the_run_directory(
 
     monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
-    transport = DiskTransport(WeightsConfig(), tmp_path / "run")
+    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
     assert transport.snapshot(FullMemory()).directory.is_relative_to(tmp_path / "run")
     transport.close()
 
 
 def test_leftovers_of_a_killed_run_are_removed_and_a_living_ones_are_not(tmp_path: Path) -> None:
     script = (
-        "import os, sys, pathlib; from arl.api.config import WeightsConfig; "
-        "from arl.engine.transport import DiskTransport; "
-        "t = DiskTransport(WeightsConfig(directory=pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[1])); "
+        "import os, sys, pathlib; from arl.api.config import DiskWeightsConfig; "
+        "from arl.engine.transport.disk import DiskTransport; "
+        "t = DiskTransport(DiskWeightsConfig(directory=pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[1])); "
         "print(t.directory, flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
@@ -193,10 +193,10 @@ def test_leftovers_of_a_killed_run_are_removed_and_a_living_ones_are_not(tmp_pat
     with child:
         assert child.stdout is not None
         theirs = Path(child.stdout.readline().strip())
-        DiskTransport(WeightsConfig(directory=tmp_path), tmp_path).close()
+        DiskTransport(DiskWeightsConfig(directory=tmp_path), tmp_path).close()
         assert theirs.is_dir()
         child.kill()
-    ours = DiskTransport(WeightsConfig(directory=tmp_path), tmp_path)
+    ours = DiskTransport(DiskWeightsConfig(directory=tmp_path), tmp_path)
     assert not theirs.exists()
     assert ours.directory.is_dir()
     assert str(os.getpid()) in ours.directory.name

@@ -12,7 +12,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from arl.api.config import WeightsConfig
+from arl.api.config import DiskWeightsConfig
 from arl.api.engine import DiskWeights, InferenceEngine, TrainEngine, UpdateStats, WeightUpdate
 from arl.api.errors import TransportError
 
@@ -31,7 +31,7 @@ class DiskTransport:
     was delivered, or tried, older ones are removed; it stays itself, for servers that come back after a failure.
     """
 
-    def __init__(self, config: WeightsConfig, run_dir: Path) -> None:
+    def __init__(self, config: DiskWeightsConfig, run_dir: Path) -> None:
         self._fallback = None if config.directory is not None else Path(run_dir).absolute() / "weights"
         first_choice = config.directory or _ram_directory() or self._fallback
         self._home = _Home(Path(first_choice or run_dir).absolute())
@@ -84,7 +84,7 @@ class DiskTransport:
     def _export(self, engine: TrainEngine) -> DiskWeights:
         aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._home.path))
         try:
-            self._num_bytes = engine.export(aside / "model")
+            self._num_bytes = engine.snapshot().write(aside / "model")
             target = self._home.path / f"version-{engine.version}-{aside.name.rpartition('-')[2]}"
             (aside / "model").rename(target)
         finally:
