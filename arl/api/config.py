@@ -270,14 +270,24 @@ class DistributedWeightsConfig(Section):
 
 
 class DeltaWeightsConfig(Section):
-    """What changed since the version that a server holds is sent, patched into a model directory next to the server,
-    and loaded from there: exact to the bit, and small at the learning rates of RL."""
+    """Servers on other machines get what changed since the version they hold, exact to the bit, and small at the
+    learning rates of RL. A mirror beside each server patches its copy of the model, which the server then loads."""
 
     transport: Literal["delta"] = "delta"
-    directory: Path | None = None
-    """Where the model directory that this machine's servers load is kept. Unset: as for disk."""
     mirrors: dict[str, str] = {}
-    """For servers on other machines: server address -> address of a `python -m arl.engine.mirror` that runs there."""
+    """Server address -> address of the mirror on its machine, started there by `python -m arl.engine.mirror`. A server
+    without one has to see this machine's directory, as with disk."""
+    directory: Path | None = None
+    """Where model directories are written on this machine, as with disk."""
+
+    @model_validator(mode="after")
+    def _has_mirrors(self) -> DeltaWeightsConfig:
+        if not self.mirrors:
+            raise ValueError(
+                "mirrors is empty; without a mirror there is nobody to send a delta to. Servers of this machine load "
+                "whole directories from memory: use transport=disk"
+            )
+        return self
 
 
 WeightsConfig = Annotated[

@@ -26,7 +26,13 @@ IMPOSSIBLE = [
     ({"train": {"dtype": "float16"}}, "train.dtype", "'float32' or 'bfloat16'"),
     ({"train": {"optimizer": {"lr": 0}}}, "train.optimizer.lr", "greater than 0"),
     ({"train": {"optimizer": {"schedule": "cosine"}}}, "train.optimizer", "schedule is cosine; it needs total_steps"),
-    ({"weights": {"transport": "pigeon"}}, "weights.transport", "'disk'"),
+    ({"weights": {"transport": "pigeon"}}, "weights", "'disk', 'distributed', 'delta'"),
+    ({"weights": {"transport": "distributed", "directory": "x"}}, "weights.distributed.directory", "not permitted"),
+    ({"weights": {"transport": "delta"}}, "weights.delta", "mirrors is empty"),
+    ({"train": {"num_ranks": 4, "tensor_parallel": 3}}, "train", "it must divide num_ranks, which is 4"),
+    ({"train": {"cpu_offload": True}}, "train", "cpu_offload is for train.device=cuda"),
+    ({"train": {"context_parallel": 2}}, "train", "torch's ring attention knows no packed sequences"),
+    ({"train": {"ray_address": "auto"}}, "train", "num_ranks is 1"),
 ]
 
 
