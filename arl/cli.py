@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
@@ -47,6 +47,26 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
         raise ConfigError("\n".join(_sentence(config_class, detail) for detail in error.errors())) from None
     except SettingsError as error:
         raise ConfigError(_flag_sentence(config_class, str(error))) from None
+
+
+def _over_defaults(config_class: type[Config], given: dict[str, Any]) -> dict[str, Any]:
+    """`given` with its sections laid over the defaults that `config_class` gives them.
+
+    A section given in part would otherwise lose what a subclass set in its default.
+    """
+    defaults = {name: field.default for name, field in config_class.model_fields.items()}
+    return {name: _over(defaults.get(name), value) for name, value in given.items()}
+
+
+def _over(default: object, given: Any) -> Any:
+    """A section over its default; one of another kind than the default's stands alone, as does what is no section."""
+    if not isinstance(default, BaseModel) or not isinstance(given, dict):
+        return given
+    tags = {tag: getattr(default, tag) for tag in ("kind", "transport") if hasattr(default, tag)}
+    if any(given.get(tag, value) != value for tag, value in tags.items()):
+        return given
+    said = {name: getattr(default, name) for name in default.model_fields_set}
+    return {**tags, **said, **{name: _over(getattr(default, name, None), value) for name, value in given.items()}}
 
 
 def run(main: Callable[[ConfigT], Awaitable[object]], config_class: type[ConfigT]) -> None:
@@ -107,6 +127,11 @@ def _settings_class(config_class: type[Config], flags: Sequence[str], from_file:
 
     class Settings(BaseSettings, config_class):  # pyright: ignore[reportIncompatibleVariableOverride]
         model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+        @model_validator(mode="before")
+        @classmethod
+        def _complete_sections(cls, given: dict[str, Any]) -> dict[str, Any]:
+            return _over_defaults(config_class, given)
 
         @classmethod
         def settings_customise_sources(

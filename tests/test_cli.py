@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from arl.api.config import Config, LocalEngineConfig, SGLangEngineConfig
+from arl.api.config import (
+    Config,
+    EngineConfig,
+    LocalEngineConfig,
+    OptimizerConfig,
+    SGLangEngineConfig,
+    TrainConfig,
+)
 from arl.api.errors import ConfigError
 from arl.cli import load_config
 
@@ -40,6 +47,21 @@ def test_an_engine_section_without_kind_speaks_of_the_embedded_one() -> None:
     engine = load_config(AgentConfig, ["--engine.num_servers", "2"]).engine
     assert isinstance(engine, LocalEngineConfig)
     assert engine.num_servers == 2
+
+
+class TunedConfig(AgentConfig):
+    engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), max_retries=7)
+    train: TrainConfig = TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.5, eps=0.25))
+
+
+def test_a_section_given_in_part_keeps_what_the_class_set_in_its_default() -> None:
+    config = load_config(TunedConfig, ["--train.optimizer.lr", "0.125", "--engine.max_retries", "2"])
+    assert config.train == TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.125, eps=0.25))
+    assert config.engine == SGLangEngineConfig(addresses=("http://a:1",), max_retries=2)
+
+
+def test_a_section_of_another_kind_than_its_default_stands_alone() -> None:
+    assert load_config(TunedConfig, ["--engine.kind", "local"]).engine == LocalEngineConfig()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -336,16 +337,15 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
-    @field_validator("engine", mode="before")
+    @field_validator("engine", "weights", mode="before")
     @classmethod
-    def _local_unless_said(cls, engine: Any) -> Any:
+    def _kind_of_the_default(cls, section: Any, info: ValidationInfo) -> object:
         """A section that names no kind speaks of the default one."""
-        return {"kind": "local", **cast("dict[str, Any]", engine)} if isinstance(engine, dict) else engine
-
-    @field_validator("weights", mode="before")
-    @classmethod
-    def _disk_unless_said(cls, weights: Any) -> Any:
-        return {"transport": "disk", **cast("dict[str, Any]", weights)} if isinstance(weights, dict) else weights
+        if not isinstance(section, dict) or info.field_name is None:
+            return cast("object", section)
+        tag = {"engine": "kind", "weights": "transport"}[info.field_name]
+        default = cls.model_fields[info.field_name].default
+        return {tag: getattr(default, tag), **cast("dict[str, Any]", section)}
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:
