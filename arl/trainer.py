@@ -9,7 +9,7 @@
 |-----------|--------------------|---------------------|--------------------------|--------------------------------|
 | rollout   | examples           | finished groups     | room in the buffer       | `published`, a group rejected  |
 | step      | a batch of groups  | weights, StepStats  | a batch that may be taken| a group finished or dropped    |
-| delivery  | a weight snapshot  | published version   | the servers              | their answers, update_timeout_s|
+| delivery  | newest snapshot    | published version   | the servers              | their answers, update_timeout_s|
 | evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
 
 `step` runs in whoever iterates the trainer; the others are tasks of the run's TaskGroup. Blocking work (training,
@@ -80,6 +80,14 @@ class _Step:
     trained: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """Weights that wait for their delivery. snapshot_s: how long training stood still for them."""
+
+    update: WeightUpdate
+    snapshot_s: float
+
+
 @dataclass(kw_only=True, eq=False)
 class Trainer:
     """Trains `config.steps` batches, one for each iteration. Built by `launch`, which also closes its parts."""
@@ -101,6 +109,7 @@ class Trainer:
         self._tasks = asyncio.TaskGroup()
         self._loss = PPOLoss.of(self.config.ppo)
         self._rollout_task: asyncio.Task[None] | None = None
+        self._undelivered: _Snapshot | None = None
         self._delivery: asyncio.Task[None] | None = None
         self._published: PublishStats | None = None
         self._evaluation: asyncio.Task[None] | None = None
@@ -178,25 +187,28 @@ class Trainer:
             self._open_step.trained = time.monotonic()
 
     async def _publish(self) -> None:
-        """Snapshot the weights, and deliver them beside the next step; one delivery at a time."""
-        await self._delivered()
+        """Snapshot the weights, which are delivered beside the next step; a newer snapshot replaces one that waits."""
         began = time.monotonic()
         update = await self.thread(self.transport.snapshot, self.train_engine)
-        self._delivery = self._tasks.create_task(self._deliver(update, snapshot_s=time.monotonic() - began))
+        self._undelivered = _Snapshot(update=update, snapshot_s=time.monotonic() - began)
+        if self._delivery is None or self._delivery.done():
+            self._delivery = self._tasks.create_task(self._deliver())
         if self.config.rollout.max_staleness == 0:
             await self._delivered()
 
-    async def _deliver(self, update: WeightUpdate, snapshot_s: float) -> None:
-        began = time.monotonic()
-        cost = await self.transport.deliver(update, self.inference_engine)
-        await self.buffer.published(update.version)
-        self._published = PublishStats(
-            version=update.version,
-            snapshot_s=snapshot_s,
-            transfer_s=time.monotonic() - began,
-            pause_s=cost.pause_s,
-            num_bytes=update.num_bytes,
-        )
+    async def _deliver(self) -> None:
+        """Bring the newest snapshot to the servers, one delivery at a time, until there is none left."""
+        while self._undelivered:
+            (snapshot, self._undelivered), began = (self._undelivered, None), time.monotonic()
+            cost = await self.transport.deliver(snapshot.update, self.inference_engine)
+            await self.buffer.published(snapshot.update.version)
+            self._published = PublishStats(
+                version=snapshot.update.version,
+                snapshot_s=snapshot.snapshot_s,
+                transfer_s=time.monotonic() - began,
+                pause_s=cost.pause_s,
+                num_bytes=snapshot.update.num_bytes,
+            )
 
     async def _delivered(self) -> None:
         if self._delivery:

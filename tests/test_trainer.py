@@ -162,6 +162,23 @@ async def test_a_step_does_not_wait_for_the_delivery_of_the_weights_before(tmp_p
     assert delivered == [0, 1, 2]
 
 
+async def test_a_slow_delivery_holds_training_up_by_the_bound_alone_and_the_newest_weights_follow_it(
+    tmp_path: Path,
+) -> None:
+    as_far_as_the_bound, delivered = asyncio.Event(), []
+
+    async def until_the_bound(update: WeightUpdate) -> None:
+        if update.version == 1:
+            await as_far_as_the_bound.wait()
+        delivered.append(update.version)
+
+    async with running(tmp_path, ScriptedTrainEngine(), DirectTransport(until_the_bound), steps=4) as trainer:
+        async for step in trainer:
+            if step.version == 3:  # batches 0, 1 and 2 are what max_staleness 2 admits at version 0
+                as_far_as_the_bound.set()
+    assert delivered == [0, 1, 3, 4]
+
+
 async def test_with_max_staleness_0_a_step_ends_when_its_weights_are_served(tmp_path: Path) -> None:
     async with running(tmp_path, rollout={"max_staleness": 0}) as trainer:
         async for step in trainer:
