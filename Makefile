@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SGLANG_VENV ?= .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: quickstart test test-slow lint format clean
+.PHONY: quickstart test test-slow test-sglang lint format clean
 
 $(STAMP): pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +22,14 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
+# SGLang pins other versions than arl's, and is spoken to over HTTP alone: an environment of its own.
+$(SGLANG_STAMP): $(wildcard scripts/sglang_cpu/*) $(wildcard scripts/sglang_cpu/shim/*/*)
+	PYTHON=$(PYTHON) scripts/sglang_cpu/install $(SGLANG_VENV)
+	touch $(SGLANG_STAMP)
+
+test-sglang: $(STAMP) $(SGLANG_STAMP)
+	ARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(BIN)/python -m pytest -m sglang
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,4 +40,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(SGLANG_VENV) runs
