@@ -22,7 +22,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.buffer import ReplayBuffer
 from arl.checkpoint import Checkpoints
 from arl.engine.fsdp import FSDPTrainEngine
-from arl.engine.model import load_tokenizer, local_directory
+from arl.engine.model import end_token_ids, load_tokenizer, local_directory
 from arl.engine.processes import local_servers
 from arl.engine.sglang import RemoteSGLangEngine
 from arl.engine.transport.disk import DiskTransport
@@ -82,7 +82,9 @@ async def _build(
         raise
     train_engine = await loading
     stack.push_async_callback(thread, train_engine.close)
-    engine = await stack.enter_async_context(RemoteSGLangEngine(addresses, config.engine, api_key=api_key))
+    end_tokens = await asyncio.to_thread(end_token_ids, config.model)
+    client = RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
+    engine = await stack.enter_async_context(client)
     transport = _transport(config)
     stack.callback(transport.close)
 

@@ -33,3 +33,4 @@ def use_fakes(monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine) -> None:
     monkeypatch.setattr(arl.launch, "RemoteSGLangEngine", ScriptedServers(engine))
     monkeypatch.setattr(arl.launch, "FSDPTrainEngine", lambda *args: ScriptedTrainEngine())
     monkeypatch.setattr(arl.launch, "_addresses", _no_addresses)
+    monkeypatch.setattr(arl.launch, "end_token_ids", lambda name: frozenset())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +10,14 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from arl.api.errors import ModelError
@@ -94,6 +102,15 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ModelError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained(directory)")
     return tokenizer
+
+
+def end_token_ids(name: str | Path) -> frozenset[int]:
+    """The tokens at which inference servers end a response of this model: its config's and its tokenizer's."""
+    configs: list[Any] = [_load(AutoConfig, name, "its config")]
+    with contextlib.suppress(OSError):  # not every model has one
+        configs.append(GenerationConfig.from_pretrained(str(name)))
+    named = [getattr(config, "eos_token_id", None) for config in configs] + [load_tokenizer(name).eos_token_id]
+    return frozenset(i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
 
 
 def local_directory(name: str) -> str:
