@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arl.api.errors import ArlError, ConfigError, ModelError
+from arl.engine.local.listening import bind, is_loopback, watch_parent
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -41,7 +40,6 @@ log = logging.getLogger("arl.engine.local")
 
 _BAD_START = 2
 _SHUTDOWN_S = 2.0
-_PARENT_POLL_S = 1.0
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -80,59 +78,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
-    if not args.api_key and not _is_loopback(args.host):
+    if not args.api_key and not is_loopback(args.host):
         raise ConfigError(
             f"--host is {args.host}, which other machines can reach; give --api-key KEY too, or listen on 127.0.0.1"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError where the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.ExitStack() as opened:
-            sock = opened.enter_context(socket.socket(family, kind, protocol))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(2048)
-            opened.pop_all()  # the caller closes it
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return sock
-
-
-def watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Set `stop` when process `pid` is gone."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        stop.set()
-    except (AttributeError, OSError):  # no such call on this system: look from time to time
-        _poll_parent(pid, loop, stop)
-    else:
-        loop.add_reader(descriptor, _parent_ended, descriptor, loop, stop)
-
-
-def _parent_ended(descriptor: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    loop.remove_reader(descriptor)
-    os.close(descriptor)
-    stop.set()
-
-
-def _poll_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        stop.set()
-    else:
-        loop.call_later(_PARENT_POLL_S, _poll_parent, pid, loop, stop)
 
 
 def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:

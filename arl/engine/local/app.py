@@ -19,8 +19,8 @@ from arl.engine.local.http import (
     generate_error,
     not_found_as_json,
     openai_error,
-    require_key,
 )
+from arl.engine.local.listening import require_key
 from arl.engine.local.openai import OpenAI
 
 Paths = Mapping[str, Handler]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,7 +25,6 @@ ErrorShape = Callable[[str, int], Mapping[str, Any]]
 
 MAX_BODY_BYTES = 1 << 30
 """A batch of long prompts is many megabytes; aiohttp's own limit is one."""
-_OPEN_PATHS = frozenset(("/health", "/health_generate"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,20 +100,6 @@ async def not_found_as_json(request: web.Request, handler: Handler) -> web.Strea
         return json_response({"detail": "Method Not Allowed"}, 405)
     except web.HTTPRequestEntityTooLarge:
         return json_response(generate_error(f"the body is larger than {MAX_BODY_BYTES} bytes", 413), 413)
-
-
-def require_key(api_key: str) -> Any:
-    """A middleware that lets only bearers of `api_key` in; health stays open to probes."""
-    expected = f"Bearer {api_key}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if request.path not in _OPEN_PATHS and not hmac.compare_digest(given, expected):
-            return json_response({"error": "Unauthorized"}, 401)
-        return await handler(request)
-
-    return check
 
 
 class EventStream:
