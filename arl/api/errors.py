@@ -70,7 +70,11 @@ class EngineClosedError(ArlError):
 
 
 class CheckpointError(ArlError):
-    """A checkpoint is unreadable, or was written by a run with other settings."""
+    """A checkpoint cannot be written or read, or was written by a run with other settings."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint lacks a file, or one of its files cannot be read; an earlier one may be whole."""
 
 
 class ToolError(ArlError):

@@ -1,4 +1,12 @@
-"""Checkpoints of a sharded model and its optimizer: torch DCP, atomic, and refused when they do not fit."""
+"""Checkpoints of a sharded model and its optimizer: torch DCP, written beside training, atomic, refused where unfit.
+
+    training's thread    copy this rank's shards aside --> train on
+                                        |
+    arl-checkpoint           write, fsync --> all ranks done --> rank 0: progress.json, fsync, rename
+
+The thread is one of each rank's own, and so is the process group over which the ranks meet there: later steps neither
+change what is written nor wait for it, and their collectives never mix with its own.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +14,25 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
 
-from arl.api.errors import CheckpointError
+from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.engine.export import replace_directory
 
 _PROGRESS_FILE = "progress.json"
@@ -26,73 +40,131 @@ _PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a checkpoint holds beside tensors. parameters: name -> shape of each whole parameter."""
+    """What a checkpoint holds beside tensors. parameters: name -> shape of each whole parameter.
+
+    world_size, device: the ranks that wrote it, each with its random state, and what they computed on (cpu, cuda).
+    """
 
     version: int
     num_updates: int
     world_size: int
+    device: str
     parameters: Mapping[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSaving:
-    """One rank's part of a checkpoint being written; see arl.api.engine.Saving."""
+    """One rank's part of a checkpoint being written; see arl.api.engine.Saving. May be waited for on any thread."""
 
-    directory: Path
+    written: Future[None]
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        self.written.result()
 
 
-def begin_checkpoint(
-    directory: Path, module: nn.Module, optimizer: torch.optim.AdamW, *, version: int, num_updates: int
-) -> RankSaving:
-    """Write weights, optimizer state and each rank's random state. All ranks call, with the same directory.
+class CheckpointWriter:
+    """Writes a train engine's checkpoints, one after the other. All ranks make the same calls, in the same order."""
 
-    It is on the disk, complete, under its name when this returns; killed before, there is no directory of that name
-    (or the older one), and what was written aside begins with a dot.
-    """
-    directory = Path(os.path.abspath(directory))
-    aside = directory.parent / f".{directory.name}.{_agree(uuid.uuid4().hex)}"
-    aside.mkdir(parents=True, exist_ok=True)
-    try:
-        save_tensors(_tensors(module, optimizer, dist.get_rank()), checkpoint_id=aside)
-        if dist.get_rank() == 0:
-            shapes = {name: list(p.shape) for name, p in module.named_parameters()}
-            progress = Progress(
-                version=version, num_updates=num_updates, world_size=dist.get_world_size(), parameters=shapes
-            )
-            _write_durably(aside / _PROGRESS_FILE, json.dumps(asdict(progress)))
-            _sync(aside)
-            replace_directory(aside, directory)
-            _sync(directory.parent)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, CheckpointException):
+    def __init__(self) -> None:
+        """A collective of the default process group."""
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-checkpoint")
+        self._last: Future[None] | None = None
+
+    def begin(
+        self, directory: Path, module: nn.Module, optimizer: torch.optim.AdamW, *, version: int, num_updates: int
+    ) -> RankSaving:
+        """Copy weights, optimizer state and random state aside, and begin to write them to `directory`.
+
+        Waits for the one before, so that there is one copy at a time. The directory gets its name when it is complete
+        and on the disk; killed before, there is none of that name (or the older one), and what was written aside
+        begins with a dot. The saving raises CheckpointError on every rank when any rank fails.
+        """
+        if self._last:
+            wait([self._last])  # its error is for whoever waits for its saving
+        tensors = _copied(_tensors(module, optimizer, dist.get_rank()))
+        parameters = dict(module.named_parameters())
+        progress = Progress(
+            version=version,
+            num_updates=num_updates,
+            world_size=dist.get_world_size(),
+            device=_device_type(module),
+            parameters={name: list(p.shape) for name, p in parameters.items()},
+        )
+        self._last = self._thread.submit(self._write, Path(os.path.abspath(directory)), tensors, progress)
+        return RankSaving(written=self._last)
+
+    def close(self) -> None:
+        """Wait for what is being written, and let go of the process group."""
+        self._thread.shutdown()
+        dist.destroy_process_group(self._group)
+
+    def _write(self, directory: Path, tensors: dict[str, Any], progress: Progress) -> None:
+        aside: Path | None = None
+        try:
+            aside = directory.parent / f".{directory.name}.{self._agree(uuid.uuid4().hex)}"
+            metadata = save_tensors(tensors, storage_writer=_Files(aside), process_group=self._group)
+            self._on_rank_0(partial(_complete, aside, directory, progress, metadata))
+        except (Exception, CheckpointException) as error:
+            if aside is not None:
+                shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(f"cannot write the checkpoint {directory}: {_cause(error)}") from error
-        raise
-    dist.barrier()
-    return RankSaving(directory=directory)
+
+    def _agree(self, value: str) -> str:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group)
+        return values[0]
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Do it there alone, and raise everywhere if it fails: no rank may wait for one that has given up."""
+        failure = ""
+        if dist.get_rank() == 0:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 (raised again below, on all ranks)
+                failure = _cause(error)
+        if failure := self._agree(failure):
+            raise CheckpointError(failure)
 
 
 def load_checkpoint(directory: Path, module: nn.Module, optimizer: torch.optim.AdamW) -> Progress:
     """Read weights, optimizer state and random state in place; also with another number of ranks than it was saved.
 
-    Raises CheckpointError naming what is missing or does not fit. Where tensors turn out to be unreadable only while
-    they are read, the engine is left half loaded and must not be used on.
+    A rank that the checkpoint has no random state for keeps its own. Raises CheckpointError naming what is missing or
+    does not fit. Where tensors turn out to be unreadable only while they are read, the engine is left half loaded and
+    must not be used on.
     """
     progress = _read_progress(directory)
     _check_parameters(directory, progress, {name: list(p.shape) for name, p in module.named_parameters()})
     rank = dist.get_rank()
     tensors = _tensors(module, optimizer, rank if rank < progress.world_size else None)
+    if progress.device != "cuda":
+        tensors.pop("cuda_rng", None)
     try:
         load_tensors(tensors, checkpoint_id=directory)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"the checkpoint {directory} is damaged: {_cause(error)}") from error
+        raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_cause(error)}") from error
     for state in optimizer.state.values():
         state["step"].fill_(progress.num_updates)
     if "rng" in tensors:
         torch.set_rng_state(tensors["rng"][str(rank)])
+    if "cuda_rng" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda_rng"][str(rank)])
     return progress
+
+
+class _Files(FileSystemWriter):
+    """DCP's files, each forced to the disk, with the system's own error when one cannot be written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save covers a failed write with a complaint about positions in the file.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, rank: int | None) -> dict[str, Any]:
@@ -105,17 +177,51 @@ def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, rank: int | None) 
     }
     if rank is not None:
         tensors["rng"] = {str(rank): torch.get_rng_state()}
+        if _device_type(module) == "cuda":
+            tensors["cuda_rng"] = {str(rank): torch.cuda.get_rng_state()}
     return tensors
+
+
+def _device_type(module: nn.Module) -> str:
+    """What the ranks compute on. Offloaded parameters wait on the CPU between uses, and their mesh says where for."""
+    parameter = next(module.parameters())
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh.device_type if mesh is not None else parameter.device.type
+
+
+def _copied(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """Copies on the CPU: from a GPU into pinned memory, all under way at once."""
+    copies = {
+        kind: {name: tensor.to("cpu", non_blocking=True, copy=True) for name, tensor in named.items()}
+        for kind, named in tensors.items()
+    }
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
+
+
+def _complete(aside: Path, directory: Path, progress: Progress, metadata: Metadata) -> None:
+    """Give what all ranks have written its name, once it is certain to be there after a power cut."""
+    files = {info.relative_path for info in metadata.storage_data.values()}
+    if missing := sorted(name for name in files if not (aside / name).exists()):
+        raise CheckpointError(
+            f"rank 0 does not see {', '.join(missing)}, which another rank wrote; the run directory must be on storage "
+            "that all ranks share"
+        )
+    _write_durably(aside / _PROGRESS_FILE, json.dumps(asdict(progress)))
+    _sync(aside)
+    replace_directory(aside, directory)
+    _sync(directory.parent)
 
 
 def _read_progress(directory: Path) -> Progress:
     file = Path(directory) / _PROGRESS_FILE
     if not file.is_file():
-        raise CheckpointError(f"{directory} is not a train engine's checkpoint: it has no {_PROGRESS_FILE}")
+        raise DamagedCheckpointError(f"{directory} is not a train engine's checkpoint: it has no {_PROGRESS_FILE}")
     try:
         return Progress(**json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint {directory} is damaged: {_PROGRESS_FILE}: {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_PROGRESS_FILE}: {error}") from error
 
 
 def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str, list[int]]) -> None:
@@ -134,14 +240,7 @@ def _cause(error: BaseException) -> str:
     """What happened, of an error that may be DCP's own (no Exception, and with every rank's traceback as its text)."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}"
-
-
-def _agree(value: str) -> str:
-    """Rank 0's value, on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
+    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def _write_durably(file: Path, text: str) -> None:

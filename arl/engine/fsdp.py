@@ -26,7 +26,7 @@ from arl.api.config import TrainConfig
 from arl.api.engine import TokenLoss
 from arl.api.errors import EngineClosedError
 from arl.api.types import TrainSequence
-from arl.engine.checkpoint import RankSaving, begin_checkpoint, load_checkpoint
+from arl.engine.checkpoint import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.export import ModelWriter
 from arl.engine.microbatch import Microbatch, build_microbatch, empty_microbatch
 from arl.engine.model import Policy, load_model
@@ -64,6 +64,7 @@ class FSDPTrainEngine:
         self._policy = Policy(loaded.model, config.logprob_chunk_size)
         shard(self._policy, mesh, config)
         self._optimizer = build_optimizer(self._policy, config.optimizer)
+        self._checkpoints = CheckpointWriter()
 
     @property
     def version(self) -> int:
@@ -113,7 +114,7 @@ class FSDPTrainEngine:
     def save(self, directory: Path) -> RankSaving:
         """Copy aside everything that `load` needs to continue bit for bit, and begin to write it."""
         self._enter()
-        return begin_checkpoint(
+        return self._checkpoints.begin(
             directory, self._policy, self._optimizer, version=self._version, num_updates=self._num_updates
         )
 
@@ -127,6 +128,7 @@ class FSDPTrainEngine:
         """Let go of the process group. Idempotent; later calls raise EngineClosedError."""
         if not self._closed:
             self._closed = True
+            self._checkpoints.close()
             self._lease.release()
 
     def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:

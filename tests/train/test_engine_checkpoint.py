@@ -10,7 +10,7 @@ from train_sequences import random_sequences
 
 from arl.algorithm.losses import PPOLoss
 from arl.api.config import OptimizerConfig
-from arl.api.errors import CheckpointError
+from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.engine import checkpoint
 
 LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
@@ -22,7 +22,7 @@ def test_a_loaded_run_continues_bit_for_bit(any_model_dir: Path, make_engine: Ma
     uninterrupted = make_engine(any_model_dir, optimizer=DECAYING)
     for batch in batches[:2]:
         uninterrupted.train_batch([batch], LOSS)
-    uninterrupted.save(tmp_path / "checkpoint")
+    uninterrupted.save(tmp_path / "checkpoint").wait()
     expected = [uninterrupted.train_batch([batch], LOSS) for batch in batches[2:]]
 
     resumed = make_engine(any_model_dir, optimizer=DECAYING)
@@ -36,7 +36,7 @@ def test_a_loaded_run_continues_bit_for_bit(any_model_dir: Path, make_engine: Ma
 
 def test_the_random_state_continues(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine()
-    engine.save(tmp_path / "checkpoint")
+    engine.save(tmp_path / "checkpoint").wait()
     expected = torch.rand(3)
     engine.load(tmp_path / "checkpoint")
     assert torch.equal(torch.rand(3), expected)
@@ -44,9 +44,9 @@ def test_the_random_state_continues(make_engine: MakeEngine, tmp_path: Path):
 
 def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside_it(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine()
-    engine.save(tmp_path / "checkpoint")
+    engine.save(tmp_path / "checkpoint").wait()
     engine.train_batch([random_sequences(2)], LOSS)
-    engine.save(tmp_path / "checkpoint")
+    engine.save(tmp_path / "checkpoint").wait()
     engine.load(tmp_path / "checkpoint")
     assert engine.version == 1
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]
@@ -54,29 +54,29 @@ def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside_it(make_
 
 def test_a_save_that_fails_leaves_the_older_checkpoint(make_engine: MakeEngine, tmp_path: Path, monkeypatch):
     engine = make_engine()
-    engine.save(tmp_path / "checkpoint")
+    engine.save(tmp_path / "checkpoint").wait()
     engine.train_batch([random_sequences(2)], LOSS)
 
     def disk_full(*_: object) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(checkpoint, "_write_durably", disk_full)
-    with pytest.raises(OSError, match="no space left"):
-        engine.save(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="no space left"):
+        engine.save(tmp_path / "checkpoint").wait()
     engine.load(tmp_path / "checkpoint")
     assert engine.version == 0
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_another_models_checkpoint_is_refused_naming_the_parameter(make_engine: MakeEngine, tmp_path: Path):
-    make_engine(write_model(tmp_path / "tied", tied=True)).save(tmp_path / "checkpoint")
+    make_engine(write_model(tmp_path / "tied", tied=True)).save(tmp_path / "checkpoint").wait()
     with pytest.raises(CheckpointError, match=r"only the model has the parameter model\.lm_head\.weight"):
         make_engine().load(tmp_path / "checkpoint")
 
 
 def test_a_parameter_of_another_shape_is_refused_with_both_shapes(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine()
-    engine.save(tmp_path / "checkpoint")
+    engine.save(tmp_path / "checkpoint").wait()
     file = tmp_path / "checkpoint" / "progress.json"
     progress = json.loads(file.read_text())
     progress["parameters"]["model.model.norm.weight"] = [7]
@@ -89,7 +89,7 @@ def test_a_missing_or_damaged_checkpoint_says_which_file(make_engine: MakeEngine
     engine = make_engine()
     with pytest.raises(CheckpointError, match=r"has no progress\.json"):
         engine.load(tmp_path / "nowhere")
-    engine.save(tmp_path / "checkpoint")
+    engine.save(tmp_path / "checkpoint").wait()
     (shard,) = (tmp_path / "checkpoint").glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="checkpoint is damaged"):

@@ -38,7 +38,7 @@ def run_rank(rank: int, model_dir: Path, directory: Path) -> None:
     shares = [share(sequences, rank) for sequences in minibatches()]
     metrics = engine.train_batch(shares, LOSS)
     logprobs = [values.tolist() for values in engine.forward(shares[0])]
-    engine.save(directory / "checkpoint")
+    engine.save(directory / "checkpoint").wait()
     engine.train_batch(shares, LOSS)
     engine.load(directory / "checkpoint")
     engine.export(directory / "export")
