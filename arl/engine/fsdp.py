@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from arl.algorithm.packing import pack
+from arl.algorithm.prefix_tree import PrefixOrder
 from arl.api.config import TrainConfig
 from arl.api.engine import TokenLoss
 from arl.api.errors import EngineClosedError
@@ -171,7 +172,7 @@ class FSDPTrainEngine:
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
         """(indices into `sequences`, their microbatch), as many on every rank; untrained sequences are left out."""
         trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
-        bins = pack([len(sequences[i]) for i in trained], self._config.max_tokens_per_microbatch)
+        bins = pack(PrefixOrder.unshared([len(sequences[i]) for i in trained]), self._config.max_tokens_per_microbatch)
         members = [[trained[i] for i in indices] for indices in bins]
         batches = [(indices, build_microbatch([sequences[i] for i in indices], self._device)) for indices in members]
         count = torch.tensor(len(batches), device=self._device)

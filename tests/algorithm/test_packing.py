@@ -1,42 +1,121 @@
-"""Packing keeps its budget, loses nothing, and depends on lengths alone."""
+"""Packing keeps its budget, loses nothing, keeps what is alike together, and depends on the tokens alone."""
+
+import random
 
 import pytest
-from hypothesis import given
+import torch
+from families import Family, slow_num_tokens, train_sequence, trees
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.algorithm.packing import balanced_shards, pack
+from arl.algorithm.packing import balanced_shares, pack
+from arl.algorithm.prefix_tree import PrefixOrder, prefix_order
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
+PROMPT, ANSWERS = list(range(40)), [[100 + i] * 10 for i in range(8)]
+GROUP = [PROMPT + answer for answer in ANSWERS]
 
 
-@given(LENGTHS, st.integers(1, 80))
-def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], budget: int):
-    bins = pack(lengths, budget)
-    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in members) <= budget or len(members) == 1 for members in bins)
+def order_of(sequences: Family) -> PrefixOrder:
+    return PrefixOrder.of([torch.tensor(tokens) for tokens in sequences], min_shared=1)
 
 
+def everything(groups: list[list[int]]) -> list[int]:
+    return sorted(i for group in groups for i in group)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees(), st.integers(1, 80))
+def test_every_sequence_is_packed_once_within_the_budget(sequences: Family, budget: int):
+    bins = pack(order_of(sequences), budget)
+    assert everything(bins) == list(range(len(sequences)))
+    for members in bins:
+        assert slow_num_tokens([sequences[i] for i in members]) <= budget or len(members) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees())
+def test_what_fits_into_one_bin_is_one_bin(sequences: Family):
+    assert len(pack(order_of(sequences), max(slow_num_tokens(sequences), 1))) == min(len(sequences), 1)
+
+
+@settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.integers(60, 80))
-def test_no_two_bins_would_fit_into_one(lengths: list[int], budget: int):
-    loads = sorted(sum(lengths[i] for i in members) for members in pack(lengths, budget))
+def test_no_two_bins_of_unlike_sequences_would_fit_into_one(lengths: list[int], budget: int):
+    loads = sorted(sum(lengths[i] for i in members) for members in pack(PrefixOrder.unshared(lengths), budget))
     assert len(loads) < 2 or loads[0] + loads[1] > budget
 
 
 def test_large_sequences_are_placed_first_so_that_small_ones_fill_the_gaps():
-    assert pack([2, 2, 6, 8, 4, 8], 10) == [[0, 3], [1, 5], [2, 4]]
+    assert pack(PrefixOrder.unshared([2, 2, 6, 8, 4, 8]), 10) == [[0, 3], [1, 5], [2, 4]]
 
 
+def test_a_family_shares_a_bin_rather_than_filling_the_gaps_of_others():
+    others = [[200 + i] * 60 for i in range(2)]
+    mixed = [GROUP[0], others[0], *GROUP[1:4], others[1], *GROUP[4:]]
+    assert pack(order_of(mixed), 120) == [[0, 2, 3, 4, 6, 7, 8, 9], [1, 5]]
+
+
+def test_a_family_larger_than_the_budget_is_cut_where_its_prefix_is_repeated_least():
+    bins = pack(order_of(GROUP), 40 + 3 * 10)
+    assert [len(members) for members in bins] == [3, 3, 2]
+
+
+def test_a_branch_stays_together_when_its_family_is_cut():
+    branches = [[*PROMPT, *[50 + b] * 20, 100 + i] for i in range(3) for b in range(2)]
+    assert pack(order_of(branches), 40 + 20 + 3) == [[0, 2, 4], [1, 3, 5]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees(), st.integers(5, 60), st.randoms(use_true_random=False))
+def test_packing_does_not_depend_on_the_order_of_unlike_sequences(sequences: Family, budget: int, rng: random.Random):
+    def loads(sequences: Family) -> list[int]:
+        return sorted(slow_num_tokens([sequences[i] for i in members]) for members in pack(order_of(sequences), budget))
+
+    shuffled = rng.sample(sequences, len(sequences))
+    assert loads(shuffled) == loads(sequences)
+
+
+@settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.integers(1, 6))
-def test_shards_hold_everything_and_differ_by_one_sequence_at_most(lengths: list[int], num_shards: int):
-    shards = balanced_shards(lengths, num_shards)
-    assert len(shards) == num_shards
-    assert sorted(i for shard in shards for i in shard) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in shard) for shard in shards]
+def test_shares_of_unlike_sequences_differ_by_one_sequence_at_most(lengths: list[int], num_shares: int):
+    sequences = [train_sequence([i] * (length + 1)) for i, length in enumerate(lengths)]
+    shares = balanced_shares(sequences, num_shares)
+    assert len(shares) == num_shares
+    assert everything(shares) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in share) for share in shares]
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
-def test_a_budget_or_a_number_of_shards_below_one_is_refused():
+def test_shares_keep_families_together_where_that_is_balanced():
+    families = [[1000 * f + t for t in PROMPT] + answer for answer in ANSWERS for f in range(4)]
+    shares = balanced_shares([train_sequence(tokens) for tokens in families], 2)
+    assert [sorted({i % 4 for i in share}) for share in shares] == [[0, 1], [2, 3]]
+
+
+def test_a_family_is_cut_where_one_share_would_get_too_much():
+    shares = balanced_shares([train_sequence(tokens) for tokens in GROUP], 4)
+    assert [len(share) for share in shares] == [2, 2, 2, 2]
+
+
+def test_without_sharing_shares_are_balanced_by_lengths():
+    sequences = [train_sequence(tokens) for tokens in [*GROUP, [7] * 401]]
+    assert balanced_shares(sequences, 2, share_prefixes=False) == [[8], list(range(8))]
+    assert balanced_shares(sequences, 2)[0] == [8]
+
+
+@settings(max_examples=50, deadline=None)
+@given(trees(), st.integers(1, 5))
+def test_shares_hold_everything_once_and_none_forwards_more_than_all_together(sequences: Family, num_shares: int):
+    longer = [[*tokens, 0] for tokens in sequences]  # the last token is trained, and so not forwarded
+    shares = balanced_shares([train_sequence(tokens) for tokens in longer], num_shares)
+    assert everything(shares) == list(range(len(sequences)))
+    total = prefix_order([train_sequence(tokens) for tokens in longer]).num_tokens
+    assert max(slow_num_tokens([sequences[i] for i in share]) for share in shares) <= max(total, 0)
+
+
+def test_a_budget_or_a_number_of_shares_below_one_is_refused():
     with pytest.raises(ValueError, match="budget is 0"):
-        pack([1], 0)
-    with pytest.raises(ValueError, match="num_shards is 0"):
-        balanced_shards([1], 0)
+        pack(PrefixOrder.unshared([1]), 0)
+    with pytest.raises(ValueError, match="num_shares is 0"):
+        balanced_shares([], 0)

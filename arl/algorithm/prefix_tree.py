@@ -1,0 +1,179 @@
+"""What sequences have in common: their radix tree, kept as its depth-first order, and where its tokens lie in a row.
+
+    order of sequences       a b c d          a b c e f        a b g          row:  a b c d e f g
+    shared with the last     0                3                2              attached:       2 1
+
+Read in depth-first order, each sequence has as many tokens in common with the one before it as with any before it.
+So the order and these numbers are the whole tree, and a sequence adds to the row what follows its shared tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from arl.api.types import TrainSequence
+
+MIN_SHARED_TOKENS = 16
+"""Shorter common beginnings are forwarded once for each sequence: attending to them apart costs more than they save."""
+
+Run = tuple[int, int]
+"""(start, stop) of neighbouring tokens in a packed row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOrder:
+    """Some sequences in the depth-first order of their radix tree.
+
+    indices[k]: which sequence is the k-th. lengths[k]: its tokens. shared[k]: how many of these are the first tokens
+    of the sequence before it as well; 0 for the first sequence.
+    """
+
+    indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    @classmethod
+    def unshared(cls, lengths: Sequence[int]) -> PrefixOrder:
+        """The given order, with every sequence for itself."""
+        return cls(indices=tuple(range(len(lengths))), lengths=tuple(lengths), shared=(0,) * len(lengths))
+
+    @classmethod
+    def of(cls, sequences: Sequence[torch.Tensor], min_shared: int = MIN_SHARED_TOKENS) -> PrefixOrder:
+        """Sort int64[T_i] token ids by what they share; shares of fewer than `min_shared` tokens count as none.
+
+        Sorting compares bytes, which is an order of the tokens like any other, and as fast as memory is read.
+        """
+        keys = [tokens.cpu().numpy().tobytes() for tokens in sequences]
+        indices = sorted(range(len(keys)), key=keys.__getitem__)
+        shared = [0] * len(indices)
+        for k in range(1, len(indices)):
+            common = _common_prefix(sequences[indices[k - 1]], sequences[indices[k]])
+            shared[k] = common if common >= min_shared else 0
+        lengths = tuple(len(sequences[i]) for i in indices)
+        return cls(indices=tuple(indices), lengths=lengths, shared=tuple(shared))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to forward: of all sequences, without what each shares with the one before."""
+        return sum(self.lengths) - sum(self.shared)
+
+    def only(self, indices: Collection[int]) -> PrefixOrder:
+        """The order of some of the sequences. Two share what all neighbours between them share."""
+        wanted = frozenset(indices)
+        kept: list[int] = []
+        shared: list[int] = []
+        common = 0
+        for k, index in enumerate(self.indices):
+            common = min(common, self.shared[k])
+            if index in wanted:
+                kept.append(k)
+                shared.append(common)
+                common = self.lengths[k]
+        return PrefixOrder(
+            indices=tuple(self.indices[k] for k in kept),
+            lengths=tuple(self.lengths[k] for k in kept),
+            shared=tuple(shared),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Neighbouring tokens of a packed row, each following the one before it: what is attended to causally.
+
+    start, stop: where it lies. context: the runs of the row that hold the tokens before its first, from the root on;
+    empty at the beginning of a sequence. Every token of the stretch follows all of them.
+    """
+
+    start: int
+    stop: int
+    context: tuple[Run, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_context_tokens(self) -> int:
+        return _size(self.context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """A packed row in which every node of the radix tree lies once, in depth-first order.
+
+    stretches: the row, from left to right. A node's first child continues its stretch; further children begin new ones.
+    runs[k]: where the tokens of the order's k-th sequence lie, from its first to its last.
+    """
+
+    stretches: tuple[Stretch, ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+    @classmethod
+    def of(cls, order: PrefixOrder) -> RowPlan:
+        stretches: list[Stretch] = []
+        all_runs: list[tuple[Run, ...]] = []
+        runs: tuple[Run, ...] = ()
+        end = 0
+        for length, shared in zip(order.lengths, order.shared, strict=True):
+            runs = _first(runs, shared)
+            stop = end + length - shared
+            if runs and runs[-1][1] == end:
+                begin = stretches[-1]
+                stretches[-1] = Stretch(start=begin.start, stop=stop, context=begin.context)
+                runs = (*runs[:-1], (runs[-1][0], stop))
+            elif stop > end:
+                stretches.append(Stretch(start=end, stop=stop, context=runs))
+                runs = (*runs, (end, stop))
+            all_runs.append(runs)
+            end = stop
+        return cls(stretches=tuple(stretches), runs=tuple(all_runs))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stretches[-1].stop if self.stretches else 0
+
+
+def needed_tokens(sequence: TrainSequence) -> torch.Tensor:
+    """The token ids that have to be forwarded, int64[at least 1]: those before the last trained one.
+
+    The last trained token is predicted by the one before it, and by causality nothing after it has any influence.
+    """
+    (trained,) = sequence.loss_mask.nonzero(as_tuple=True)
+    last = int(trained[-1]) if len(trained) else 0
+    return sequence.token_ids[: max(last, 1)]
+
+
+def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = True) -> PrefixOrder:
+    """The order in which the needed tokens of sequences share most; the given one where nothing is to be shared."""
+    needed = [needed_tokens(sequence) for sequence in sequences]
+    return PrefixOrder.of(needed) if share_prefixes else PrefixOrder.unshared([len(tokens) for tokens in needed])
+
+
+def positions_of(runs: Sequence[Run]) -> torch.Tensor:
+    """The places in the row that runs hold, int64, in their order."""
+    pieces = [torch.arange(start, stop) for start, stop in runs]
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+
+
+def _common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.int().argmax()) if differs.any() else length
+
+
+def _first(runs: Sequence[Run], count: int) -> tuple[Run, ...]:
+    """The first `count` tokens of runs."""
+    cut: list[Run] = []
+    for start, stop in runs:
+        if count <= 0:
+            break
+        cut.append((start, min(stop, start + count)))
+        count -= stop - start
+    return tuple(cut)
+
+
+def _size(runs: Sequence[Run]) -> int:
+    return sum(stop - start for start, stop in runs)
