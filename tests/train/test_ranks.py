@@ -11,7 +11,7 @@ from train_models import MakeEngine, load_twin
 from train_sequences import random_sequences
 
 from arl.algorithm.losses import PPOLoss
-from arl.algorithm.packing import balanced_shards
+from arl.algorithm.packing import balanced_shares
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.fsdp import FSDPTrainEngine
@@ -27,7 +27,7 @@ def minibatches() -> list[list[TrainSequence]]:
 
 
 def share(sequences: list[TrainSequence], rank: int) -> list[TrainSequence]:
-    return [sequences[i] for i in balanced_shards([len(s) for s in sequences], 2)[rank]]
+    return [sequences[i] for i in balanced_shares(sequences, 2)[rank]]
 
 
 def run_rank(rank: int, model_dir: Path, directory: Path) -> None:
@@ -68,7 +68,7 @@ def test_two_ranks_train_like_one(model_dir: Path, make_engine: MakeEngine, tmp_
     for name in expected.keys() - {"microbatches", "packing_efficiency"}:
         assert reports[0]["metrics"][name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 
-    shards = balanced_shards([len(s) for s in minibatches()[0]], 2)
+    shards = balanced_shares(minibatches()[0], 2)
     for report, shard in zip(reports, shards, strict=True):
         for values, index in zip(report["logprobs"], shard, strict=True):
             torch.testing.assert_close(torch.tensor(values), logprobs[index], rtol=1e-5, atol=1e-5)
