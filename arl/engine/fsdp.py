@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from arl.algorithm.packing import pack
@@ -32,7 +31,7 @@ from arl.engine.export import ModelWriter
 from arl.engine.microbatch import Microbatch, build_microbatch, empty_microbatch
 from arl.engine.model import Policy, load_model
 from arl.engine.optimizer import build_optimizer, clip_gradients, learning_rate
-from arl.engine.parallel import rank_device, shard
+from arl.engine.parallel import rank_device, rank_mesh, shard
 from arl.engine.process_group import ProcessGroupLease
 from arl.engine.snapshot import RankSnapshot, take_snapshot
 from arl.engine.tally import MinibatchTally, mean_of_minibatches
@@ -60,8 +59,8 @@ class FSDPTrainEngine:
         self._writer = ModelWriter(loaded)
         self._lease = ProcessGroupLease(self._device.type)
         self._closed = False
-        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
-        self._group = mesh.get_group()
+        mesh = rank_mesh(self._device, config.tensor_parallel)
+        self._group = mesh.get_group("dp")
         self._policy = Policy(loaded.model, config.logprob_chunk_size)
         shard(self._policy, mesh, config)
         self._optimizer = build_optimizer(self._policy, config.optimizer)
@@ -154,7 +153,7 @@ class FSDPTrainEngine:
             return
         config = self._config.optimizer
         tally.lr = learning_rate(config, self._num_updates)
-        tally.grad_norm = clip_gradients(self._policy.parameters(), config.max_grad_norm, self._group)
+        tally.grad_norm = clip_gradients(self._policy.parameters(), config.max_grad_norm, self._device)
         if not math.isfinite(tally.grad_norm):
             tally.nonfinite_grads = 1
             logger.error(

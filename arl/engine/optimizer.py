@@ -52,17 +52,30 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup) -> float:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> float:
     """Scale gradients in place to at most the global L2 norm `max_norm`; returns the norm before, over all ranks.
 
-    The parameters are sharded over `group`, each element on exactly one rank. A norm that is not finite is returned
-    and leaves the gradients as they are.
+    All ranks call, each with its parts of the same parameters; where several hold the same part, it counts once. A norm
+    that is not finite is returned and leaves the gradients as they are. device: what the ranks' group reduces on; the
+    gradients themselves may be elsewhere.
     """
-    gradients = [local_shard(p.grad) for p in parameters if p.grad is not None]
-    squares = torch.stack([torch.linalg.vector_norm(g).double().square() for g in gradients]).sum()
-    dist.all_reduce(squares, group=group)
-    norm = math.sqrt(squares.item())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    shards = [local_shard(gradient) for gradient in gradients]
+    norms = torch._foreach_norm(shards)  # pyright: ignore[reportPrivateImportUsage] (torch's own clipping calls it)
+    squares = torch.stack(norms).to(device, torch.float64).square()
+    copies = torch.tensor([_num_copies(gradient) for gradient in gradients], dtype=torch.float64, device=device)
+    total = (squares / copies).sum()
+    dist.all_reduce(total)
+    norm = math.sqrt(total.item())
     if math.isfinite(norm) and norm > max_norm:
-        for gradient in gradients:
-            gradient.mul_(max_norm / norm)
+        torch._foreach_mul_(shards, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def _num_copies(tensor: torch.Tensor) -> int:
+    """How many ranks hold each element."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    sizes = tensor.device_mesh.shape
+    num_parts = math.prod(n for n, place in zip(sizes, tensor.placements, strict=True) if not place.is_replicate())
+    return dist.get_world_size() // num_parts

@@ -1,16 +1,31 @@
-"""How the policy is laid over ranks: the device of each, the mesh, and which module is sharded how."""
+"""How the policy is laid over ranks: the device of each, the mesh, and what is done to which module.
+
+    layer --split over "tp"--> --compiled--> --checkpointed--> --sharded over "dp"
+
+in this order: a checkpoint recomputes what is within it, which is the compiled layer; sharding gathers the weights
+around all of it, once for a recomputation and its backward pass. No parameter changes its name.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import shutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from arl.api.config import TrainConfig
 from arl.api.errors import ConfigError
 from arl.engine.model import Policy, transformer_layers
+from arl.engine.tensor_parallel import split_layers
 
 
 def rank_device(device: str) -> torch.device:
@@ -29,16 +44,78 @@ def rank_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
+    """All ranks, as "dp" alone or as "dp" x "tp": ranks that split their layers are next to each other.
+
+    Rank r trains share r // tensor_parallel of the data. Raises ConfigError where the ranks don't come out even.
+    """
+    world_size = dist.get_world_size()
+    if world_size % tensor_parallel:
+        raise ConfigError(
+            f"train.tensor_parallel is {tensor_parallel}, which does not divide the {world_size} rank(s) there are"
+        )
+    if tensor_parallel == 1:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+    sizes = (world_size // tensor_parallel, tensor_parallel)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
+
+
 def shard(policy: Policy, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """Shard each transformer layer, and the rest at the root, over the mesh; gradients are summed over ranks."""
+    """Split, compile and checkpoint the layers as `config` says; shard them, and the rest at the root, over "dp".
+
+    Gradients are summed over ranks. Nothing is sent: each rank holds the whole model and keeps its part.
+    """
+    layers = list(transformer_layers(policy.model))
+    if config.tensor_parallel > 1:
+        split_layers(policy.model, mesh["tp"])
+    if config.compile:
+        _check_compiler(mesh.device_type)
+        _wrap_forward(layers, functools.partial(torch.compile, dynamic=True))
+    if config.activation_checkpointing:
+        _wrap_forward(layers, _checkpointed)
+
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    # Alone, a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy.
-    keep = mesh.size() == 1
-    for module in (*transformer_layers(policy.model), policy):
-        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    # Alone, a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy. Offloaded,
+    # it is what the device has no room for.
+    keep = mesh["dp"].size() == 1 and not config.cpu_offload
+    for module in (*layers, policy):
+        fully_shard(
+            module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload, reshard_after_forward=not keep
+        )
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are shares of one sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap each layer's own computation, within the hooks that gather its weights."""
+    for layer in layers:
+        layer.forward = wrap(layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, keeping its inputs alone for the backward pass. Not transformers' own, which wants training mode."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Nothing in evaluation mode draws random numbers that would have to be drawn again.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _check_compiler(device_type: str) -> None:
+    """Raises ConfigError naming what torch.compile lacks; it would say so only in the middle of the first step."""
+    variable, names = ("CXX", ("g++", "clang++", "c++")) if device_type == "cpu" else ("CC", ("gcc", "clang", "cc"))
+    wanted = [named] if (named := os.environ.get(variable)) else list(names)
+    if not any(shutil.which(name.split()[0]) for name in wanted):
+        raise ConfigError(
+            f"train.compile needs a compiler, and there is none called {' or '.join(wanted)}; install one (g++ will "
+            f"do), name it in ${variable}, or leave train.compile off"
+        )
+    if device_type != "cpu" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("train.compile on CUDA needs the package triton; install it, or leave train.compile off")
