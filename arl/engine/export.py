@@ -12,26 +12,36 @@ import torch
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from arl.api.engine import TensorSpec
 from arl.engine.model import LoadedModel
+from arl.engine.weight_layout import spec_of
 
 
 class ModelWriter:
     """Writes model directories. Config, generation config and tokenizer are rendered once, and only copied after."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._model = loaded.model
+        """Before the model is sharded."""
+        self.model = loaded.model
         self._companions = _companion_files(loaded)
-        self._dtype = loaded.stored_config.dtype or torch.float32
+        stored = loaded.stored_config.dtype
+        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
         tied = getattr(loaded.model, "all_tied_weights_keys", None) or {}
-        self._names = [name for name in loaded.model.state_dict() if name not in tied]
+        own = {name: tensor for name, tensor in loaded.model.state_dict().items() if name not in tied}
+        self.own_specs = _specs(own, dtype)
+        """The model's tensors by its own names, in its order; tied ones once. In the dtype that files have."""
+        served = _specs(self.served({name: tensor.to("meta") for name, tensor in own.items()}), dtype)
+        self.is_converted = set(served) != set(self.own_specs)
+        """Whether files, and servers, have other tensors than the model, as with fused experts."""
+        self.specs = served if self.is_converted else self.own_specs
+        """The tensors as files and servers have them."""
 
-    @property
-    def names(self) -> list[str]:
-        """The model's tensors that `write` wants, in order; tied ones once."""
-        return self._names
+    def served(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's tensors as files have them: transformers fuses some when it loads (experts, for one)."""
+        return revert_weight_conversion(self.model, dict(tensors))
 
     def write(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Write `tensors` (name -> whole tensor on the CPU) and the rest to `directory`; returns the bytes written.
+        """Write `tensors` (as own_specs, on the CPU) and the rest to `directory`; returns the bytes written.
 
         The directory appears complete or not at all: it is written aside and renamed. It is not forced to the disk,
         which would make a step wait for it: a checkpoint is what survives a power cut.
@@ -40,9 +50,7 @@ class ModelWriter:
         directory.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
-            # transformers fuses some tensors when it loads (experts, for one); files hold them apart again.
-            weights = revert_weight_conversion(self._model, {name: tensors[name] for name in self._names})
-            weights = {name: self._stored(value) for name, value in weights.items()}
+            weights = {name: tensor.contiguous() for name, tensor in self.served(tensors).items()}
             save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
             for name, content in self._companions.items():
                 (aside / name).write_bytes(content)
@@ -54,8 +62,11 @@ class ModelWriter:
             raise
         return num_bytes
 
-    def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.to(self._dtype) if tensor.is_floating_point() else tensor).contiguous()
+
+def _specs(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    return tuple(
+        spec_of(name, tensor, dtype if tensor.is_floating_point() else tensor.dtype) for name, tensor in tensors.items()
+    )
 
 
 def replace_directory(source: Path, target: Path) -> None:

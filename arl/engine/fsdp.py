@@ -33,7 +33,7 @@ from arl.engine.model import Policy, load_model
 from arl.engine.optimizer import build_optimizer, clip_gradients, learning_rate
 from arl.engine.parallel import rank_device, rank_mesh, shard
 from arl.engine.process_group import ProcessGroupLease
-from arl.engine.snapshot import RankSnapshot, take_snapshot
+from arl.engine.snapshot import RankSnapshot, SnapshotTaker
 from arl.engine.tally import MinibatchTally, mean_of_minibatches
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class FSDPTrainEngine:
         self._num_updates = 0
         self._device = rank_device(config.device)
         loaded = load_model(model)
-        self._writer = ModelWriter(loaded)
+        writer = ModelWriter(loaded)
         self._lease = ProcessGroupLease(self._device.type)
         self._closed = False
         mesh = rank_mesh(self._device, config.tensor_parallel)
@@ -65,6 +65,7 @@ class FSDPTrainEngine:
         shard(self._policy, mesh, config)
         self._optimizer = build_optimizer(self._policy, config.optimizer)
         self._checkpoints = CheckpointWriter()
+        self._snapshots = SnapshotTaker(writer, self._device)
 
     @property
     def version(self) -> int:
@@ -98,7 +99,7 @@ class FSDPTrainEngine:
     def snapshot(self) -> RankSnapshot:
         """Copy the weights aside, as servers hold them; all ranks must call. Later steps do not change the copy."""
         self._enter()
-        return take_snapshot(self._policy.model, self._writer, version=self._version)
+        return self._snapshots.take(self._version)
 
     def export(self, directory: Path) -> int:
         """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written.
@@ -129,6 +130,7 @@ class FSDPTrainEngine:
         if not self._closed:
             self._closed = True
             self._checkpoints.close()
+            self._snapshots.close()
             self._lease.release()
 
     def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:

@@ -1,18 +1,30 @@
-"""Weights copied aside: taken between two steps, read beside the ones that follow."""
+"""Weights copied aside between two steps, and put together, written and sent beside the ones that follow.
+
+snapshot(), on the training thread:  each rank copies its own shards to the CPU, in the dtype that servers hold
+beside training, a thread per rank:  rank 0 puts whole tensors together, chunk by chunk
+whoever publishes, on rank 0:        writes them, or sends each range of them as soon as its chunks are there
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from arl.api.engine import Snapshot, TensorSpec, WeightGroup
+from arl.api.errors import TransportError
 from arl.engine.export import ModelWriter
+from arl.engine.shards import ShardGatherer
+from arl.engine.weight_layout import byte_size, ranges, views
+from arl.engine.weight_sender import WeightSender
+
+_CHUNK_BYTES = 256 << 20
+"""What is put together at a time: enough to be quick, and little enough that sending begins soon."""
 
 
 @runtime_checkable
@@ -48,13 +60,14 @@ class SendableSnapshot(Snapshot, Protocol):
         ...
 
     def join(self, group: WeightGroup) -> None:
-        """Wait until all of the server's ranks have joined. Raises TransportError if they do not in time."""
+        """Wait until all of the server's ranks have joined. Raises ServerFailedError if they do not in time."""
         ...
 
     def send(self, group: str, start: int, stop: int) -> None:
-        """Broadcast specs[start:stop], as soon as they are there; returns when they were sent.
+        """Broadcast specs[start:stop], which are of one dtype, as soon as they are there; returns when they were sent.
 
-        Raises TransportError: the group cannot be used any more, and has to be left.
+        They go end to end, as one tensor of bytes. Raises ServerFailedError if the group is broken and has to be left, and
+        TransportError if there is nothing to send: the weights could not be put together, or were let go of.
         """
         ...
 
@@ -63,30 +76,100 @@ class SendableSnapshot(Snapshot, Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class RankSnapshot:
-    """One rank's part of a snapshot; see arl.api.engine.Snapshot. Rank 0 holds the tensors, whole."""
+    """One rank's snapshot: a SendableSnapshot. Rank 0's has the tensors; the others' are there to be let go of."""
 
-    version: int
-    writer: ModelWriter
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    def __init__(
+        self, version: int, writer: ModelWriter, sender: WeightSender, chunks: Sequence[Future[torch.Tensor]]
+    ) -> None:
+        """chunks: of writer.own_specs, in order; each is all of its tensors' bytes once it was put together."""
+        self.version = version
+        self._writer = writer
+        self._sender = sender
+        self._chunks = chunks
+        self._converting = threading.Lock()
+        self._converted: dict[str, torch.Tensor] = {}
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return self._writer.specs
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(byte_size, self.specs))
+
+    @property
+    def backend(self) -> str:
+        return self._sender.backend
 
     def write(self, directory: Path) -> int:
-        """Write a model directory; rank 0 alone does, the others return 0."""
-        return self.writer.write(directory, self.tensors) if self.tensors else 0
+        """Write a model directory; rank 0 alone does, the others return 0. Raises TransportError."""
+        return self._writer.write(directory, self._own_tensors()) if dist.get_rank() == 0 else 0
+
+    def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
+        return self._sender.open(server, num_ranks, backend, address)
+
+    def join(self, group: WeightGroup) -> None:
+        self._sender.join(group)
+
+    def send(self, group: str, start: int, stop: int) -> None:
+        self._sender.send(group, self._bytes(start, stop))
+
+    def leave(self, group: str) -> None:
+        self._sender.leave(group)
 
     def release(self) -> None:
-        self.tensors.clear()
+        self._chunks = ()
+        self._converted = {}
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, by the model's own names; waits until they are there."""
+        specs = self._writer.own_specs
+        flats = [chunk.result() for chunk in self._held_chunks()]
+        parts = zip(ranges(specs, _CHUNK_BYTES), flats, strict=True)
+        tensors = [tensor for (start, stop), flat in parts for tensor in views(specs[start:stop], flat)]
+        return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+
+    def _bytes(self, start: int, stop: int) -> torch.Tensor:
+        """specs[start:stop] end to end: without copying, where they lie in one chunk."""
+        if self._writer.is_converted:
+            return torch.cat([self._served(spec.name) for spec in self.specs[start:stop]])
+        chunks, pieces = self._held_chunks(), []
+        for (first, last), chunk in zip(ranges(self.specs, _CHUNK_BYTES), chunks, strict=True):
+            if start < last and first < stop:
+                begin = sum(map(byte_size, self.specs[first : max(first, start)]))
+                size = sum(map(byte_size, self.specs[max(first, start) : min(last, stop)]))
+                pieces.append(chunk.result()[begin : begin + size])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _served(self, name: str) -> torch.Tensor:
+        """The bytes of a tensor that has to be made from those of the model, all at once when the first is wanted."""
+        with self._converting:
+            if not self._converted:
+                self._converted = self._writer.served(self._own_tensors())
+            return self._converted[name].contiguous().view(-1).view(torch.uint8)
+
+    def _held_chunks(self) -> Sequence[Future[torch.Tensor]]:
+        if not (chunks := self._chunks):
+            raise TransportError(f"the snapshot of version {self.version} was released, or is not rank 0's")
+        return chunks
 
 
-def take_snapshot(model: PreTrainedModel, writer: ModelWriter, *, version: int) -> RankSnapshot:
-    """Copy the weights of `model` aside; a collective when it is sharded over several ranks."""
-    names = set(writer.names)
-    whole = {name: _whole(value) for name, value in model.state_dict().items() if name in names}
-    return RankSnapshot(version=version, writer=writer, tensors=whole if dist.get_rank() == 0 else {})
+class SnapshotTaker:
+    """Takes one rank's snapshots of a model; all ranks make and use theirs alike. Belongs to the train engine."""
 
+    def __init__(self, writer: ModelWriter, device: torch.device) -> None:
+        self._writer = writer
+        self._sender = WeightSender(device)
+        self._gatherer = ShardGatherer(writer.own_specs, _CHUNK_BYTES, device)
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all of a sharded tensor, on the CPU; a collective when there are several ranks."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+    def take(self, version: int) -> RankSnapshot:
+        """Copy this rank's shards aside: a collective. The rest happens beside what comes next."""
+        state = self._writer.model.state_dict()
+        chunks = self._gatherer.begin([state[spec.name].detach() for spec in self._writer.own_specs])
+        return RankSnapshot(version, self._writer, self._sender, chunks)
+
+    def close(self) -> None:
+        """Idempotent. Snapshots that are still being put together are finished first."""
+        self._sender.close()
+        self._gatherer.close()

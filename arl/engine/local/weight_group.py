@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import distributed_c10d as c10d
 
 from arl.engine.local.weights import Shapes, WeightsError, check_fit
@@ -46,18 +46,25 @@ class ReceivedWeights:
 
 
 def join_group(at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group beside any other that this process is in; returns when all ranks have joined.
+    """Join a trainer's group, beside any other that this process is in; returns when all ranks have joined.
 
-    Rank 0 listens at the address. The names under which the ranks find each other in its store are those of SGLang
-    and of the trainers that speak to it, hence the prefix, and the private function: torch has no public way to a
-    group outside the default one. Raises RuntimeError when the group does not gather in time.
+    Raises RuntimeError when the group does not gather in time.
     """
     gathering = rendezvous(f"tcp://{at.address}:{at.port}", at.rank, at.world_size, timeout=timeout)
-    store, rank, world_size = next(gathering)
+    store, _, _ = next(gathering)
+    return form_group(store, at, timeout)
+
+
+def form_group(store: Store, at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
+    """The process group of the ranks that meet in `store`, the one at the group's address; returns when all have met.
+
+    The names under which they find each other there are those of SGLang and of the trainers that speak to it, hence
+    the prefix, and the private function: torch has no public way to a group outside the default one.
+    """
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
+        at.world_size,
+        at.rank,
         [],
         dist.Backend(at.backend),
         PrefixStore(at.name, store),
