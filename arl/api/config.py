@@ -45,6 +45,11 @@ class ClientConfig(Section):
     update_order: Literal["all", "rolling"] = "all"
     """all: a weight update reaches every server at once. rolling: one after another, while the others generate."""
 
+    @property
+    def absence_timeout_s(self) -> float:
+        """Longest time that a weight update waits for a server to come back where none is left."""
+        return self.update_timeout_s
+
 
 class LocalEngineConfig(ClientConfig):
     """The embedded server: arl starts it, as processes of its own, and stops it."""
@@ -64,6 +69,10 @@ class LocalEngineConfig(ClientConfig):
     """How often a server that died is started again. Its requests go to the others meanwhile."""
     startup_timeout_s: PositiveFloat = 120.0
     """Longest time a server may take until it answers /health."""
+
+    @property
+    def absence_timeout_s(self) -> float:
+        return self.startup_timeout_s + self.update_timeout_s
 
 
 class SGLangEngineConfig(ClientConfig):
@@ -100,6 +109,10 @@ class SGLangProcessesConfig(ClientConfig):
     """How often a server that died is started again. Its requests go to the others meanwhile."""
     startup_timeout_s: PositiveFloat = 600.0
     """Longest time a server may take until it answers /health."""
+
+    @property
+    def absence_timeout_s(self) -> float:
+        return self.startup_timeout_s + self.update_timeout_s
 
 
 EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig | SGLangProcessesConfig, Field(discriminator="kind")]
@@ -193,6 +206,8 @@ class TrainConfig(Section):
     """Processes to train with. 1: this process. More: Ray actors, each with num_threads CPUs, and a GPU on cuda."""
     ray_address: str | None = None
     """With several ranks: the Ray cluster to use, such as auto. Unset: one of this machine, for this run alone."""
+    startup_timeout_s: PositiveFloat = 300.0
+    """With several ranks: longest time until all of them have a place on the cluster and hold the model."""
     tensor_parallel: PositiveInt = 1
     """Split each layer of a Qwen or Llama over so many ranks; divides num_ranks, which are data-parallel otherwise."""
     context_parallel: PositiveInt = 1
@@ -218,8 +233,12 @@ class TrainConfig(Section):
             )
         if self.cpu_offload and self.device.startswith("cpu"):
             raise ValueError("cpu_offload is for train.device=cuda; on a CPU the weights are in its memory already")
-        if self.ray_address is not None and self.num_ranks == 1:
-            raise ValueError("ray_address is set, but num_ranks is 1, which trains in this process and without Ray")
+        if self.num_ranks == 1 and (of_ray := self.model_fields_set & {"ray_address", "startup_timeout_s"}):
+            raise ValueError(f"{min(of_ray)} is set, but num_ranks is 1, which trains in this process and without Ray")
+        if self.ray_address is not None and self.ray_address.startswith("ray://"):
+            raise ValueError(
+                "ray_address is a Ray client's; the trainer has to run on a node of the cluster: say auto, or host:port"
+            )
         return self
 
 

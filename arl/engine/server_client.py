@@ -1,8 +1,8 @@
 """One inference server that speaks SGLang's HTTP protocol, seen from the client: calls, answers and failures.
 
-A failure is one of three. ServerFailedError: the server could not answer; another, or the same later, may.
-ServerError: it refused, and would again. PromptTooLongError: the prompt does not fit. Timeouts are the caller's, by
-asyncio.timeout.
+A failure is one of these. ServerFailedError: the server could not answer; another, or the same later, may.
+ServerError: it refused, and would again (NoSuchPathError: it has no such path). PromptTooLongError: the prompt does not
+fit. Timeouts are the caller's, by asyncio.timeout.
 """
 
 from __future__ import annotations
@@ -26,10 +26,16 @@ _JSON = {"Content-Type": "application/json"}
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 _BUSY = 429
 _LONG_BODY = 1 << 19
+_MIXTURE = "mixture"
+"""The label of weights that are of no version: a server that is left with it is given all of them again."""
 
 
 class ServerFailedError(ServerError):
     """The server did not answer, or answered that it failed: the request may be sent again."""
+
+
+class NoSuchPathError(ServerError):
+    """The server has no such path: it is older, or no SGLang server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,7 @@ class Answer:
 
 
 class ServerClient:
-    """The HTTP calls to one server. Borrows the session; holds no state of its own."""
+    """The HTTP calls to one server. Borrows the session. `num_ranks` is 1 until whoever greets the server sets it."""
 
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
         self.address = address
@@ -114,15 +120,16 @@ class ServerClient:
         await self._do("begin_weight_update", {})
 
     async def receive(
-        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int, flush_cache: bool
+        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
     ) -> None:
-        """Receive one broadcast for each tensor, while the sender sends them."""
+        """Receive tensors in one broadcast; see WeightServer.receive."""
         body = {
             "names": [spec.name for spec in specs],
             "dtypes": [spec.dtype for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
             "group_name": group.name,
-            "weight_version": str(version),
+            "load_format": "flattened_bucket",
+            "weight_version": _MIXTURE if version is None else str(version),
             "flush_cache": flush_cache,
             "abort_all_requests": False,
         }
@@ -131,11 +138,29 @@ class ServerClient:
     async def end_update(self) -> None:
         await self._do("end_weight_update", {})
 
-    async def weight_label(self) -> str:
-        """The label of the weights it serves; raises ServerFailedError unless it is healthy."""
-        await self._call("GET", self._base / "health", None)
+    async def model_info(self) -> dict[str, Any]:
+        """What the server serves, also while it is paused. Raises ServerError if it is no SGLang server."""
         info = await self._call("GET", self._base / "model_info", None)
-        return str(info.get("weight_version", "default"))
+        if "model_path" not in info:
+            raise ServerError(
+                f"{self.address} answers, but not as an SGLang server does: GET /model_info gave no model_path"
+            )
+        return info
+
+    async def weight_label(self) -> str:
+        """The label of the weights that it holds."""
+        return str((await self.model_info()).get("weight_version", "default"))
+
+    async def check_health(self) -> None:
+        """Returns if the server generates: SGLang samples a token for it, so one that is paused does not answer."""
+        await self._call("GET", self._base / "health", None)
+
+    async def look_up(self, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
+        """GET what not every server tells, or POST the payload; {} where the server has no such path."""
+        try:
+            return await self._call("GET" if payload is None else "POST", self._base / path, payload)
+        except NoSuchPathError:
+            return {}
 
     async def _do(self, path: str, payload: dict[str, Any]) -> None:
         answer = await self._post(path, payload)
@@ -186,7 +211,7 @@ def _refusal(address: str, path: str, status: int, raw: bytes) -> ServerError | 
     if status in (401, 403):
         message += "; set engine.api_key to the key that the server was started with"
     if status == 404:
-        message += "; is it an SGLang server?"
+        return NoSuchPathError(f"{message}; is it an SGLang server?")
     return ServerError(message)
 
 

@@ -6,7 +6,8 @@ A server is in one of three states:
        |                  |
        +------fence-------+--> fenced --admit--> serving      (it failed, or missed an update; a probe brings it back)
 
-Requests go to serving servers. All methods are synchronous and belong to one event loop; `changed` wakes who waits.
+Requests go to serving servers, unless they are leaving. All methods are synchronous and belong to one event loop;
+`changed` wakes who waits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
+from arl.api.types import new_id
 from arl.engine.server_client import Answer, ServerClient
 
 State = Literal["serving", "paused", "fenced"]
@@ -28,7 +30,7 @@ class Attempt:
     """One /generate call in flight, and what was true of its server when it was sent.
 
     version: of the server's weights. was_updated: the weights came from this engine. pauses: how many there had been.
-    `scope` is the call's timeout, which `lose` ends early; `lost` says why.
+    sent_at: the event loop's time. `scope` is the call's timeout, which `lose` ends early; `lost` says why.
     """
 
     rid: str
@@ -36,6 +38,7 @@ class Attempt:
     was_updated: bool
     initial_label: str
     pauses: int
+    sent_at: float
     scope: asyncio.Timeout
     lost: str | None = None
 
@@ -45,6 +48,14 @@ class Attempt:
             self.lost = reason
             self.scope.reschedule(asyncio.get_running_loop().time())
 
+    def foreign_label(self, answer: Answer) -> str | None:
+        """The answer's label that stands for none of the weights which the server can hold since the request was sent.
+
+        The server was then restarted, or given weights, behind this engine's back.
+        """
+        labels = {answer.label, *(span.label for span in answer.spans)} - {""}
+        return next((label for label in labels if not self._is_known(label)), None)
+
     def versions(self, answer: Answer) -> list[int]:
         """The policy version of each of the answer's tokens."""
         versions = [self.version] * len(answer.output_ids)
@@ -52,6 +63,9 @@ class Attempt:
             end = min(span.end, len(versions))
             versions[span.start : end] = [self._version_of(span.label)] * (end - span.start)
         return versions
+
+    def _is_known(self, label: str) -> bool:
+        return not self.was_updated or (label.isdecimal() and int(label) >= self.version)
 
     def _version_of(self, label: str) -> int:
         is_first = not self.was_updated and label == self.initial_label
@@ -62,44 +76,69 @@ class Attempt:
 class Server:
     """A server's state. version: of the weights it holds. is_updated: they came from this engine.
 
-    initial_label: what the server called the weights that it started with. reason: why it is fenced. pauses: how
-    often it was paused so far. attempts: the calls in flight.
+    is_whole: the last load, if any, went through to its end; what the server holds otherwise has no version.
+    initial_label: what the server called the weights that it started with. reason: why it is fenced. pauses, loads:
+    how often it was paused and given weights so far. is_leaving: it gets no new requests and will be dropped.
+    attempts: the calls in flight. busy: held by whoever pauses, loads and resumes it.
     """
 
     client: ServerClient
     version: int
     is_updated: bool = False
+    is_whole: bool = True
     initial_label: str = "default"
     state: State = "serving"
     reason: str = ""
     pauses: int = 0
+    loads: int = 0
+    is_leaving: bool = False
     attempts: set[Attempt] = field(default_factory=set)
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def begin(self, rid: str, scope: asyncio.Timeout) -> Attempt:
-        """A call that is about to be sent; whoever sends it removes it from `attempts`."""
+        """A call that is about to be sent; whoever sends it tells the pool when it has ended."""
         attempt = Attempt(
             rid=rid,
             version=self.version,
             was_updated=self.is_updated,
             initial_label=self.initial_label,
             pauses=self.pauses,
+            sent_at=asyncio.get_running_loop().time(),
             scope=scope,
         )
         self.attempts.add(attempt)
         return attempt
 
+    def begin_load(self) -> None:
+        """From here on its weights have no version, until `end_load`."""
+        self.is_whole = False
+        self.loads += 1
+
+    def end_load(self, version: int) -> None:
+        self.version, self.is_updated, self.is_whole = version, True, True
+
+    def holds(self, version: int, label: str) -> bool:
+        """Whether what it calls `label` is this version. A label alone proves nothing: a load that broke off may have
+        set it, and so may another run have."""
+        return self.is_updated and self.is_whole and self.version == version and label == str(version)
+
     @property
     def address(self) -> str:
         return self.client.address
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state == "serving" and not self.is_leaving
 
 
 class ServerPool:
     """The servers, the sessions that are bound to them, and the version that all of those serving hold."""
 
-    def __init__(self, servers: list[Server], version: int) -> None:
-        self.servers = servers
+    def __init__(self, version: int) -> None:
+        self.servers: list[Server] = []
         self._version = version
-        self._sessions: OrderedDict[str, Server] = OrderedDict()
+        self._run = new_id()[:12]
+        self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
         self._changed = asyncio.Event()
 
     @property
@@ -110,20 +149,34 @@ class ServerPool:
 
     @property
     def serving(self) -> list[Server]:
-        """The servers that get requests now, or will as soon as they are resumed."""
+        """The servers that answer requests now, or will as soon as they are resumed."""
         return [server for server in self.servers if server.state != "fenced"]
 
+    def at(self, address: str) -> Server | None:
+        return next((server for server in self.servers if server.address == address), None)
+
+    def cache_key(self, server: Server) -> str:
+        """Names the weights that the server holds, as nobody else, and no other run, names weights it ever held."""
+        return f"{self._run}.{server.loads}"
+
     def choose(self, session_id: str | None) -> Server | None:
-        """The session's server, else the one with the fewest requests; None if the caller has to wait for a change."""
+        """The session's server, else the one with the fewest requests; None if the caller has to wait for a change.
+
+        A session is bound to a server and its weights, for the sake of the prefixes cached there: once either is gone,
+        or while the server is paused, any other is as good.
+        """
         server = self._bound_to(session_id)
         if server is None:
-            ready = [server for server in self.servers if server.state == "serving"]
-            if not ready:
-                return None
-            server = min(ready, key=lambda s: len(s.attempts))
-            if session_id is not None:
+            server = min(filter(lambda s: s.takes_requests, self.servers), key=lambda s: len(s.attempts), default=None)
+            if server is not None and session_id is not None:
                 self._bind(session_id, server)
-        return server if server.state == "serving" else None
+        return server
+
+    def end(self, server: Server, attempt: Attempt) -> None:
+        """The call has ended, however it did."""
+        server.attempts.discard(attempt)
+        if server.is_leaving and not server.attempts:
+            self._notify()
 
     def pause(self, server: Server) -> None:
         if server.state == "serving":
@@ -135,16 +188,15 @@ class ServerPool:
             server.state = "serving"
             self._notify()
 
-    def admit(self, server: Server, version: int) -> None:
-        """The server holds `version` and may serve."""
-        server.version = version
+    def admit(self, server: Server) -> None:
+        """The server holds current weights and may serve."""
         if server.state == "fenced":
             server.state, server.reason = "serving", ""
         self._notify()
 
     def fence(self, server: Server, reason: str) -> bool:
-        """Give it no more requests. False if it was fenced before."""
-        if server.state == "fenced":
+        """Give it no more requests. False if it was fenced before, or is gone."""
+        if server.state == "fenced" or server not in self.servers:
             return False
         server.state, server.reason = "fenced", reason
         self._notify()
@@ -154,6 +206,14 @@ class ServerPool:
         """End the requests in flight on a server that will not answer them; their callers send them elsewhere."""
         for attempt in list(server.attempts):
             attempt.lose(reason)
+
+    def set_leaving(self, server: Server, is_leaving: bool) -> None:
+        server.is_leaving = is_leaving
+        self._notify()
+
+    def drop(self, server: Server) -> None:
+        self.servers.remove(server)
+        self._notify()
 
     def report(self) -> str:
         """Which servers do not serve, and why: for errors."""
@@ -173,15 +233,16 @@ class ServerPool:
         self._changed = asyncio.Event()
 
     def _bound_to(self, session_id: str | None) -> Server | None:
-        if session_id is None or (server := self._sessions.get(session_id)) is None:
+        if session_id is None or (binding := self._sessions.get(session_id)) is None:
             return None
-        if server.state == "fenced":
+        server, loads = binding
+        if not server.takes_requests or server.loads != loads:
             del self._sessions[session_id]
             return None
         self._sessions.move_to_end(session_id)
         return server
 
     def _bind(self, session_id: str, server: Server) -> None:
-        self._sessions[session_id] = server
+        self._sessions[session_id] = (server, server.loads)
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)

@@ -7,16 +7,17 @@
 
 **Versions.** A token's version is what the server's spans say. Servers without spans: the version the server held
 before the request was sent. Labels are str(version); what a server called its weights before this engine first
-updated them stands for the version that the engine started with. A label that is no version after that means that the
-server was restarted behind our back: its answer is thrown away, and it is fenced until it holds the current weights.
+updated them stands for the version that the engine started with. After that, a label that is no version, or one older
+than what the server held when the request was sent, means that the server was restarted behind our back: its answer is
+thrown away, and it is fenced until it holds the current weights.
 
 **The prefix cache across versions.** A server keeps the KV of prompts for whoever sends the same prefix, and SGLang
 does not ask under which weights it was computed. Under in_place an update can't flush the cache (the flush fails while
 requests run), so a later turn would silently be sampled on top of old weights' KV, and its logprobs would be of no
-version at all. Therefore every request carries its version as `extra_key`, which SGLang makes part of the cache's
-key: prefixes are shared within a version alone. What is left under in_place is what the mode means: a request that
-was running keeps its own KV. Under retract and abort the update flushes the cache too, since a retracted request
-keeps its key and would find its own old KV again.
+version at all. Therefore every request carries as `extra_key`, which SGLang makes part of the cache's key, a name for
+what the server holds: another after each load, and another in each run. What is left under in_place is what the mode
+means: a request that was sent before the update keeps its own KV. Under retract and abort the update flushes the
+cache too, since a retracted request keeps its key and would find its own old KV again.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _STARTS_PER_TURN = 16
 _CONNECT_TIMEOUT_S = 30.0
+_SHARE_OF_TIMEOUT = 0.5
+"""A server is suspected if it had a request that timed out for more of its time than this; else others were slow."""
 _KEEPALIVE_S = 4.0
 """Idle connections are closed before uvicorn, which SGLang runs on, closes them from its side (5 s)."""
 
@@ -58,7 +61,8 @@ class RemoteSGLangEngine:
     """An InferenceEngine that asks the SGLang-protocol servers at `addresses` (base URLs).
 
     Use as `async with RemoteSGLangEngine(...) as engine`: its tasks and connections live inside the block, whose
-    start fails with ServerError if a server is not there. `version` is what the servers' weights are at the start.
+    start fails with ServerError if a server is not there, or serves another model than the others. `version` is what
+    the servers' weights are at the start.
     """
 
     def __init__(
@@ -73,14 +77,14 @@ class RemoteSGLangEngine:
         """eos_token_ids: the model's own end-of-sequence tokens, at which a response that was cut short is complete."""
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
-        self._addresses = list(dict.fromkeys(map(_base_url, addresses)))
+        self._addresses = list(dict.fromkeys(map(base_url, addresses)))
         self._config = config
         self._api_key = api_key
         self._updating = asyncio.Lock()
         self._turns = asyncio.Semaphore(_STARTS_PER_TURN)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tasks = asyncio.TaskGroup()
-        self._pool = ServerPool([], version)
+        self._pool = ServerPool(version)
         self._upkeep = Upkeep(self._pool, config, self._tasks)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
@@ -94,9 +98,7 @@ class RemoteSGLangEngine:
             headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
         )
         try:
-            version = self._pool.version
-            self._pool.servers += [Server(ServerClient(session, a), version=version) for a in self._addresses]
-            await self._upkeep.check_start()
+            await self._upkeep.start([self._server(session, address) for address in self._addresses])
             await self._tasks.__aenter__()
         except BaseException:
             await session.close()
@@ -155,14 +157,40 @@ class RemoteSGLangEngine:
             await self._upkeep.resume()
 
     async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        """Bring all servers to `update`, each for itself: pause, load, resume. Requests in flight go on.
+        """Bring all servers to `update`, at once or one after another (update_order). Requests in flight go on.
 
-        A server that fails, or takes longer than update_timeout_s, is fenced off and brought up to date when it is
-        well again. Raises ServerError if no server holds the update.
+        Each server is prepared while it generates, then paused, loaded and resumed. One that fails, or takes longer
+        than update_timeout_s, is fenced off and brought up to date when it is well again. Raises ServerError if no
+        server holds the update, ValueError if servers hold a newer one.
         """
         self._check_open()
         async with self._updating:
             return await self._upkeep.update(update)
+
+    async def add_server(self, address: str) -> None:
+        """Let one more server serve, as soon as it holds the current weights. Running requests are not disturbed.
+
+        Raises ServerError if it can't be reached, is no SGLang server, serves another model or does not take the
+        weights; the engine is then as it was before.
+        """
+        session = self._check_open()
+        address = base_url(address)
+        if self._pool.at(address) is not None:
+            raise ConfigError(f"{address} is one of the servers already")
+        await self._upkeep.add(self._server(session, address))
+
+    async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
+        """Give the server no new requests, wait for those that run there, and forget it; it is left running.
+
+        Requests that still run after drain_timeout_s are continued on other servers from the tokens they have. Raises
+        ConfigError if there is no such server, ServerError if no other would be left to serve.
+        """
+        self._check_open()
+        server = self._pool.at(base_url(address))
+        if server is None:
+            known = ", ".join(server.address for server in self._pool.servers)
+            raise ConfigError(f"{address} is none of the servers, which are {known}")
+        await self._upkeep.remove(server, drain_timeout_s)
 
     async def aclose(self) -> None:
         """Abort what runs, leave no server paused, release connections. Idempotent; a few seconds at most."""
@@ -204,7 +232,7 @@ class RemoteSGLangEngine:
 
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
         """Send the request once and keep what comes back. Returns what went wrong, if it may be tried again."""
-        payload = partial.payload(rid, cache_key=str(server.version))
+        payload = partial.payload(rid, cache_key=self._pool.cache_key(server))
         attempt = server.begin(rid, asyncio.timeout_at(deadline))
         try:
             async with attempt.scope:
@@ -218,18 +246,18 @@ class RemoteSGLangEngine:
             self._upkeep.abort(server, rid)
             raise
         finally:
-            server.attempts.discard(attempt)
+            self._pool.end(server, attempt)
         return self._keep(server, attempt, partial, answer)
 
     def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
         """Add the answer to what the request has; returns what is wrong with it."""
-        if attempt.was_updated and answer.label and not answer.label.isdecimal():
-            fault = f"{server.address} lost its weights: it serves {answer.label!r}, not version {server.version}"
+        if (label := attempt.foreign_label(answer)) is not None:
+            fault = f"{server.address} lost its weights: it serves {label!r}, not version {server.version}"
             self._upkeep.fence(server, fault)
             return fault
         partial.extend(answer, attempt.versions(answer), self._eos_token_ids)
-        was_paused = server.pauses != attempt.pauses
-        if answer.finish != "abort" or was_paused or partial.stop_reason is not None:
+        was_meant = server.pauses != attempt.pauses or server.is_leaving
+        if answer.finish != "abort" or was_meant or partial.stop_reason is not None:
             return None
         return f"{server.address} aborted the request, and nobody asked for it"
 
@@ -239,9 +267,13 @@ class RemoteSGLangEngine:
         if attempt.lost is not None:
             return attempt.lost
         self._upkeep.abort(server, attempt.rid)
-        sentence = f"got no answer from {server.address} within {self._config.request_timeout_s:g} s"
-        self._upkeep.fence(server, f"a request {sentence}")
-        raise RequestTimeoutError(f"request {attempt.rid} {sentence} (engine.request_timeout_s)")
+        waited_s = asyncio.get_running_loop().time() - attempt.sent_at
+        if waited_s > _SHARE_OF_TIMEOUT * self._config.request_timeout_s:
+            self._upkeep.fence(server, f"a request got no answer in {waited_s:.3g} s")
+        raise RequestTimeoutError(
+            f"request {attempt.rid} was not answered within {self._config.request_timeout_s:g} s "
+            f"(engine.request_timeout_s), the last {waited_s:.3g} s of which {server.address} had it"
+        )
 
     async def _back_off(self, request: ModelRequest, fault: str, faults: int) -> None:
         if faults > self._config.max_retries:
@@ -251,14 +283,18 @@ class RemoteSGLangEngine:
             )
         await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
 
-    def _check_open(self) -> None:
+    def _server(self, session: aiohttp.ClientSession, address: str) -> Server:
+        return Server(ServerClient(session, address), version=self._pool.version)
+
+    def _check_open(self) -> aiohttp.ClientSession:
         if self._is_closed:
             raise EngineClosedError("the engine is closed")
         if self._session is None:
             raise EngineClosedError("the engine is not open yet: use it inside `async with`")
+        return self._session
 
 
-def _base_url(address: str) -> str:
+def base_url(address: str) -> str:
     try:
         url = URL(address)
         is_url = url.scheme in ("http", "https") and bool(url.host)

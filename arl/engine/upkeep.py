@@ -1,17 +1,20 @@
-"""Keeping a pool of servers fit to serve: pausing, weight updates, fencing off what fails, bringing it back."""
+"""Keeping a pool of servers fit to serve: weight updates, fencing off what fails, bringing it back."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from arl.api.config import ClientConfig
 from arl.api.engine import UpdateStats, WeightUpdate
-from arl.api.errors import ServerError
+from arl.api.errors import ServerError, TransportError, first_error
+from arl.engine.greeting import Greeting, difference, greet
+from arl.engine.loading import Loading
+from arl.engine.server_client import ServerFailedError
 from arl.engine.server_pool import Server, ServerPool
 
-_PROBE_TIMEOUT_S = 5.0
+_PROBE_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _CLEANUP_TIMEOUT_S = 3.0
@@ -23,59 +26,35 @@ class Upkeep:
 
     | task | runs while | ends when |
     |---|---|---|
-    | probe of a fenced server | it is fenced | it is healthy, holds the newest weights and is admitted |
+    | probe of a fenced server | it is fenced | it holds the newest weights, is healthy and admitted; or it is removed |
     | abort of a request that nobody waits for | a few seconds at most | the server acknowledged, or could not |
     """
 
     def __init__(self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup) -> None:
         self._pool = pool
         self._config = config
+        self._loading = Loading(pool, config.pause_mode)
         self._group = tasks
         self._tasks: set[asyncio.Task[None]] = set()
         self._abort_slots = asyncio.Semaphore(_MAX_CONCURRENT_ABORTS)
+        self._greetings: dict[Server, Greeting] = {}
+        self._probes: dict[Server, asyncio.Task[None]] = {}
         self._target: WeightUpdate | None = None
         self._is_closed = False
-        self.is_paused = False
 
-    async def check_start(self) -> None:
-        """Learn what each server calls its weights. Raises ServerError naming those that do not answer."""
-        async with asyncio.TaskGroup() as group:
-            answers = [group.create_task(_greet(server)) for server in self._pool.servers]
-        if missing := "; ".join(filter(None, (answer.result() for answer in answers))):
-            raise ServerError(f"no inference server answers at {missing}. Start it, or correct engine.addresses")
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine as a whole is."""
+        return self._loading.is_paused
 
     async def pause(self) -> None:
-        self.is_paused = True
-        await self._on_each(self._pool.serving, self._pause)
+        self._loading.is_paused = True
+        await self._on_each(self._pool.serving, self._loading.pause)
 
     async def resume(self) -> None:
-        self.is_paused = False
-        await self._on_each(self._pool.serving, self._resume)
+        self._loading.is_paused = False
+        await self._on_each(self._pool.serving, self._loading.resume)
         self._pool.wake_all()
-
-    async def update(self, update: WeightUpdate) -> UpdateStats:
-        """Bring every serving server to `update`; those that are fenced get it from their probes.
-
-        Raises ServerError if no server holds it in the end.
-        """
-        self._target = update
-        if not (serving := self._pool.serving):
-            return await self._wait_for_probes()
-        stats: list[UpdateStats] = []
-
-        async def load(server: Server) -> None:
-            stats.append(await self._load(server, update))
-            self._pool.admit(server, update.version)
-
-        await self._on_each(serving, load)
-        if not stats:
-            raise ServerError(f"no server took version {update.version}: {self._pool.report()}")
-        return UpdateStats(pause_s=max(s.pause_s for s in stats), load_s=max(s.load_s for s in stats))
-
-    def fence(self, server: Server, reason: str) -> None:
-        """Give the server no more requests until its probe finds it well. Requests in flight on it may go on."""
-        if not self._is_closed and self._pool.fence(server, reason):
-            self._spawn(self._probe(server))
 
     def abort(self, server: Server, rid: str) -> None:
         """Tell the server, in the background, that nobody waits for this request any more."""
@@ -98,6 +77,83 @@ class Upkeep:
         except TimeoutError:
             pass  # a server that does not answer is left as it is
 
+    # Joining and leaving
+
+    async def start(self, servers: Sequence[Server]) -> None:
+        """Take in the first servers. Raises ServerError naming those that are not there, or do not fit together."""
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(_greet(server)) for server in servers]
+        answers = {server: call.result() for server, call in zip(servers, calls, strict=True)}
+        missing = [f"{s.address} ({answer})" for s, answer in answers.items() if isinstance(answer, ServerError)]
+        if missing:
+            raise ServerError(
+                f"no inference server answers at {'; '.join(missing)}. Start it, or correct engine.addresses"
+            )
+        for server, answer in answers.items():
+            if isinstance(answer, Greeting):
+                self._welcome(server, answer)
+        self._pool.servers += servers
+
+    async def add(self, server: Server) -> None:
+        """Bring a new server to the current weights, then let it serve. Raises ServerError, and leaves it out."""
+        self._pool.servers.append(server)
+        self._pool.fence(server, "it is being added")
+        try:
+            async with asyncio.timeout(self._config.update_timeout_s):
+                self._welcome(server, await greet(server.client))
+                while not await self._restore(server):
+                    pass  # newer weights came meanwhile
+        except TimeoutError:
+            raise ServerError(
+                f"{server.address} was not ready within {self._config.update_timeout_s:g} s (engine.update_timeout_s)"
+            ) from None
+        except TransportError as error:
+            raise ServerError(f"{server.address} could not be given the current weights: {error}") from error
+        finally:
+            if server.state == "fenced":
+                self._drop(server)
+
+    async def remove(self, server: Server, drain_timeout_s: float) -> None:
+        """Let its requests end, hand on those that do not end in time, and drop it."""
+        others = [other for other in self._pool.servers if other is not server and not other.is_leaving]
+        if not others or (server.state != "fenced" and all(other.state == "fenced" for other in others)):
+            raise ServerError(f"{server.address} is the last server that serves; add another before removing it")
+        self._pool.set_leaving(server, True)
+        try:
+            if not await self._drained(server, drain_timeout_s):
+                async with asyncio.TaskGroup() as group:
+                    for attempt in server.attempts:
+                        group.create_task(self._abort(server, attempt.rid))
+                if not await self._drained(server, _CLEANUP_TIMEOUT_S):
+                    self._pool.lose_attempts(server, f"{server.address} was removed")
+        except BaseException:
+            self._pool.set_leaving(server, False)
+            raise
+        self._drop(server)
+        if server.state != "serving":
+            await self._leave_running(server)
+
+    def _welcome(self, server: Server, greeting: Greeting) -> None:
+        if sentence := difference([*self._greetings.values(), greeting]):
+            raise ServerError(f"the servers do not serve the same model: {sentence}")
+        self._greetings[server] = greeting
+        server.initial_label, server.client.num_ranks = greeting.label, greeting.num_ranks
+
+    def _drop(self, server: Server) -> None:
+        self._greetings.pop(server, None)
+        if probe := self._probes.pop(server, None):
+            probe.cancel()
+        self._pool.drop(server)
+
+    async def _drained(self, server: Server, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while server.attempts:
+                    await self._pool.changed()
+        except TimeoutError:
+            return False
+        return True
+
     async def _leave_running(self, server: Server) -> None:
         try:
             await server.client.resume()
@@ -106,41 +162,50 @@ class Upkeep:
 
     # Weight updates
 
-    async def _load(self, server: Server, update: WeightUpdate) -> UpdateStats:
-        now = asyncio.get_running_loop().time
-        await update.prepare(server.client)
-        started = now()
-        await self._pause(server)
-        paused = now()
-        await update.load(server.client, flush_cache=self._config.pause_mode != "in_place")
-        loaded = now()
-        server.version, server.is_updated = update.version, True
-        if not self.is_paused:
-            await self._resume(server)
-        return UpdateStats(pause_s=now() - started, load_s=loaded - paused)
+    async def update(self, update: WeightUpdate) -> UpdateStats:
+        """Bring every serving server to `update`; those that are fenced get it from their probes.
 
-    async def _wait_for_probes(self) -> UpdateStats:
+        Raises ServerError if no server holds it in the end, ValueError if some server serves newer weights.
+        """
+        newest = max((server.version for server in self._pool.serving), default=self._pool.version)
+        if update.version < newest:
+            raise ValueError(f"version {update.version} was published, but the servers hold {newest} already")
+        self._target = update
+        started = asyncio.get_running_loop().time()
+        stats: list[UpdateStats] = []
+
+        async def load(server: Server) -> None:
+            async with server.busy:
+                if server in self._pool.serving:  # otherwise it was fenced, or removed, while others were updated
+                    stats.append(await self._loading.load(server, update))
+                    self._pool.admit(server)
+
+        serving = self._pool.serving
+        turns = [serving] if self._config.update_order == "all" else [[server] for server in serving]
+        refusals = [refusal for servers in turns for refusal in await self._on_each(servers, load)]
+        if not stats:
+            await self._wait_for_probes(update, may_return=len(refusals) < len(self._pool.servers))
+            waited = asyncio.get_running_loop().time() - started
+            return UpdateStats(pause_s=waited, load_s=waited)
+        return UpdateStats(pause_s=max(s.pause_s for s in stats), load_s=max(s.load_s for s in stats))
+
+    async def _wait_for_probes(self, update: WeightUpdate, *, may_return: bool) -> None:
         """All servers are fenced, perhaps for a moment: wait until a probe has brought one back with the update."""
-        now = asyncio.get_running_loop().time
-        started = now()
         try:
-            async with asyncio.timeout(self._config.update_timeout_s):
-                while not self._pool.serving:
+            async with asyncio.timeout(self._config.absence_timeout_s if may_return else 0):
+                while not any(server.version == update.version for server in self._pool.serving):
                     await self._pool.changed()
         except TimeoutError:
-            raise ServerError(f"no server could be given new weights: {self._pool.report()}") from None
-        return UpdateStats(pause_s=now() - started, load_s=now() - started)
+            raise ServerError(f"no server took version {update.version}: {self._pool.report()}") from None
 
-    async def _pause(self, server: Server) -> None:
-        self._pool.pause(server)
-        await server.client.pause(self._config.pause_mode)
+    async def _on_each(
+        self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]
+    ) -> list[ServerError | TransportError]:
+        """Act on these servers at once, each under update_timeout_s; one that fails is fenced.
 
-    async def _resume(self, server: Server) -> None:
-        await server.client.resume()
-        self._pool.resume(server)
-
-    async def _on_each(self, servers: Iterable[Server], act: Callable[[Server], Awaitable[None]]) -> None:
-        """Act on all servers at once, each under update_timeout_s; one that fails is fenced and its requests lost."""
+        Returns the refusals: failures which nothing but other weights or another server would mend.
+        """
+        refusals: list[ServerError | TransportError] = []
 
         async def guarded(server: Server) -> None:
             try:
@@ -148,21 +213,35 @@ class Upkeep:
                     await act(server)
             except TimeoutError:
                 self._lose(server, f"took longer than {self._config.update_timeout_s:g} s (engine.update_timeout_s)")
-            except ServerError as error:
+            except (ServerError, TransportError) as error:
                 self._lose(server, str(error))
-            except asyncio.CancelledError:
+                if not isinstance(error, ServerFailedError):
+                    refusals.append(error)
+            except BaseException:
                 self._lose(server, "was interrupted in the middle of a weight update")
                 raise
 
-        async with asyncio.TaskGroup() as group:
-            for server in servers:
-                group.create_task(guarded(server))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in servers:
+                    group.create_task(guarded(server))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return refusals
 
     # Fencing
 
+    def fence(self, server: Server, reason: str) -> None:
+        """Give the server no more requests until its probe finds it well. Requests in flight on it may go on."""
+        if not self._is_closed and self._pool.fence(server, reason):
+            self._probes[server] = self._spawn(self._probe(server))
+
     def _lose(self, server: Server, reason: str) -> None:
+        """Fence a server that failed an update. If it was paused already, its requests will not end: they are lost."""
+        was_paused = server.state == "paused"
         self.fence(server, reason)
-        self._pool.lose_attempts(server, f"{server.address} failed: {reason}")
+        if was_paused:
+            self._pool.lose_attempts(server, f"{server.address} failed: {reason}")
 
     async def _probe(self, server: Server) -> None:
         """Bring a fenced server back, however long it takes."""
@@ -171,8 +250,8 @@ class Upkeep:
             try:
                 if await self._restore(server):
                     return
-            except (ServerError, TimeoutError) as error:
-                server.reason = str(error) or f"{server.address} does not answer /health"
+            except (ServerError, TransportError, TimeoutError) as error:
+                server.reason = str(error) or f"{server.address} does not answer"
                 self._pool.lose_attempts(server, f"{server.address} failed: {server.reason}")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
@@ -182,20 +261,23 @@ class Upkeep:
 
         False if weights newer still were published meanwhile.
         """
-        async with asyncio.timeout(_PROBE_TIMEOUT_S):
-            label = await server.client.weight_label()
-        target = self._target
-        if target is None and label != server.initial_label:
-            raise ServerError(f"it serves weights {label!r}, where it began with {server.initial_label!r}")
-        if target is not None and label != str(target.version):
-            async with asyncio.timeout(self._config.update_timeout_s):
-                await self._load(server, target)
-        elif not self.is_paused:
-            await server.client.resume()  # it may have been fenced in the middle of a pause
-        if self._target is not target:
-            return False
-        self._pool.admit(server, server.version if target is None else target.version)
-        return True
+        async with server.busy:
+            target = self._target
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                label = await server.client.weight_label()
+            if target is None and label != server.initial_label:
+                raise ServerError(f"it serves weights {label!r}, where it began with {server.initial_label!r}")
+            if target is not None and not server.holds(target.version, label):
+                async with asyncio.timeout(self._config.update_timeout_s):
+                    await self._loading.load(server, target)
+            if not self.is_paused:
+                async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                    await server.client.resume()  # it may have been fenced in the middle of a pause
+                    await server.client.check_health()
+            if self._target is not target:
+                return False
+            self._pool.admit(server)
+            return True
 
     # Tasks
 
@@ -206,20 +288,15 @@ class Upkeep:
         except (ServerError, TimeoutError) as error:
             self.fence(server, f"it did not abort a request: {error}")
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
-async def _greet(server: Server) -> str | None:
-    """Returns what is wrong with the server. One that a killed run left paused is set going again."""
+async def _greet(server: Server) -> Greeting | ServerError:
     try:
-        async with asyncio.timeout(2 * _PROBE_TIMEOUT_S):
-            server.initial_label = await server.client.weight_label()
-            await server.client.resume()
-    except TimeoutError:
-        return f"{server.address} (no answer within {2 * _PROBE_TIMEOUT_S:g} s)"
+        return await greet(server.client)
     except ServerError as error:
-        return f"{server.address} ({error})"
-    return None
+        return error

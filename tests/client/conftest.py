@@ -25,11 +25,18 @@ async def other() -> AsyncIterator[ProtocolServer]:
 def engine_over() -> Engines:
     @asynccontextmanager
     async def open_engine(
-        servers: Sequence[ProtocolServer], *, api_key: str | None = None, version: int = 0, **settings: Any
+        servers: Sequence[ProtocolServer],
+        *,
+        api_key: str | None = None,
+        version: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        **settings: Any,
     ) -> AsyncIterator[RemoteSGLangEngine]:
         addresses = [server.address for server in servers]
         config = ClientConfig(**{"request_timeout_s": 20.0, **settings})
-        async with RemoteSGLangEngine(addresses, config, api_key=api_key, version=version) as engine:
+        async with RemoteSGLangEngine(
+            addresses, config, api_key=api_key, version=version, eos_token_ids=eos_token_ids
+        ) as engine:
             for server in servers:
                 server.calls.clear()
             yield engine

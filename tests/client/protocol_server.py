@@ -241,7 +241,13 @@ class Engines(Protocol):
     """Opens an engine over servers, with settings of ClientConfig."""
 
     def __call__(
-        self, servers: Sequence[ProtocolServer], *, api_key: str | None = None, version: int = 0, **settings: Any
+        self,
+        servers: Sequence[ProtocolServer],
+        *,
+        api_key: str | None = None,
+        version: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        **settings: Any,
     ) -> AbstractAsyncContextManager[RemoteSGLangEngine]: ...
 
 

@@ -1,7 +1,7 @@
 """A response that was interrupted reads like one that was not, but for its versions."""
 
 import asyncio
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,21 @@ from protocol_server import Engines, ProtocolServer, ask, assert_seamless, lette
 from arl.api import DiskWeights, ModelResponse
 from arl.api.errors import ServerError
 
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": token_at(5)}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    return tmp_path
+WEIGHTS = Path("/weights")
 
 
 async def test_a_response_over_two_updates_continues_each_time_with_what_is_left(
-    server: ProtocolServer, engine_over: Engines, weights: Path
+    server: ProtocolServer, engine_over: Engines
 ) -> None:
     server.is_automatic = False
     async with engine_over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
         call = group.create_task(engine.agenerate(ask(10, ignore_eos=True)))
         await server.until(lambda: len(server.running) == 1)
         server.advance(4)
-        await engine.update_weights(DiskWeights(version=1, directory=weights))
+        await engine.update_weights(DiskWeights(version=1, directory=WEIGHTS))
         await server.until(lambda: len(server.requests) == 2 and len(server.running) == 1)
         server.advance(3)
-        await engine.update_weights(DiskWeights(version=2, directory=weights))
+        await engine.update_weights(DiskWeights(version=2, directory=WEIGHTS))
         await server.until(lambda: len(server.requests) == 3 and len(server.running) == 1)
         server.advance(10)
         response = await call
@@ -44,14 +39,14 @@ async def test_a_response_over_two_updates_continues_each_time_with_what_is_left
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_under_the_other_modes_the_server_itself_goes_on(
-    server: ProtocolServer, engine_over: Engines, weights: Path, mode: str
+    server: ProtocolServer, engine_over: Engines, mode: str
 ) -> None:
     server.is_automatic = False
     async with engine_over([server], pause_mode=mode) as engine, asyncio.TaskGroup() as group:
         call = group.create_task(engine.agenerate(ask(6)))
         await server.until(lambda: len(server.running) == 1)
         server.advance(2)
-        await engine.update_weights(DiskWeights(version=1, directory=weights))
+        await engine.update_weights(DiskWeights(version=1, directory=WEIGHTS))
         server.advance(4)
         response = await call
     assert_seamless(response, 6)
@@ -125,13 +120,14 @@ def _text(num_tokens: int) -> str:
 
 
 async def _interrupted_after(
-    num_tokens: int, server: ProtocolServer, engine_over: Engines, weights: Path | None = None, **sampling: Any
+    num_tokens: int, server: ProtocolServer, engine_over: Engines, eos_token_ids: Sequence[int] = (), **sampling: Any
 ) -> ModelResponse:
     """A response whose first attempt was aborted after so many tokens, and that goes on by itself then."""
     server.is_automatic = False
-    async with engine_over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        if weights is not None:
-            await engine.update_weights(DiskWeights(version=1, directory=weights))
+    async with (
+        engine_over([server], pause_mode="abort", eos_token_ids=eos_token_ids) as engine,
+        asyncio.TaskGroup() as group,
+    ):
         call = group.create_task(engine.agenerate(ask(12, **sampling)))
         await server.until(lambda: len(server.running) == 1)
         for run in server.running:
@@ -177,9 +173,9 @@ async def test_a_stop_string_that_the_last_token_before_an_abort_completed_ends_
     [({}, 3), ({"ignore_eos": True}, 12), ({"ignore_eos": True, "stop_token_ids": (token_at(5),)}, 3)],
 )
 async def test_an_end_token_just_before_an_abort_ends_the_response_unless_it_is_ignored(
-    server: ProtocolServer, engine_over: Engines, weights: Path, sampling: dict[str, object], num_tokens: int
+    server: ProtocolServer, engine_over: Engines, sampling: dict[str, object], num_tokens: int
 ) -> None:
-    response = await _interrupted_after(3, server, engine_over, weights, **sampling)
+    response = await _interrupted_after(3, server, engine_over, eos_token_ids=[1, token_at(5)], **sampling)
     assert_seamless(response, num_tokens)
     assert response.stop_reason == ("stop" if num_tokens == 3 else "length")
 

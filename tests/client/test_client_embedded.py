@@ -200,16 +200,29 @@ async def test_a_server_killed_in_the_middle_costs_a_retry_and_nothing_else(
         assert response.output_versions == (1,) * NUM_TOKENS
 
 
-class Exporter(ScriptedTrainEngine):
-    """Exports a copy of a model directory."""
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A snapshot of a model directory."""
+
+    version: int
+    model: Path
+
+    def write(self, directory: Path) -> int:
+        shutil.copytree(self.model, directory)
+        return (directory / "model.safetensors").stat().st_size
+
+    def release(self) -> None: ...
+
+
+class Copying(ScriptedTrainEngine):
+    """Its weights are those of a model directory."""
 
     def __init__(self, model: Path) -> None:
         super().__init__()
         self._model = model
 
-    def export(self, directory: Path) -> int:
-        shutil.copytree(self._model, directory)
-        return (directory / "model.safetensors").stat().st_size
+    def snapshot(self) -> Copy:
+        return Copy(self.version, self._model)
 
 
 async def test_from_a_snapshot_to_the_servers_and_back(models: Models, tmp_path: Path) -> None:
@@ -222,7 +235,7 @@ async def test_from_a_snapshot_to_the_servers_and_back(models: Models, tmp_path:
     ):
         expected = await engine.agenerate(request(short))
         for model in (models.one, models.two):
-            stats = await transport.deliver(transport.snapshot(Exporter(model)), engine)
+            stats = await transport.deliver(transport.snapshot(Copying(model)), engine)
             assert 0 < stats.load_s <= stats.pause_s
         response = await engine.agenerate(request(short))
     transport.close()

@@ -87,12 +87,19 @@ async def test_a_request_without_session_goes_to_the_server_with_fewest_in_fligh
         other.advance(4)
 
 
-async def test_prefixes_are_cached_per_version(server: ProtocolServer, engine_over: Engines) -> None:
-    async with engine_over([server]) as engine:
-        await engine.agenerate(ask())
-        await engine.update_weights(DiskWeights(version=1, directory=Path("/weights")))
-        await engine.agenerate(ask())
-    assert [sent["extra_key"] for sent in server.requests] == ["0", "1"]
+async def test_prefixes_are_shared_until_the_next_load_and_within_one_run(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    for _ in range(2):
+        async with engine_over([server]) as engine:
+            await engine.agenerate(ask())
+            await engine.agenerate(ask())
+            for _ in range(2):
+                await engine.update_weights(DiskWeights(version=1, directory=Path("/weights")))
+                await engine.agenerate(ask())
+    keys = [sent["extra_key"] for sent in server.requests]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 6
 
 
 async def test_two_thousand_requests_run_at_once(server: ProtocolServer, engine_over: Engines) -> None:

@@ -159,7 +159,7 @@ async def test_an_update_waits_for_a_server_that_is_fenced_for_a_moment(
     async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
         server.is_healthy = False
         call = group.create_task(engine.agenerate(ask()))
-        await server.until(lambda: "health" in [name for name, _ in server.calls])
+        await server.until(lambda: "model_info" in [name for name, _ in server.calls])
         update = group.create_task(engine.update_weights(weights(1)))
         await asyncio.sleep(0.02)
         server.is_healthy = True
@@ -220,9 +220,16 @@ async def test_resuming_waits_for_an_update_under_way(server: ProtocolServer, en
         assert server.names()[-1] == "continue_generation"
 
 
-async def test_going_back_to_an_older_version_is_an_update_too(server: ProtocolServer, engine_over: Engines) -> None:
+async def test_a_version_that_goes_backwards_is_refused(server: ProtocolServer, engine_over: Engines) -> None:
     async with engine_over([server]) as engine:
         await engine.update_weights(weights(5))
-        await engine.update_weights(weights(2))
-        assert engine.version == 2
-        assert (await engine.agenerate(ask())).output_versions == (2, 2, 2, 2)
+        with pytest.raises(ValueError, match="version 2 was published, but the servers hold 5"):
+            await engine.update_weights(weights(2))
+        assert (await engine.agenerate(ask())).output_versions == (5, 5, 5, 5)
+
+
+async def test_the_same_version_can_be_published_again(server: ProtocolServer, engine_over: Engines) -> None:
+    async with engine_over([server]) as engine:
+        await engine.update_weights(weights(5))
+        await engine.update_weights(weights(5))
+    assert server.names().count("update_weights_from_disk") == 2

@@ -1,0 +1,74 @@
+"""What a server says of itself when it is first spoken to, and whether several serve the same model.
+
+Directories do not tell: they differ from machine to machine, and SGLang names the one it was last updated from. What is
+compared is what stays: the model's type and architecture, the context length, and, where servers tokenize for
+clients, the tokens of a probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arl.api.errors import ServerError
+from arl.engine.server_client import ServerClient
+
+_TIMEOUT_S = 10.0
+_PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**2  # 你好"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """label: of the weights that it holds. num_ranks: its tensor-parallel size. traits: None where it does not say."""
+
+    address: str
+    label: str
+    num_ranks: int
+    traits: Mapping[str, Any]
+
+
+async def greet(client: ServerClient) -> Greeting:
+    """Ask a server who it is; one that a killed run left paused is set going. Raises ServerError, with its address."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            info = await client.model_info()
+            await client.resume()
+            await client.check_health()
+            settings = await client.look_up("server_info") or await client.look_up("get_server_info")
+            models = (await client.look_up("v1/models")).get("data") or [{}]
+            tokens = await _probe_tokens(client)
+    except TimeoutError:
+        raise ServerError(f"{client.address} gave no answer within {_TIMEOUT_S:g} s") from None
+    return Greeting(
+        address=client.address,
+        label=str(info.get("weight_version", "default")),
+        num_ranks=int(settings.get("tp_size") or 1),
+        traits={
+            "model type": info.get("model_type"),
+            "architecture": info.get("architectures"),
+            "context length": models[0].get("max_model_len"),
+            f"tokenization of {_PROBE_TEXT!r}": tokens,
+        },
+    )
+
+
+async def _probe_tokens(client: ServerClient) -> list[int] | None:
+    try:
+        return (await client.look_up("tokenize", {"prompt": _PROBE_TEXT})).get("tokens")
+    except ServerError:
+        return None  # started without a tokenizer, as some are
+
+
+def difference(greetings: Sequence[Greeting]) -> str | None:
+    """The first trait in which a server differs from another, as a sentence; None if all serve alike."""
+    for name in greetings[0].traits if greetings else ():
+        told = [
+            (greeting.traits[name], greeting.address) for greeting in greetings if greeting.traits[name] is not None
+        ]
+        for trait, address in told[1:]:
+            first, first_address = told[0]
+            if trait != first:
+                return f"the {name} is {first} at {first_address}, but {trait} at {address}"
+    return None
