@@ -60,9 +60,12 @@ class WeightServer(Protocol):
     async def begin_update(self) -> None: ...
 
     async def receive(
-        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int, flush_cache: bool
+        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
     ) -> None:
-        """Receive one broadcast for each tensor, in this order, while the sender sends them."""
+        """Receive these tensors, of one dtype, end to end in one broadcast of bytes, while the sender sends it.
+
+        version: what the server holds with them; None if others are still to come, and it holds a mixture.
+        """
         ...
 
     async def end_update(self) -> None:

@@ -66,7 +66,7 @@ class SendableSnapshot(Snapshot, Protocol):
     def send(self, group: str, start: int, stop: int) -> None:
         """Broadcast specs[start:stop], which are of one dtype, as soon as they are there; returns when they were sent.
 
-        They go end to end, as one tensor of bytes. Raises ServerFailedError if the group is broken and has to be left, and
+        They go end to end, as one tensor of bytes. Raises ServerFailedError if the group is broken and has to be left,
         TransportError if there is nothing to send: the weights could not be put together, or were let go of.
         """
         ...

@@ -78,7 +78,7 @@ class WeightSender:
         return WeightGroup(name=name, address=address, port=port, world_size=1 + num_ranks, backend=backend)
 
     def join(self, group: WeightGroup) -> None:
-        """Wait until the server's ranks have joined. Raises ServerFailedError if they do not in time, or it was left."""
+        """Wait until the server's ranks have joined. Raises ServerFailedError if they do not in time."""
         link = self._link(group.name)
         if group.backend == "gloo":
             _await_arrival(link, group)
@@ -100,7 +100,7 @@ class WeightSender:
             _destroy(link)
 
     def send(self, name: str, data: torch.Tensor) -> None:
-        """Broadcast `data` (uint8, on the CPU); returns when it was sent. Raises ServerFailedError if the group is broken."""
+        """Broadcast `data` (uint8, on the CPU); returns when it was sent. Raises ServerFailedError."""
         link = self._link(name)
         if link.group is None:
             raise ServerFailedError(f"the group {name} has not been joined")

@@ -163,13 +163,14 @@ class Weights:
         expected = _expected(body)
         group = body.text("group_name", _DEFAULT_GROUP)
         weight_version, flush = body.text("weight_version", None), body.flag("flush_cache", True)
-        if body.text("load_format", "auto") != "auto":
-            raise ApiError("load_format is not supported by this server; broadcast each tensor for itself")
+        load_format = body.text("load_format", "auto")
+        if load_format not in ("auto", "flattened_bucket"):
+            raise ApiError(f"load_format is {shown(load_format)}; it must be auto or flattened_bucket")
         self._abort_if_asked(body)
         body.finish(_HARMLESS)
 
         def work() -> str:
-            self._receiver.receive(group, expected)
+            self._receiver.receive(group, expected, in_one=load_format == "flattened_bucket")
             self._receiver.mark(weight_version, flush)
             return "Succeeded to receive parameters; end_weight_update() applies them."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,6 +13,9 @@ from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[
 from torch.distributed import distributed_c10d as c10d
 
 from arl.engine.local.weights import Shapes, WeightsError, check_fit
+
+Expected = tuple[str, str, Sequence[int]]
+"""A tensor that is announced: its name, dtype and shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,40 +120,34 @@ class WeightReceiver:
             raise WeightsError("a weight-update session is already open; call end_weight_update() first")
         self._open = _Transaction()
 
-    def receive(self, group_name: str, expected: Sequence[tuple[str, str, Sequence[int]]]) -> None:
-        """Receive one broadcast of rank 0 for each (name, dtype, shape), in that order, into the transaction."""
+    def receive(self, group_name: str, expected: Sequence[Expected], *, in_one: bool) -> None:
+        """Receive what rank 0 broadcasts for each (name, dtype, shape), in that order, into the transaction.
+
+        in_one: as a single broadcast of bytes in which the tensors lie end to end; else one for each tensor.
+        """
         if self._open is None:
             raise WeightsError(
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
         try:
-            received = self._broadcasts(group_name, expected)
-            check_fit(received, self._parameters)
+            buffers, tensors = (_one_buffer if in_one else _buffers)(expected, self._device)
+            self._broadcasts(group_name, buffers)
+            check_fit(tensors, self._parameters)
         except WeightsError as error:
             self._open.failure = str(error)
             raise
-        self._open.tensors.update(received)
+        self._open.tensors.update(tensors)
 
-    def _broadcasts(
-        self, group_name: str, expected: Sequence[tuple[str, str, Sequence[int]]]
-    ) -> dict[str, torch.Tensor]:
+    def _broadcasts(self, group_name: str, buffers: Sequence[torch.Tensor]) -> None:
         group = self._groups.get(group_name)
         if group is None:
             raise WeightsError(f"no group {group_name!r}; call init_weights_update_group() first")
-        buffers = {name: self._buffer(name, dtype, shape) for name, dtype, shape in expected}
         try:
-            for buffer in buffers.values():
+            for buffer in buffers:
                 dist.broadcast(buffer, group_src=0, group=group)
         except RuntimeError as error:
             dist.destroy_process_group(self._groups.pop(group_name))
             raise WeightsError(f"receiving from the group {group_name!r} failed: {first_line(error)}") from error
-        return buffers
-
-    def _buffer(self, name: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        kind = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(kind, torch.dtype):
-            raise WeightsError(f"the dtype of {name} is {dtype!r}; torch has none of that name")
-        return torch.empty(tuple(shape), dtype=kind, device=self._device)
 
     def mark(self, weight_version: str | None, flush_cache: bool) -> None:
         """How the open transaction is to be applied: the last version named, and a flush if any bucket asks for one."""
@@ -167,6 +165,36 @@ class WeightReceiver:
         return ReceivedWeights(
             tensors=ended.tensors, weight_version=ended.weight_version, flush_cache=ended.flush_cache
         )
+
+
+def _buffers(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """What to receive, and the tensors that it will hold: one for each."""
+    tensors = {
+        name: torch.empty(tuple(shape), dtype=_dtype(name, dtype), device=device) for name, dtype, shape in expected
+    }
+    return list(tensors.values()), tensors
+
+
+def _one_buffer(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """What to receive, and the tensors that it will hold: end to end in one buffer of bytes."""
+    dtypes = [_dtype(name, dtype) for name, dtype, _ in expected]
+    sizes = [math.prod(shape) * dtype.itemsize for (_, _, shape), dtype in zip(expected, dtypes, strict=True)]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    tensors: dict[str, torch.Tensor] = {}
+    start = 0
+    for (name, _, shape), dtype, size in zip(expected, dtypes, sizes, strict=True):
+        if start % dtype.itemsize:
+            raise WeightsError(f"{name} would begin at byte {start}, which is no place for {dtype}: send it apart")
+        tensors[name] = flat[start : start + size].view(dtype).view(tuple(shape))
+        start += size
+    return [flat], tensors
+
+
+def _dtype(name: str, dtype: str) -> torch.dtype:
+    kind = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
+        raise WeightsError(f"the dtype of {name} is {dtype!r}; torch has none of that name")
+    return kind
 
 
 def first_line(error: Exception) -> str:

@@ -10,10 +10,20 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from arl.api.config import DiskWeightsConfig
-from arl.api.engine import DiskWeights, InferenceEngine, TrainEngine, UpdateStats, WeightUpdate
+from arl.api.engine import (
+    DiskWeights,
+    InferenceEngine,
+    Snapshot,
+    TrainEngine,
+    UpdateStats,
+    WeightServer,
+    WeightUpdate,
+)
 from arl.api.errors import TransportError
 
 _RAM = Path("/dev/shm")
@@ -23,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class DiskTransport:
-    """Exports each snapshot to a directory of its own and lets the servers load it from there.
+    """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
     Where: config.directory, else the RAM-backed /dev/shm if it has room for two snapshots, else run_dir/weights. Below
     that everything lives in one directory of this process, locked while the process lives; those of processes that
@@ -36,29 +46,19 @@ class DiskTransport:
         first_choice = config.directory or _ram_directory() or self._fallback
         self._home = _Home(Path(first_choice or run_dir).absolute())
         self._num_bytes = 0
-        self._snapshots: list[DiskWeights] = []
+        self._writer = ThreadPoolExecutor(1, "arl-weights")
+        self._updates: list[WrittenWeights] = []
 
     @property
     def directory(self) -> Path:
         """Where this process's snapshots are."""
         return self._home.path
 
-    def snapshot(self, engine: TrainEngine) -> WeightUpdate:
-        """Export the weights of `engine`. Raises TransportError if there is no room for them."""
-        if self._in_ram and _room(_RAM) < self._num_bytes:
-            self._leave_ram()
-        try:
-            return self._export(engine)
-        except Exception as error:
-            if not _is_full(error):
-                raise
-            if not self._in_ram:
-                raise TransportError(
-                    f"there is no room for version {engine.version}'s weights in {self._home.path.parent}: {error}; "
-                    "free some, or set weights.directory to a place that every server sees"
-                ) from error
-        self._leave_ram()
-        return self.snapshot(engine)
+    def snapshot(self, engine: TrainEngine) -> WrittenWeights:
+        """Copy the weights aside; nothing is written yet."""
+        update = WrittenWeights(engine.snapshot(), self._writer, self._write)
+        self._updates.append(update)
+        return update
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
         """Bring the servers to `update`, then remove the snapshots before it."""
@@ -69,8 +69,11 @@ class DiskTransport:
 
     def close(self) -> None:
         """Remove everything. Idempotent."""
+        self._writer.shutdown(cancel_futures=True)
+        for update in self._updates:
+            update.discard()
+        self._updates.clear()
         self._home.remove()
-        self._snapshots.clear()
 
     @property
     def _in_ram(self) -> bool:
@@ -81,22 +84,93 @@ class DiskTransport:
         logger.warning("no room in %s: weights go to %s from now on", _RAM, self._fallback)
         self._home = _Home(self._fallback, also=self._home) if self._fallback else self._home
 
-    def _export(self, engine: TrainEngine) -> DiskWeights:
+    def _write(self, snapshot: Snapshot) -> DiskWeights:
+        """Raises TransportError if there is no room."""
+        if self._in_ram and _room(_RAM) < self._num_bytes:
+            self._leave_ram()
+        try:
+            return self._write_here(snapshot)
+        except Exception as error:
+            if not _is_full(error):
+                raise
+            if not self._in_ram:
+                raise TransportError(
+                    f"there is no room for version {snapshot.version}'s weights in {self._home.path.parent}: {error}; "
+                    "free some, or set weights.directory to a place that every server sees"
+                ) from error
+        self._leave_ram()
+        return self._write(snapshot)
+
+    def _write_here(self, snapshot: Snapshot) -> DiskWeights:
         aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._home.path))
         try:
-            self._num_bytes = engine.snapshot().write(aside / "model")
-            target = self._home.path / f"version-{engine.version}-{aside.name.rpartition('-')[2]}"
+            self._num_bytes = snapshot.write(aside / "model")
+            target = self._home.path / f"version-{snapshot.version}-{aside.name.rpartition('-')[2]}"
             (aside / "model").rename(target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        update = DiskWeights(version=engine.version, directory=target, num_bytes=self._num_bytes)
-        self._snapshots.append(update)
-        return update
+        return DiskWeights(version=snapshot.version, directory=target, num_bytes=self._num_bytes)
 
     def _prune(self, version: int) -> None:
-        for old in [snapshot for snapshot in self._snapshots if snapshot.version < version]:
-            shutil.rmtree(old.directory, ignore_errors=True)
-            self._snapshots.remove(old)
+        for old in [update for update in self._updates if update.version < version]:
+            old.discard()
+            self._updates.remove(old)
+
+
+class WrittenWeights:
+    """A WeightUpdate that is written when the first server prepares for it, once for all of them."""
+
+    def __init__(
+        self, snapshot: Snapshot, writer: ThreadPoolExecutor, write: Callable[[Snapshot], DiskWeights]
+    ) -> None:
+        self.version = snapshot.version
+        self._snapshot = snapshot
+        self._writer = writer
+        self._write = write
+        self._written: Future[DiskWeights] | None = None
+
+    @property
+    def directory(self) -> Path | None:
+        """Where it was written; None before."""
+        written = self._result()
+        return written.directory if written else None
+
+    @property
+    def num_bytes(self) -> int:
+        written = self._result()
+        return written.num_bytes if written else 0
+
+    async def prepare(self, server: WeightServer) -> None:
+        """Wait until the directory is there. Raises TransportError if it could not be written."""
+        if self._written is None:
+            try:
+                self._written = self._writer.submit(self._write_and_release)
+            except RuntimeError as error:
+                raise TransportError("the transport was closed") from error
+        # Shielded: one server that gives up must not keep the others from it.
+        await asyncio.shield(asyncio.wrap_future(self._written))
+
+    async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
+        if (written := self._result()) is None:
+            raise TransportError(f"version {self.version} was not written; prepare comes before load")
+        await written.load(server, flush_cache=flush_cache)
+
+    def discard(self) -> None:
+        """Let go of the memory, and of the directory."""
+        self._snapshot.release()
+        if (written := self._result()) is not None:
+            shutil.rmtree(written.directory, ignore_errors=True)
+
+    def _write_and_release(self) -> DiskWeights:
+        try:
+            return self._write(self._snapshot)
+        finally:
+            self._snapshot.release()
+
+    def _result(self) -> DiskWeights | None:
+        if self._written is None or not self._written.done() or self._written.cancelled() or self._written.exception():
+            return None
+        return self._written.result()
 
 
 class _Home:
