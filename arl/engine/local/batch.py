@@ -91,6 +91,7 @@ class Batch:
         self._waiting.append(
             Row(
                 [*job.input_ids, *job.output_ids],
+                extra_key=job.extra_key,
                 job=job,
                 max_length=min(len(job.input_ids) + sampling.max_new_tokens, self._runner.context_length),
                 stream=random_stream(sampling.seed),
@@ -194,7 +195,7 @@ class Batch:
     def _retain(self, row: Row) -> None:
         if not row.is_mixed:
             kv = self._runner.cache.export(row.index, row.num_computed)
-            self._prefixes.add(Retained(row.tokens[: row.num_computed], row.num_computed, kv=kv))
+            self._prefixes.add(Retained(row.tokens[: row.num_computed], row.num_computed, row.extra_key, kv=kv))
 
     # ---- who is in the batch ----------------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class Batch:
         try:
             while self._waiting and len(self._rows) < self._max_rows:
                 row = self._waiting.popleft()
-                prefix, common = self._prefixes.find(row.tokens) or (None, 0)
+                prefix, common = self._prefixes.find(row.tokens, row.extra_key) or (None, 0)
                 common = min(common, len(row.tokens) - 1)  # the last token's logits are needed in any case
                 if prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1):
                     deferred.append(row)

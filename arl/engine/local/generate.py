@@ -14,11 +14,11 @@ from arl.engine.local.job import Job
 from arl.engine.local.protocol import (
     ApiError,
     GenerateRequest,
-    make_jobs,
     meta_info,
     num_settled_tokens,
     parse_generate,
     raise_if_failed,
+    samples,
 )
 from arl.engine.local.text import TextOptions
 
@@ -58,13 +58,14 @@ class Generate:
     async def _plan(self, asked: GenerateRequest) -> tuple[list[_Planned], dict[str, Sequence[Job]]]:
         planned: list[_Planned] = []
         named: dict[str, Sequence[Job]] = {}
-        rows = zip(asked.prompts, asked.samplings, asked.rids, asked.return_logprob, strict=True)
-        for prompt, sampling, rid, return_logprob in rows:
+        rows = zip(asked.prompts, asked.samplings, asked.rids, asked.return_logprob, asked.extra_keys, strict=True)
+        for prompt, sampling, rid, return_logprob, extra_key in rows:
             input_ids = prompt
             if isinstance(input_ids, str):
                 input_ids = await self._serving.encode(lambda text=input_ids: self._serving.text.encode(text))
             params = sampling.for_prompt(input_ids, self._serving.limits)
-            jobs = make_jobs(rid, input_ids, params, sampling.n, asked.stream)
+            job = Job(rid=rid, input_ids=input_ids, sampling=params, stream=asked.stream, extra_key=extra_key)
+            jobs = samples(job, sampling.n)
             named[rid] = jobs
             named.update({job.rid: [job] for job in jobs})
             planned += [_Planned(job, sampling.text, return_logprob) for job in jobs]

@@ -10,7 +10,9 @@ from arl.api.types import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request for one continuation of `input_ids`. The model thread alone writes the fields below `stream`.
+    """A request for one continuation of `input_ids`. The model thread alone writes the fields from output_ids on.
+
+    Keys and values of its prompt are shared with jobs of the same extra_key alone.
 
     output_ids, output_logprobs and versions grow together: for each sampled token its id, its logprob (natural log,
     of logits / temperature, before top_p, top_k and min_p) and the weight version that sampled it. The stop token is
@@ -23,6 +25,7 @@ class Job:
     input_ids: list[int]
     sampling: SamplingParams
     stream: bool = False
+    extra_key: str = ""
 
     output_ids: list[int] = field(default_factory=list[int])
     output_logprobs: list[float] = field(default_factory=list[float])

@@ -21,14 +21,15 @@ from arl.engine.local.protocol import (
     Body,
     Sampling,
     build_params,
-    make_jobs,
+    extra_key,
     raise_if_failed,
+    samples,
     shown,
 )
 from arl.engine.local.text import TextOptions
 
 _HARMLESS = frozenset((
-    "cache_salt", "data_parallel_rank", "extra_key", "metadata", "model", "parallel_tool_calls", "priority",
+    "data_parallel_rank", "metadata", "model", "parallel_tool_calls", "priority",
     "separate_reasoning", "service_tier", "session_id", "store", "stream_reasoning", "user",
 ))  # fmt: skip
 _NEUTRAL = {"best_of": 1, "frequency_penalty": 0, "min_tokens": 0, "presence_penalty": 0, "repetition_penalty": 1}
@@ -69,6 +70,7 @@ def parse_common(body: Body, default_max_tokens: int | None) -> OpenAIRequest:
         include_usage=stream_options.flag("include_usage"),
         logprobs=body.value("logprobs") not in (None, False),
         return_token_ids=body.flag("return_token_ids"),
+        extra_key=extra_key(body.text("cache_salt", ""), body.text("extra_key", "")),
     )
 
 
@@ -160,7 +162,8 @@ class OpenAI:
                 raise ApiError(f"input_ids is {shown(input_ids)}; it must be a list of token ids")
             params = asked.sampling.for_prompt(input_ids, self._serving.limits)
             rid = asked.rid if len(prompts) == 1 else f"{asked.rid}_{i}"
-            jobs += make_jobs(rid, input_ids, params, asked.sampling.n, asked.stream)
+            job = Job(rid=rid, input_ids=input_ids, sampling=params, stream=asked.stream, extra_key=asked.extra_key)
+            jobs += samples(job, asked.sampling.n)
         form = make_form(asked, self._serving.text, jobs, num_prompt_tokens=sum(map(len, prompts)))
         named: dict[str, Sequence[Job]] = {job.rid: [job] for job in jobs}
         named[asked.rid] = jobs

@@ -24,6 +24,7 @@ class OpenAIRequest:
     include_usage: bool
     logprobs: bool
     return_token_ids: bool
+    extra_key: str
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Finding the longest known prefix of a prompt: in sequences that run, and in those that finished recently.
 
-All of it belongs to the weights of the moment: whoever changes them clears it.
+They are shared among sequences of the same extra key alone, by which a client names what must not mix. All of it
+belongs to the weights of the moment: whoever changes them clears it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Prefix:
 
     tokens: list[int]
     num_computed: int = 0
+    extra_key: str = ""
     keys: list[int] = field(default_factory=list[int], kw_only=True)
 
     def common_length(self, tokens: Sequence[int], at_least: int) -> int:
@@ -41,9 +43,9 @@ class Retained(Prefix):
     kv: torch.Tensor = field(kw_only=True)
 
 
-def _keys(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _keys(tokens: Sequence[int], extra_key: str) -> Iterator[tuple[int, int]]:
     """(length, key of the first `length` tokens) at each block's end and at the end of all."""
-    key = 0
+    key = hash(extra_key)
     for start in range(0, len(tokens), _BLOCK):
         end = min(start + _BLOCK, len(tokens))
         key = hash((key, *tokens[start:end]))
@@ -62,11 +64,11 @@ class PrefixIndex:
         self._by_key: dict[int, Prefix] = {}
         self._retained: OrderedDict[Retained, None] = OrderedDict()
 
-    def find(self, tokens: Sequence[int]) -> tuple[Prefix, int] | None:
-        """The prefix that shares most with `tokens`, and how many tokens they share."""
+    def find(self, tokens: Sequence[int], extra_key: str = "") -> tuple[Prefix, int] | None:
+        """The prefix of this extra key that shares most with `tokens`, and how many tokens they share."""
         best, indexed_length = None, 0
-        for length, key in _keys(tokens):
-            if prefix := self._by_key.get(key):
+        for length, key in _keys(tokens, extra_key):
+            if (prefix := self._by_key.get(key)) and prefix.extra_key == extra_key:
                 best, indexed_length = prefix, length
         if best is None or not (length := best.common_length(tokens, indexed_length)):
             return None
@@ -76,7 +78,7 @@ class PrefixIndex:
 
     def add(self, prefix: Prefix) -> None:
         """Make a prefix findable by its tokens as they are now; retain it if it brings its keys and values along."""
-        prefix.keys = [key for _, key in _keys(prefix.tokens)]
+        prefix.keys = [key for _, key in _keys(prefix.tokens, prefix.extra_key)]
         for key in prefix.keys:
             self._by_key[key] = prefix
         if isinstance(prefix, Retained):

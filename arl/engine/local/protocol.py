@@ -20,8 +20,8 @@ from arl.engine.local.text import TextOptions
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _HARMLESS = frozenset((
-    "background", "bootstrap_host", "bootstrap_port", "bootstrap_room", "cache_salt", "conversation_id",
-    "custom_labels", "data_parallel_rank", "external_trace_header", "extra_key", "log_metrics", "no_logs", "priority",
+    "background", "bootstrap_host", "bootstrap_port", "bootstrap_room", "conversation_id", "custom_labels",
+    "data_parallel_rank", "external_trace_header", "log_metrics", "no_logs", "priority",
     "routed_dp_rank", "routing_key", "session_id",
 ))  # fmt: skip
 """Fields of SGLang's that route, label or trace a request, or that change nothing here."""
@@ -217,6 +217,7 @@ class GenerateRequest:
     samplings: Sequence[Sampling]
     rids: Sequence[str]
     return_logprob: Sequence[bool]
+    extra_keys: Sequence[str]
     rid: str | None
     is_batch: bool
     stream: bool
@@ -244,6 +245,7 @@ def parse_generate(body: Body) -> GenerateRequest:
         samplings=samplings,
         rids=rids,
         return_logprob=flags,
+        extra_keys=_extra_keys(body, prompts),
         rid=body.value("rid") if is_batch and isinstance(body.value("rid"), str) else None,
         is_batch=is_batch,
         stream=body.flag("stream"),
@@ -275,6 +277,24 @@ def _check_count(name: str, values: Sequence[Any], prompts: Sequence[Any]) -> No
         raise ApiError(f"{name} has {len(values)} entries for a batch of {len(prompts)} prompts; they must be equal")
 
 
+def _extra_keys(body: Body, prompts: Sequence[Any]) -> list[str]:
+    """For each prompt whose cached prefixes it may share: those of the same salt and key, as one string."""
+    columns: list[Sequence[str]] = []
+    for name in ("cache_salt", "extra_key"):
+        given = body.value(name)
+        values = given if isinstance(given, list) else [given or ""] * len(prompts)
+        _check_count(name, values, prompts)
+        if not all(isinstance(value, str) for value in values):
+            raise ApiError(f"{name} is {shown(given)}; it must be a string, or a list of strings for a batch")
+        columns.append(values)
+    return [extra_key(*values) for values in zip(*columns, strict=True)]
+
+
+def extra_key(cache_salt: str, key: str) -> str:
+    """What separates prefixes, made of SGLang's two fields for it."""
+    return f"{cache_salt}/{key}" if cache_salt else key
+
+
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
@@ -289,19 +309,16 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     return rid
 
 
-def make_jobs(rid: str, input_ids: list[int], params: SamplingParams, n: int, stream: bool) -> list[Job]:
-    """n jobs on one prompt; with a seed, sample i is drawn with seed + i, or all would be the same."""
+def samples(job: Job, n: int) -> list[Job]:
+    """n jobs like a fresh one; with a seed, sample i is drawn with seed + i, or all would be the same."""
     if n == 1:
-        return [Job(rid=rid, input_ids=input_ids, sampling=params, stream=stream)]
-    return [
-        Job(
-            rid=f"{rid}_{i}",
-            input_ids=input_ids,
-            sampling=params if params.seed is None else replace(params, seed=params.seed + i),
-            stream=stream,
-        )
-        for i in range(n)
-    ]
+        return [job]
+    jobs = [job.copy() for _ in range(n)]
+    for i, one in enumerate(jobs):
+        one.rid = f"{job.rid}_{i}"
+        if job.sampling.seed is not None:
+            one.sampling = replace(job.sampling, seed=job.sampling.seed + i)
+    return jobs
 
 
 def num_settled_tokens(job: Job) -> int:

@@ -1,0 +1,71 @@
+"""Each test runs against the embedded server (in `make test`) and against stock SGLang (in `make test-sglang`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from protocol_client import Client
+from reference import Reference
+from servers import Server, serving
+from transformers import PreTrainedTokenizerFast
+
+from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+
+CONTEXT_LENGTH = 8192
+# Weights so large that the next token is seldom nearly a tie, and that other weights say something else.
+SHAPE = TinyShape(
+    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    context_length=CONTEXT_LENGTH, initializer_range=0.3,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two sets of weights of one architecture: their directories, what transformers says of them, their tokenizer."""
+
+    directory_a: Path
+    directory_b: Path
+    a: Reference
+    b: Reference
+    tokenizer: PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("models")
+    a, b = (write_tiny_model(root / name, shape=SHAPE, seed=seed) for seed, name in enumerate(("a", "b")))
+    yield Models(a, b, Reference(a), Reference(b), tiny_tokenizer())
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+def server(
+    request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
+    with serving(request.param, models.directory_a, CONTEXT_LENGTH, log) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: Server, models: Models) -> AsyncIterator[Client]:
+    """A client of the server, which afterwards runs again, idle, with weights a under the label `a`."""
+    async with aiohttp.ClientSession(server.url) as session:
+        client = Client(session)
+        if (await client.get("/model_info")).body["weight_version"] != "a":
+            await client.post(
+                "/update_weights_from_disk", {"model_path": str(models.directory_a), "weight_version": "a"}
+            )
+        yield client
+        await client.post("/continue_generation")
+        await client.post("/abort_request", {"abort_all": True})
+        await client.until_waiting(0)
+        await client.until_running(0)
+        await client.post("/update_weights_from_disk", {"model_path": str(models.directory_a), "weight_version": "a"})

@@ -1,0 +1,87 @@
+"""The servers that the suite runs against, each a process group of its own: started, awaited, and gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+Kind = Literal["embedded", "sglang"]
+
+SGLANG_PYTHON = "ARL_SGLANG_PYTHON"
+"""The environment variable that names the Python interpreter which has SGLang."""
+_SERVE = Path(__file__).parents[2] / "scripts" / "sglang_cpu" / "serve"
+_START_TIMEOUT_S = 180.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Server:
+    kind: Kind
+    url: str
+
+
+def sglang_python() -> str:
+    """The interpreter that has SGLang; the test is skipped where none is named."""
+    python = os.environ.get(SGLANG_PYTHON)
+    if not python:
+        pytest.skip(f"no SGLang here: `make test-sglang` installs it and names its interpreter in {SGLANG_PYTHON}")
+    return python
+
+
+@contextmanager
+def serving(kind: Kind, model: Path, context_length: int, log: Path) -> Iterator[Server]:
+    """A server of `model` that answers; with it ends every process that it started. What it says goes to `log`."""
+    port = free_port()
+    limit = ("--context-length", str(context_length))
+    if kind == "embedded":
+        command = [sys.executable, "-m", "arl.engine.local", "--model", str(model), "--port", str(port), *limit]
+    else:
+        command = [str(_SERVE), sglang_python(), str(model), str(port), *limit]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as stream, _group(command, stream.fileno(), environment) as process:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(url, process, log)
+        yield Server(kind, url)
+
+
+@contextmanager
+def _group(command: Sequence[str], output: int, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(_POLL_S)
+    end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    raise RuntimeError(f"the server did not start; the end of {log}:\n{end}")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]

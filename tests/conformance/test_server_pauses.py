@@ -1,0 +1,155 @@
+"""Pausing, and what becomes of requests whose weights change under them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import Models
+from protocol_client import Client, spans
+from reference import logprobs_across
+from servers import Server
+
+PROMPTS = [[10, 11, 12, 13], [50, 60], [7] * 30]
+SHORT = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+NUM_TOKENS = {"embedded": 400, "sglang": 60}
+"""Enough that no pause comes too late; stock SGLang makes some hundred tokens a second on a CPU."""
+
+
+@asynccontextmanager
+async def interrupted(client: Client, server: Server, mode: str) -> AsyncIterator[list[Any]]:
+    """Three requests that were paused in the middle. The list has their answers once they are there."""
+    sampling = {"max_new_tokens": NUM_TOKENS[server.kind], "ignore_eos": True}
+    body = {"input_ids": PROMPTS, "sampling_params": sampling, "return_logprob": True}
+    answers: list[Any] = []
+    async with client.stream("/generate", body) as events:
+        seen: dict[int, int] = {}
+        while len(seen) < len(PROMPTS) or min(seen.values()) < 5:
+            event = await anext(events)
+            seen[event["index"]] = len(event["output_ids"])
+        paused = await client.post("/pause_generation", {"mode": mode})
+        assert (paused.status, paused.body["status"]) == (200, "ok")
+        yield answers
+        last = {event["index"]: event async for event in events if event != "[DONE]"}
+    answers += [last[i] for i in range(len(PROMPTS))]
+
+
+def seam_of(answer: Any, num_tokens: int) -> int:
+    """How many tokens are of weights a; the rest are of b, and nothing is missing."""
+    (first, start, seam), (second, resumed, end) = spans(answer)
+    assert (first, start, second, resumed, end) == ("a", 0, "b", seam, num_tokens)
+    assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) == num_tokens
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": num_tokens}
+    return seam
+
+
+def check(answer: Any, wanted: torch.Tensor) -> None:
+    logprobs = torch.tensor([logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]])
+    torch.testing.assert_close(logprobs, wanted, atol=2e-4, rtol=0)
+
+
+async def load(client: Client, models: Models, *, flush_cache: bool) -> None:
+    update = {"model_path": str(models.directory_b), "weight_version": "b", "flush_cache": flush_cache}
+    answer = await client.post("/update_weights_from_disk", {**update, "abort_all_requests": False})
+    assert (answer.status, answer.body["success"]) == (200, True)
+
+
+async def test_in_place_every_token_is_of_the_weights_it_names_over_the_keys_and_values_there_were(
+    client: Client, server: Server, models: Models
+) -> None:
+    async with interrupted(client, server, "in_place") as answers:
+        await load(client, models, flush_cache=False)
+        await client.post("/continue_generation")
+    for answer, prompt in zip(answers, PROMPTS, strict=True):
+        output = answer["output_ids"]
+        seam = seam_of(answer, NUM_TOKENS[server.kind])
+        check(answer, logprobs_across([(models.a, seam), (models.b, len(output) - seam)], prompt, output))
+
+
+async def test_retracted_requests_go_on_as_if_the_new_weights_had_read_everything(
+    client: Client, server: Server, models: Models
+) -> None:
+    async with interrupted(client, server, "retract") as answers:
+        await load(client, models, flush_cache=True)
+        await client.post("/continue_generation")
+    for answer, prompt in zip(answers, PROMPTS, strict=True):
+        output = answer["output_ids"]
+        seam = seam_of(answer, NUM_TOKENS[server.kind])
+        check(answer, torch.cat([models.a.logprobs(prompt, output)[:seam], models.b.logprobs(prompt, output)[seam:]]))
+        assert answer["meta_info"]["num_retractions"] == 1
+
+
+async def test_aborted_requests_return_what_they_have_and_the_rest_continues_it(
+    client: Client, server: Server, models: Models
+) -> None:
+    async with interrupted(client, server, "abort") as answers:
+        pass
+    for answer, prompt in zip(answers, PROMPTS, strict=True):
+        num_tokens = len(answer["output_ids"])
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert spans(answer) == [("a", 0, num_tokens)]
+        assert 5 <= num_tokens < NUM_TOKENS[server.kind]
+        check(answer, models.a.logprobs(prompt, answer["output_ids"]))
+    await load(client, models, flush_cache=True)
+    contexts = [[*prompt, *answer["output_ids"]] for answer, prompt in zip(answers, PROMPTS, strict=True)]
+    body = {"input_ids": contexts, "sampling_params": SHORT, "return_logprob": True}
+    rest = asyncio.create_task(client.generate(**body))
+    await client.post("/continue_generation")
+    for answer, context in zip(await rest, contexts, strict=True):
+        assert spans(answer) == [("b", 0, 4)]
+        check(answer, models.b.logprobs(context, answer["output_ids"]))
+
+
+async def test_weights_can_change_in_flight_without_a_pause(client: Client, server: Server, models: Models) -> None:
+    sampling = {"max_new_tokens": NUM_TOKENS[server.kind], "ignore_eos": True}
+    body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "return_logprob": True}
+    async with client.stream("/generate", body) as events:
+        while len((await anext(events))["output_ids"]) < 5:
+            pass
+        await load(client, models, flush_cache=False)
+        *_, last, _ = [event async for event in events]
+    seam = seam_of(last, NUM_TOKENS[server.kind])
+    parts = [(models.a, seam), (models.b, len(last["output_ids"]) - seam)]
+    check(last, logprobs_across(parts, PROMPTS[0], last["output_ids"]))
+
+
+async def test_several_updates_within_one_answer_are_several_spans(
+    client: Client, server: Server, models: Models
+) -> None:
+    async with interrupted(client, server, "in_place") as answers:
+        for label in ("1", "2"):  # nothing is sampled between the two: no span is of the first
+            await client.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        await client.post("/continue_generation")
+    assert {tuple(label for label, _, _ in spans(answer)) for answer in answers} == {("a", "2")}
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_a_request_sent_while_paused_waits_until_generation_continues(
+    client: Client, models: Models, mode: str
+) -> None:
+    await client.post("/pause_generation", {"mode": mode})
+    waiting = asyncio.create_task(client.generate(input_ids=PROMPTS[0], sampling_params=SHORT))
+    await load(client, models, flush_cache=True)
+    await asyncio.wait([waiting], timeout=0.2)
+    assert not waiting.done()
+    await client.post("/continue_generation")
+    answer = await waiting
+    assert spans(answer) == [("b", 0, 4)]
+    assert answer["output_ids"] == models.b.greedy(PROMPTS[0], 4)
+
+
+async def test_abort_is_the_mode_when_none_is_named(client: Client) -> None:
+    endless = {"max_new_tokens": 4000, "ignore_eos": True}
+    running = asyncio.create_task(client.generate(input_ids=PROMPTS[0], sampling_params=endless))
+    await client.until_running(1)
+    await client.post("/pause_generation", {})
+    assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_it_is_healthy_also_while_it_is_paused(client: Client) -> None:
+    await client.post("/pause_generation", {"mode": "in_place"})
+    assert (await client.get("/health")).status == 200

@@ -1,0 +1,108 @@
+"""How tokens are drawn, and which logprob is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import Models
+from protocol_client import Client
+from servers import Server
+
+PROMPT = [10, 11, 12, 13]
+NUM_TOKENS = 24
+FREE = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+def logprobs(answer: Any) -> torch.Tensor:
+    return torch.tensor([logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]])
+
+
+async def sampled(client: Client, num_samples: int = 1, **sampling: Any) -> list[Any]:
+    """Answers to a few prompts of different lengths."""
+    prompts = [PROMPT[:1], PROMPT, PROMPT * 9]
+    body = {"input_ids": prompts, "sampling_params": {**FREE, **sampling, "n": num_samples}, "return_logprob": True}
+    answers = await client.generate(**body)
+    for answer, prompt in zip(answers, [p for p in prompts for _ in range(num_samples)], strict=True):
+        answer["prompt"] = prompt
+    return answers
+
+
+SAMPLINGS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.5},
+    {"top_p": 0.5},
+    {"top_k": 5},
+    {"min_p": 0.3},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05},
+    {"sampling_seed": 5},
+]
+
+
+async def test_logprobs_are_of_the_tempered_model_before_any_filter(client: Client, models: Models) -> None:
+    for answer, sampling in zip(await one_batch(client, SAMPLINGS, NUM_TOKENS), SAMPLINGS, strict=True):
+        wanted = models.a.logprobs(PROMPT, answer["output_ids"], sampling.get("temperature", 1.0))
+        torch.testing.assert_close(logprobs(answer), wanted, atol=1e-4, rtol=0, msg=str(sampling))
+
+
+async def one_batch(client: Client, samplings: Sequence[dict[str, float]], num_tokens: int, n: int = 1) -> list[Any]:
+    """Answers to one prompt under different parameters, in one batch."""
+    params = [{"max_new_tokens": num_tokens, "ignore_eos": True, "n": n, **sampling} for sampling in samplings]
+    prompts = [PROMPT] * len(samplings)
+    return await client.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+
+
+async def test_temperature_zero_is_greedy_with_logprobs_at_temperature_one(client: Client, models: Models) -> None:
+    for answer in await sampled(client, temperature=0):
+        assert answer["output_ids"] == models.a.greedy(answer["prompt"], NUM_TOKENS)
+        wanted = models.a.logprobs(answer["prompt"], answer["output_ids"])
+        torch.testing.assert_close(logprobs(answer), wanted, atol=1e-4, rtol=0)
+
+
+async def test_top_k_leaves_the_k_likeliest(client: Client, models: Models) -> None:
+    for answer in await sampled(client, 4, top_k=3):
+        logits = models.a.logits(answer["prompt"], answer["output_ids"])
+        likeliest = logits.topk(3).indices.tolist()
+        assert all(token in kept for token, kept in zip(answer["output_ids"], likeliest, strict=True))
+
+
+async def test_top_p_leaves_the_likeliest_that_hold_the_mass(client: Client, models: Models) -> None:
+    for answer in await sampled(client, 4, top_p=0.4):
+        probs = models.a.logits(answer["prompt"], answer["output_ids"]).softmax(-1)
+        own = probs.gather(1, torch.tensor(answer["output_ids"])[:, None])
+        mass_above = torch.where(probs > own, probs, 0).sum(-1)
+        assert mass_above.max() <= 0.4 + 1e-4
+
+
+async def test_min_p_leaves_what_comes_near_the_likeliest(client: Client, models: Models) -> None:
+    for answer in await sampled(client, 4, min_p=0.5):
+        probs = models.a.logits(answer["prompt"], answer["output_ids"]).softmax(-1)
+        own = probs.gather(1, torch.tensor(answer["output_ids"])[:, None])
+        assert (own[:, 0] >= 0.5 * probs.amax(-1) - 1e-4).all()
+
+
+async def test_tokens_are_drawn_as_often_as_their_probability_says(client: Client, models: Models) -> None:
+    num_samples = 200
+    samplings: list[dict[str, float]] = [{}, {"temperature": 2.0}, {"top_k": 2}]
+    answers = await one_batch(client, samplings, 1, num_samples)
+    for i, sampling in enumerate(samplings):
+        tokens = [answer["output_ids"][0] for answer in answers[i * num_samples : (i + 1) * num_samples]]
+        counts = torch.bincount(torch.tensor(tokens), minlength=288)
+        probs = (models.a.logits(PROMPT, [0])[0] / sampling.get("temperature", 1.0)).softmax(-1)
+        if "top_k" in sampling:
+            probs = torch.where(probs >= probs.topk(2).values[-1], probs, 0)
+            probs /= probs.sum()
+        deviations = (counts - num_samples * probs).abs() / (num_samples * probs * (1 - probs)).sqrt().clamp_min(1)
+        assert deviations.max() < 5, sampling
+
+
+async def test_a_seed_gives_the_same_sample_again(client: Client, server: Server) -> None:
+    if server.kind == "sglang":
+        pytest.skip("stock SGLang heeds seeds in its deterministic mode alone, which no CPU backend has")
+    sampling = {**FREE, "sampling_seed": 5, "n": 2}
+    first, again = [await client.generate(input_ids=PROMPT, sampling_params=sampling) for _ in range(2)]
+    assert [answer["output_ids"] for answer in first] == [answer["output_ids"] for answer in again]
+    assert first[0]["output_ids"] != first[1]["output_ids"]
