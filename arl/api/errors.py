@@ -37,6 +37,10 @@ class ServerError(ArlError):
     """An inference server could not be reached, answered with an error, or died."""
 
 
+class TrainingError(ArlError):
+    """A rank of the train engine failed or died, and with it the engine; the rank's own traceback is the cause."""
+
+
 class TransportError(ArlError):
     """A snapshot of the weights could not be written where the servers would find it."""
 

@@ -1,0 +1,187 @@
+"""Ray as an engine uses it: one that is there, or one of this machine for this run alone; and a place for each rank."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, ClassVar
+
+from arl.api.errors import ConfigError, TrainingError
+
+_OBJECT_STORE_BYTES = 1 << 30
+_BINDING_TIMEOUT_S = 5.0
+_LONGEST_BASE = 24
+"""Ray's sockets lie 80 characters below its directory's parent, and a socket's path may have 107."""
+
+logger = logging.getLogger(__name__)
+
+
+class RayLease:
+    """Holds Ray for an engine: the one that this process uses already, which is left as it was, or another.
+
+    address None: one of this machine alone, with so many CPUs and GPUs whatever the machine has, that listens at
+    loopback, asks for a token, reports to nobody, and is gone with the last lease (or the process). Otherwise the
+    cluster at that address, which this process leaves with the last lease.
+    """
+
+    _holders: ClassVar[int] = 0
+    _directory: ClassVar[str | None] = None
+
+    def __init__(self, address: str | None, *, num_cpus: int, num_gpus: int) -> None:
+        """Raises ConfigError where Ray is not installed, not at the address, or the machine lacks the GPUs."""
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("several ranks need Ray: pip install 'arl[ray]', or set train.num_ranks to 1")
+        cls = type(self)
+        with _as_ray_starts(private=address is None):
+            self._ray: Any = importlib.import_module("ray")
+            self._owned = cls._holders > 0 or not self._ray.is_initialized()
+            if self._owned and cls._holders == 0:
+                self._connect(address) if address is not None else self._start(num_cpus, num_gpus)
+        if self._owned:
+            cls._holders += 1
+
+    def release(self) -> None:
+        """Let go; idempotent."""
+        if not self._owned:
+            return
+        self._owned = False
+        cls = type(self)
+        cls._holders -= 1
+        if cls._holders == 0:
+            self._ray.shutdown()
+            if cls._directory:
+                shutil.rmtree(cls._directory, ignore_errors=True)
+                cls._directory = None
+
+    def _start(self, num_cpus: int, num_gpus: int) -> None:
+        base = tempfile.gettempdir()
+        directory = tempfile.mkdtemp(prefix="arl-ray-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+        try:
+            self._ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=directory,
+            )
+        except BaseException as error:
+            self._ray.shutdown()
+            shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, Exception):
+                raise TrainingError(f"Ray could not be started on this machine: {error}") from error
+            raise
+        type(self)._directory = directory
+
+    def _connect(self, address: str) -> None:
+        try:
+            self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            self._ray.shutdown()
+            raise ConfigError(
+                f"there is no Ray cluster at train.ray_address={address}: {error}; start one with `ray start --head`, "
+                "or leave ray_address unset for one of this machine"
+            ) from error
+
+
+@contextmanager
+def _as_ray_starts(*, private: bool) -> Iterator[None]:
+    """What Ray reads when it is imported and started; and what it changes of this process is put back afterwards."""
+    environment = dict(os.environ)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if private:
+        # Ray's own setting for machines whose firewall asks: all of it listens at loopback. It is read at import.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+            os.environ["RAY_AUTH_TOKEN"] = _token()  # else Ray makes one and leaves it in the home directory
+    level = logging.getLogger("ray").level
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    is_main = threading.current_thread() is threading.main_thread()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        logging.getLogger("ray").setLevel(level)
+        if is_main:
+            signal.signal(signal.SIGTERM, on_sigterm)
+
+
+@cache
+def _token() -> str:
+    """One for this process's life, as Ray reads it but once."""
+    return secrets.token_hex(32)
+
+
+class Placement:
+    """A place on the cluster for each rank: so many CPUs and GPUs each, on as few nodes as possible.
+
+    Rank 0's is on this node if there is room, and ranks of one node follow one another.
+    """
+
+    def __init__(self, num_ranks: int, *, num_cpus: int, num_gpus: int, deadline: float) -> None:
+        """deadline: of the monotonic clock. Raises TrainingError where the cluster has no room until then."""
+        import ray
+
+        self._ray = ray
+        self._bundle = {"CPU": float(num_cpus)} | ({"GPU": float(num_gpus)} if num_gpus else {})
+        here = ray.get_runtime_context().get_node_id()
+        self._group = self._reserve(num_ranks, here, deadline)
+        node_of: dict[int, str] = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle] != here, node_of[bundle], bundle))
+        self.address: str = self._nodes()[node_of[self._bundles[0]]]["NodeManagerAddress"]
+        """Of rank 0's node."""
+
+    def strategy(self, rank: int) -> Any:
+        """Ray's scheduling strategy that puts an actor into the rank's place."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
+
+    def release(self) -> None:
+        self._ray.util.remove_placement_group(self._group)
+
+    def _nodes(self) -> dict[str, dict[str, Any]]:
+        return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
+
+    def _reserve(self, num_ranks: int, here: str, deadline: float) -> Any:
+        """A placement group, with one bundle bound to this node if that can be had soon."""
+        bundles = [dict(self._bundle) for _ in range(num_ranks)]
+        if len(nodes := self._nodes()) > 1:
+            bound = self._bundle | {f"node:{nodes[here]['NodeManagerAddress']}": 0.001}
+            if group := self._try([bound, *bundles[1:]], min(deadline, time.monotonic() + _BINDING_TIMEOUT_S)):
+                return group
+        if group := self._try(bundles, deadline):
+            return group
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
+        there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s" for name in self._bundle)
+        needed = " and ".join(f"{amount:g} {name}(s)" for name, amount in self._bundle.items())
+        raise TrainingError(
+            f"the Ray cluster has no room for {num_ranks} ranks of {needed} each: {there} are free. Set "
+            "train.num_ranks or train.num_threads lower, or make room; it was waited for train.startup_timeout_s"
+        )
+
+    def _try(self, bundles: list[dict[str, float]], deadline: float) -> Any | None:
+        group = self._ray.util.placement_group(bundles, strategy="PACK")
+        try:
+            if group.wait(max(deadline - time.monotonic(), 0)):
+                return group
+        except BaseException:
+            self._ray.util.remove_placement_group(group)
+            raise
+        self._ray.util.remove_placement_group(group)
+        return None
