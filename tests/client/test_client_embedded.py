@@ -59,9 +59,10 @@ def start(models: Models) -> Iterator[Starter]:
     with ExitStack() as stack:
 
         def start() -> tuple[str, subprocess.Popen[str]]:
-            command = processes._command(str(models.one), LocalEngineConfig(context_length=1000))
+            command = processes._local_command(str(models.one), LocalEngineConfig(context_length=1000), port=0)
+            environment = processes._local_environment(num_threads=1)
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=processes._environment(1)
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
             )
             stack.enter_context(process)
             stack.callback(process.kill)

@@ -1,117 +1,199 @@
-"""Child servers: ready or an error with their log, watched while they run, and gone afterwards."""
+"""Child servers: ready or an error with their log, watched and started again while they run, and gone afterwards."""
 
 import asyncio
 import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from arl.api.config import LocalEngineConfig
-from arl.api.errors import ServerError
-from arl.engine import processes
-from arl.engine.processes import local_servers
+from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
+from arl.api.errors import ConfigError, ServerError
+from arl.engine import processes, supervision
+from arl.engine.processes import local_servers, sglang_servers
 
 Play = Callable[[str], None]
 
-READY = 'print(\'{"event": "ready", "port": 4321}\', flush=True)\n'
+PRELUDE = """
+import http.server, os, signal, subprocess, sys, threading, time
+port, notes = int(sys.argv[1]), sys.argv[2]
+open(f"{notes}/{os.getpid()}.pid", "w").close()
+births = len(os.listdir(notes))
+def say(text): print(text, file=sys.stderr, flush=True)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *args): pass
+def serve(): http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+SERVE = "serve()\n"
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Play:
-    """Let the children run a script in place of the server; each writes its process id to tmp_path."""
+def play(monkeypatch: pytest.MonkeyPatch, notes: Path) -> Play:
+    """Let the children run a script in place of the server; each notes its process id."""
+    monkeypatch.setattr(supervision, "_FIRST_BACKOFF_S", 0.01)
 
     def play(script: str) -> None:
-        note = f"import os, sys, time, signal\nopen({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w').close()\n"
-        monkeypatch.setattr(processes, "_command", lambda model, config: [sys.executable, "-c", note + script])
+        def command(model: str, config: LocalEngineConfig, port: int) -> list[str]:
+            return [sys.executable, "-c", PRELUDE + script, str(port), str(notes)]
+
+        monkeypatch.setattr(processes, "_local_command", command)
 
     return play
 
 
-def pids(tmp_path: Path) -> list[int]:
-    return [int(path.stem) for path in tmp_path.glob("*.pid")]
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    (tmp_path / "notes").mkdir()
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[str]:
+    queue: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(supervision.logger, "warning", lambda message, *args: queue.put_nowait(message % args))
+    return queue
+
+
+def pids(notes: Path) -> list[int]:
+    return [int(path.stem) for path in notes.glob("*.pid")]
 
 
 def is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - of another process, which sets no event here
+            await asyncio.sleep(0.01)
+
+
+async def answers(address: str) -> bool:
+    try:
+        (await asyncio.to_thread(urllib.request.urlopen, f"{address}/health")).close()
+    except OSError:
         return False
     return True
 
 
-async def test_servers_are_given_by_address_and_gone_after_the_block(play: Play, tmp_path: Path) -> None:
-    play(READY + "time.sleep(60)")
+async def test_servers_answer_at_their_addresses_and_are_gone_after_the_block(
+    play: Play, tmp_path: Path, notes: Path
+) -> None:
+    play(SERVE)
     async with local_servers("m", LocalEngineConfig(num_servers=2), tmp_path) as addresses:
-        assert list(addresses) == ["http://127.0.0.1:4321"] * 2
-        assert all(map(is_running, pids(tmp_path)))
-        assert len(pids(tmp_path)) == 2
-    assert not any(map(is_running, pids(tmp_path)))
+        assert len(set(addresses)) == 2
+        assert [await answers(address) for address in addresses] == [True, True]
+        assert len(pids(notes)) == 2
+    assert not any(map(is_running, pids(notes)))
 
 
-async def test_what_a_server_says_goes_to_its_log(play: Play, tmp_path: Path) -> None:
-    play("print('hello', file=sys.stderr, flush=True)\n" + READY + "time.sleep(60)")
-    async with local_servers("m", LocalEngineConfig(), tmp_path / "logs"):
-        pass
-    assert (tmp_path / "logs" / "server-0.log").read_text() == "hello\n"
+async def test_what_a_server_says_is_added_to_its_log(play: Play, tmp_path: Path) -> None:
+    play("say(f'hello {births}')\n" + SERVE)
+    for _ in range(2):
+        async with local_servers("m", LocalEngineConfig(), tmp_path / "logs"):
+            pass
+    log = (tmp_path / "logs" / "server-0.log").read_text().splitlines()
+    assert [line for line in log if line.startswith("hello")] == ["hello 1", "hello 2"]
 
 
 async def test_threads_are_set_before_the_server_starts(play: Play, tmp_path: Path) -> None:
-    play("print(os.environ['OMP_NUM_THREADS'], file=sys.stderr, flush=True)\n" + READY + "time.sleep(60)")
+    play("say(os.environ['OMP_NUM_THREADS'])\n" + SERVE)
     async with local_servers("m", LocalEngineConfig(num_threads=3), tmp_path):
         pass
-    assert (tmp_path / "server-0.log").read_text() == "3\n"
+    assert (tmp_path / "server-0.log").read_text().endswith("\n3\n")
 
 
 async def test_a_server_that_dies_at_the_start_is_an_error_with_the_end_of_its_log(play: Play, tmp_path: Path) -> None:
-    play("print('cannot find the model', file=sys.stderr); sys.exit(3)")
-    with pytest.raises(ServerError, match=r"exit code 3(.|\n)*cannot find the model"):
+    play("say('cannot find the model'); sys.exit(3)")
+    with pytest.raises(ServerError, match=r"did not start: it ended with exit code 3(.|\n)*cannot find the model"):
         async with local_servers("m", LocalEngineConfig(), tmp_path):
             pytest.fail("it started")
 
 
-async def test_a_server_that_is_never_ready_is_an_error_and_is_stopped(play: Play, tmp_path: Path) -> None:
+async def test_a_server_that_is_never_ready_is_an_error_and_is_stopped(play: Play, tmp_path: Path, notes: Path) -> None:
     play("time.sleep(60)")
     with pytest.raises(ServerError, match=r"not ready within 0\.5 s \(engine\.startup_timeout_s\)"):
         async with local_servers("m", LocalEngineConfig(startup_timeout_s=0.5), tmp_path):
             pytest.fail("it started")
-    assert not any(map(is_running, pids(tmp_path)))
+    assert not any(map(is_running, pids(notes)))
 
 
-async def test_when_the_last_server_dies_the_block_ends_with_its_last_words(play: Play, tmp_path: Path) -> None:
-    play(READY + "sys.stderr.write('out of memory'); sys.stderr.flush(); time.sleep(0.3); sys.exit(9)")
-    with pytest.raises(ServerError, match=r"every embedded server died(.|\n)*exit code 9(.|\n)*out of memory"):
-        async with local_servers("m", LocalEngineConfig(num_servers=2), tmp_path):
-            await asyncio.Event().wait()
-
-
-async def test_when_one_of_two_dies_the_block_goes_on_after_a_warning(
-    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_server_that_dies_is_started_again_at_its_address(
+    play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str]
 ) -> None:
-    warned: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(processes.logger, "warning", lambda message, words: warned.set_result(words))
-    play(READY + "time.sleep(60)")
-    async with local_servers("m", LocalEngineConfig(num_servers=2), tmp_path):
-        os.kill(pids(tmp_path)[0], signal.SIGKILL)
-        assert "exit code -9" in await warned
-    assert not any(map(is_running, pids(tmp_path)))
+    play("say(f'life {births}')\n" + SERVE)
+    async with local_servers("m", LocalEngineConfig(num_servers=1), tmp_path) as addresses:
+        (first,) = pids(notes)
+        os.kill(first, signal.SIGKILL)
+        warning = await warnings.get()
+        await until(lambda: len(pids(notes)) == 2)
+        await asyncio.to_thread(_wait_until_answered, addresses[0])
+    assert "start 1 of 3 in its place" in warning
+    assert "exit code -9" in warning
+    assert "life 1" in warning
+    assert not any(map(is_running, pids(notes)))
+
+
+async def test_what_a_dead_server_had_started_dies_before_another_takes_its_place(
+    play: Play, tmp_path: Path, notes: Path
+) -> None:
+    play("subprocess.Popen(['sleep', '60'], start_new_session=False); say('up')\n" + SERVE)
+    async with local_servers("m", LocalEngineConfig(), tmp_path):
+        (first,) = pids(notes)
+        assert len(_group(first)) == 2
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(pids(notes)) == 2)
+        assert _group(first) == []
+
+
+async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_their_last_words(
+    play: Play, tmp_path: Path, notes: Path
+) -> None:
+    play("threading.Timer(0.3, lambda: (say('out of memory'), os._exit(9))).start()\n" + SERVE)
+    with pytest.raises(ServerError, match=r"every server that was started here died(.|\n)*exit code 9(.|\n)*of memory"):
+        async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=1), tmp_path):
+            await asyncio.Event().wait()
+    assert len(pids(notes)) == 4
+
+
+async def test_when_one_of_two_dies_for_good_the_block_goes_on(
+    play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str]
+) -> None:
+    play(SERVE)
+    async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path) as addresses:
+        os.kill(pids(notes)[0], signal.SIGKILL)
+        assert "is not started again: it ended with exit code -9" in await warnings.get()
+        assert sorted([await answers(address) for address in addresses]) == [False, True]
+    assert len(pids(notes)) == 2
 
 
 async def test_a_server_that_ignores_the_polite_signal_is_killed(
-    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_STOP_TIMEOUT_S", 0.2)
-    play("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(60)")
+    monkeypatch.setattr(supervision, "_STOP_TIMEOUT_S", 0.2)
+    play("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVE)
     async with local_servers("m", LocalEngineConfig(), tmp_path):
         pass
-    assert not any(map(is_running, pids(tmp_path)))
+    assert not any(map(is_running, pids(notes)))
 
 
-async def test_errors_and_cancellation_of_the_block_stop_the_servers_and_pass(play: Play, tmp_path: Path) -> None:
-    play(READY + "time.sleep(60)")
+async def test_errors_and_cancellation_of_the_block_stop_the_servers_and_pass(
+    play: Play, tmp_path: Path, notes: Path
+) -> None:
+    play(SERVE)
 
     async def run(error: BaseException) -> None:
         async with local_servers("m", LocalEngineConfig(), tmp_path):
@@ -120,35 +202,105 @@ async def test_errors_and_cancellation_of_the_block_stop_the_servers_and_pass(pl
     for error in (ZeroDivisionError(), ExceptionGroup("two", [ValueError()]), asyncio.CancelledError()):
         with pytest.raises(type(error)):
             await run(error)
-    assert len(pids(tmp_path)) == 3
-    assert not any(map(is_running, pids(tmp_path)))
+    assert len(pids(notes)) == 3
+    assert not any(map(is_running, pids(notes)))
 
 
-def test_an_interrupted_run_leaves_no_server_behind(tmp_path: Path) -> None:
-    script = f"""
+RUN = """
 import asyncio, sys
 from pathlib import Path
-from arl.api.config import LocalEngineConfig
+from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
 from arl.engine import processes
-event = '{{\\"event\\": \\"ready\\", \\"port\\": %d}}'
-child = f"import os, time; print('{{event}}' % os.getpid(), flush=True); time.sleep(60)"
-processes._command = lambda model, config: [sys.executable, "-c", child]
+notes, tmp, script = sys.argv[1:]
+processes._local_command = lambda model, config, port: [sys.executable, "-c", script, str(port), notes]
+processes._sglang_command = lambda python, model, config, port: [python, "-c", script, str(port), notes]
 async def main():
-    async with processes.local_servers("m", LocalEngineConfig(), Path({str(tmp_path)!r})) as addresses:
-        print(addresses[0].rpartition(":")[2], flush=True)
+    async with {servers}("m", {config}, Path(tmp)):
+        print("up", flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())
 """
-    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    with run:
-        assert run.stdout is not None
-        child = int(run.stdout.readline())
-        assert is_running(child)
-        run.send_signal(signal.SIGINT)
-    assert not is_running(child)
+
+
+def _interrupt(servers: str, config: str, number: signal.Signals, notes: Path, tmp_path: Path) -> None:
+    """Run servers in a process of its own, and end it by a signal."""
+    run = RUN.format(servers=servers, config=config)
+    command = [sys.executable, "-c", run, str(notes), str(tmp_path), PRELUDE + SERVE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        assert all(map(is_running, pids(notes)))
+        process.send_signal(number)
+
+
+def test_an_interrupted_run_leaves_no_server_behind(notes: Path, tmp_path: Path) -> None:
+    _interrupt("processes.local_servers", "LocalEngineConfig()", signal.SIGINT, notes, tmp_path)
+    assert not any(map(is_running, pids(notes)))
+
+
+async def test_a_killed_run_leaves_no_stock_server_behind(notes: Path, tmp_path: Path) -> None:
+    _interrupt("processes.sglang_servers", "SGLangProcessesConfig(gpus_per_server=0)", signal.SIGKILL, notes, tmp_path)
+    assert len(pids(notes)) == 1
+    await until(lambda: not any(map(is_running, pids(notes))))
 
 
 async def test_a_missing_model_is_told_in_the_servers_words(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="not a directory"):
         async with local_servers(str(tmp_path / "none"), LocalEngineConfig(), tmp_path):
             pytest.fail("it started")
+
+
+def test_stock_servers_get_their_gpus_in_order() -> None:
+    config = SGLangProcessesConfig(num_servers=2, gpus_per_server=2, first_gpu=1, arguments=("--mem", "0.8"))
+    assert [processes._gpus(config, index) for index in range(2)] == ["1,2", "3,4"]
+    command = processes._sglang_command("python", "/m", config, 7)
+    assert command[1:] == [
+        "-m", "sglang.launch_server", "--model-path", "/m", "--host", "127.0.0.1", "--port", "7", "--tp-size", "2",
+        "--mem", "0.8",
+    ]  # fmt: skip
+
+
+def test_stock_servers_share_out_the_gpus_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    config = SGLangProcessesConfig(num_servers=2, first_gpu=1)
+    assert [processes._gpus(config, index) for index in range(2)] == ["6", "7"]
+    with pytest.raises(ConfigError, match="need more GPUs than the 3 of CUDA_VISIBLE_DEVICES"):
+        processes._gpus(SGLangProcessesConfig(num_servers=2, first_gpu=2), 1)
+
+
+async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.python is '/nowhere/python'"):
+        async with sglang_servers("m", SGLangProcessesConfig(python=Path("/nowhere/python")), tmp_path):
+            pytest.fail("it started")
+
+
+async def test_an_interpreter_without_sglang_is_told_in_its_own_words(tmp_path: Path) -> None:
+    config = SGLangProcessesConfig(python=Path(sys.executable), gpus_per_server=0)
+    with pytest.raises(ServerError, match="No module named"):
+        async with sglang_servers("m", config, tmp_path):
+            pytest.fail("it started")
+
+
+def _wait_until_answered(address: str) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"{address}/health").close()
+        except OSError:
+            time.sleep(0.01)
+        else:
+            return
+    pytest.fail(f"{address} does not answer")
+
+
+def _group(leader: int) -> list[int]:
+    """The running processes of a process group."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == leader and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
