@@ -31,7 +31,7 @@ from arl.engine.export import ModelWriter
 from arl.engine.microbatch import Microbatch, build_microbatch, empty_microbatch
 from arl.engine.model import Policy, load_model
 from arl.engine.optimizer import build_optimizer, clip_gradients, learning_rate
-from arl.engine.parallel import rank_device, rank_mesh, shard
+from arl.engine.parallel import loading_turn, rank_device, rank_mesh, shard
 from arl.engine.process_group import ProcessGroupLease
 from arl.engine.snapshot import RankSnapshot, SnapshotTaker
 from arl.engine.tally import MinibatchTally, mean_of_minibatches
@@ -48,24 +48,29 @@ class FSDPTrainEngine:
     """
 
     def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0) -> None:
-        """model: a model directory or a name on the hub. seed: of torch's generator. Raises ModelError."""
+        """model: a model directory or a name on the hub. seed: of torch's generator. Raises ModelError, ConfigError."""
         torch.set_num_threads(config.num_threads)
         torch.manual_seed(seed)
         self._config = config
         self._version = 0
         self._num_updates = 0
         self._device = rank_device(config.device)
-        loaded = load_model(model)
-        writer = ModelWriter(loaded)
         self._lease = ProcessGroupLease(self._device.type)
         self._closed = False
-        mesh = rank_mesh(self._device, config.tensor_parallel)
-        self._group = mesh.get_group("dp")
-        self._policy = Policy(loaded.model, config.logprob_chunk_size)
-        shard(self._policy, mesh, config)
-        self._optimizer = build_optimizer(self._policy, config.optimizer)
-        self._checkpoints = CheckpointWriter()
-        self._snapshots = SnapshotTaker(writer, self._device)
+        try:
+            mesh = rank_mesh(self._device, config.tensor_parallel)
+            self._group = mesh.get_group("dp")
+            with loading_turn():
+                loaded = load_model(model)
+                writer = ModelWriter(loaded)
+                self._policy = Policy(loaded.model, config.logprob_chunk_size)
+                shard(self._policy, mesh, config)
+            self._optimizer = build_optimizer(self._policy, config.optimizer)
+            self._checkpoints = CheckpointWriter()
+            self._snapshots = SnapshotTaker(writer, self._device)
+        except BaseException:
+            self._lease.release()
+            raise
 
     @property
     def version(self) -> int:

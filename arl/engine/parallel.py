@@ -8,11 +8,15 @@ around all of it, once for a recomputation and its backward pass. No parameter c
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +25,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
 from arl.api.config import TrainConfig
 from arl.api.errors import ConfigError
+from arl.engine.attention import PACKED_ATTENTION, packed_attention
 from arl.engine.model import Policy, transformer_layers
 from arl.engine.tensor_parallel import split_layers
 
@@ -60,6 +66,20 @@ def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
     return init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
 
 
+@contextlib.contextmanager
+def loading_turn() -> Iterator[None]:
+    """Ranks of one machine load one after another: a whole model lies in its memory once, not once for each rank.
+
+    A lock on a file, which ends with its process: a rank that dies while it loads keeps nobody waiting.
+    """
+    if dist.get_world_size() == 1:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"arl-loading-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def shard(policy: Policy, mesh: DeviceMesh, config: TrainConfig) -> None:
     """Split, compile and checkpoint the layers as `config` says; shard them, and the rest at the root, over "dp".
 
@@ -69,8 +89,7 @@ def shard(policy: Policy, mesh: DeviceMesh, config: TrainConfig) -> None:
     if config.tensor_parallel > 1:
         split_layers(policy.model, mesh["tp"])
     if config.compile:
-        _check_compiler(mesh.device_type)
-        _wrap_forward(layers, functools.partial(torch.compile, dynamic=True))
+        _compile(layers, mesh.device_type)
     if config.activation_checkpointing:
         _wrap_forward(layers, _checkpointed)
 
@@ -95,6 +114,16 @@ def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], 
     """Wrap each layer's own computation, within the hooks that gather its weights."""
     for layer in layers:
         layer.forward = wrap(layer.forward)
+
+
+def _compile(layers: list[nn.Module], device_type: str) -> None:
+    """Compile what is around attention, once for all layers and for any number of tokens, at the first step.
+
+    Attention itself is called as it is: it depends on the lengths of the row's sequences, which differ each time.
+    """
+    _check_compiler(device_type)
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+    _wrap_forward(layers, functools.partial(torch.compile, dynamic=True))
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
