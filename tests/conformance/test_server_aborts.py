@@ -45,10 +45,11 @@ async def test_aborting_all_ends_what_runs(client: Client) -> None:
     assert all([is_aborted(await task) for task in running])
 
 
-async def test_the_rid_of_a_batch_aborts_its_members(client: Client) -> None:
+async def test_the_members_of_a_batch_are_aborted_one_by_one(client: Client) -> None:
     running = asyncio.create_task(client.generate(input_ids=[PROMPT] * 2, sampling_params=ENDLESS, rid="mine"))
     await client.until_running(2)
-    await client.post("/abort_request", {"rid": "mine"})
+    for i in range(2):
+        await client.post("/abort_request", {"rid": f"mine_{i}"})
     assert all(is_aborted(answer) for answer in await running)
 
 

@@ -104,19 +104,6 @@ async def test_aborted_requests_return_what_they_have_and_the_rest_continues_it(
         check(answer, models.b.logprobs(context, answer["output_ids"]))
 
 
-async def test_weights_can_change_in_flight_without_a_pause(client: Client, server: Server, models: Models) -> None:
-    sampling = {"max_new_tokens": NUM_TOKENS[server.kind], "ignore_eos": True}
-    body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "return_logprob": True}
-    async with client.stream("/generate", body) as events:
-        while len((await anext(events))["output_ids"]) < 5:
-            pass
-        await load(client, models, flush_cache=False)
-        *_, last, _ = [event async for event in events]
-    seam = seam_of(last, NUM_TOKENS[server.kind])
-    parts = [(models.a, seam), (models.b, len(last["output_ids"]) - seam)]
-    check(last, logprobs_across(parts, PROMPTS[0], last["output_ids"]))
-
-
 async def test_several_updates_within_one_answer_are_several_spans(
     client: Client, server: Server, models: Models
 ) -> None:
@@ -148,8 +135,3 @@ async def test_abort_is_the_mode_when_none_is_named(client: Client) -> None:
     await client.until_running(1)
     await client.post("/pause_generation", {})
     assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-async def test_it_is_healthy_also_while_it_is_paused(client: Client) -> None:
-    await client.post("/pause_generation", {"mode": "in_place"})
-    assert (await client.get("/health")).status == 200

@@ -1,0 +1,56 @@
+"""arl's own client over each server: updates in flight lose no token, repeat none, and each names its weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from conftest import Models
+from protocol_client import Client
+from reference import logprobs_across
+from servers import Server
+
+from arl.api import DiskWeights, ModelRequest, SamplingParams
+from arl.api.config import ClientConfig, PauseMode
+from arl.api.errors import PromptTooLongError
+from arl.engine.sglang import RemoteSGLangEngine
+
+PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]
+NUM_TOKENS = {"embedded": 600, "sglang": 90}
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_updates_in_flight_leave_no_mark_but_versions_and_their_logprobs(
+    client: Client, server: Server, models: Models, mode: PauseMode
+) -> None:
+    num_tokens = NUM_TOKENS[server.kind]
+    sampling = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, ignore_eos=True)
+    config = ClientConfig(pause_mode=mode, request_timeout_s=60.0)
+    async with RemoteSGLangEngine([server.url], config) as engine, asyncio.TaskGroup() as group:
+        calls = [group.create_task(engine.agenerate(ModelRequest(input_ids=p, sampling=sampling))) for p in PROMPTS]
+        for version, directory in ((1, models.directory_b), (2, models.directory_a)):
+            await client.until_running(len(PROMPTS))
+            await engine.update_weights(DiskWeights(version=version, directory=directory))
+        assert engine.version == 2
+    for call, prompt in zip(calls, PROMPTS, strict=True):
+        response = call.result()
+        assert len(response.output_ids) == len(response.output_logprobs) == num_tokens
+        counts = [response.output_versions.count(version) for version in range(3)]
+        assert list(response.output_versions) == [v for v, count in enumerate(counts) for _ in range(count)]
+        assert counts[2] > 0
+        parts = [(r, count) for r, count in zip((models.a, models.b, models.a), counts, strict=True) if count]
+        if mode == "in_place":
+            wanted = logprobs_across(parts, prompt, response.output_ids)
+        else:
+            whole = [reference.logprobs(prompt, response.output_ids) for reference, _ in parts]
+            chosen = torch.tensor([i for i, (_, count) in enumerate(parts) for _ in range(count)])
+            wanted = torch.stack(whole).gather(0, chosen[None])[0]
+        torch.testing.assert_close(torch.tensor(response.output_logprobs), wanted, atol=2e-4, rtol=0)
+
+
+async def test_a_prompt_longer_than_the_context_is_told(client: Client, server: Server) -> None:
+    request = ModelRequest(input_ids=(7,) * 9000, sampling=SamplingParams(max_new_tokens=4))
+    async with RemoteSGLangEngine([server.url], ClientConfig()) as engine:
+        with pytest.raises(PromptTooLongError, match="9000 tokens"):
+            await engine.agenerate(request)

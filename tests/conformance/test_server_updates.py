@@ -1,0 +1,243 @@
+"""New weights, from a directory and over a process group, and the labels under which they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Models
+from protocol_client import Client, spans
+from safetensors.torch import load_file
+from servers import free_port
+
+from arl.engine.local.weight_group import GroupAddress, join_group
+
+PROMPT = torch.randint(256, (32,), generator=torch.Generator().manual_seed(3)).tolist()
+GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+TIMEOUT = timedelta(seconds=60)
+_names = (f"trainer-{i}" for i in itertools.count())
+
+
+async def greedy(client: Client, prompt: list[int] = PROMPT) -> Any:
+    return await client.generate(input_ids=prompt, sampling_params=GREEDY, return_logprob=True)
+
+
+async def weights_of(client: Client, models: Models) -> str:
+    """Which weights the server computes with, by the logprobs of what it says to a prompt that it has not seen."""
+    prompt = torch.randint(256, (8,)).tolist()
+    answer = await greedy(client, prompt)
+    told = torch.tensor([logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]])
+    named = {"a": models.a, "b": models.b}
+    fits = [n for n, r in named.items() if torch.allclose(told, r.logprobs(prompt, answer["output_ids"]), atol=1e-4)]
+    return ", ".join(fits)
+
+
+async def label_of(client: Client) -> str:
+    return (await client.get("/model_info")).body["weight_version"]
+
+
+async def succeeds(client: Client, path: str, body: Any) -> Any:
+    answer = await client.post(path, body)
+    assert (answer.status, answer.body["success"]) == (200, True), answer.body
+    return answer.body
+
+
+async def load_b(client: Client, models: Models, **more: Any) -> None:
+    await succeeds(client, "/update_weights_from_disk", {"model_path": str(models.directory_b), **more})
+
+
+async def test_weights_from_a_directory_are_served_under_their_label(client: Client, models: Models) -> None:
+    await load_b(client, models, weight_version="7")
+    assert (await label_of(client), await weights_of(client, models)) == ("7", "b")
+    assert spans(await greedy(client)) == [("7", 0, 6)]
+
+
+async def test_without_a_label_the_old_one_stays(client: Client, models: Models) -> None:
+    await load_b(client, models)
+    assert (await label_of(client), await weights_of(client, models)) == ("a", "b")
+
+
+async def test_a_flush_forgets_the_prefixes_of_old_weights(client: Client, models: Models) -> None:
+    await greedy(client)
+    assert (await greedy(client))["meta_info"]["cached_tokens"] == 31
+    await load_b(client, models, flush_cache=True)
+    answer = await greedy(client)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert answer["output_ids"] == models.b.greedy(PROMPT, 6)
+
+
+async def test_flushing_the_cache_forgets_prefixes(client: Client) -> None:
+    await greedy(client)
+    assert (await client.post("/flush_cache")).status == 200
+    assert (await greedy(client))["meta_info"]["cached_tokens"] == 0
+
+
+async def test_without_a_flush_another_extra_key_keeps_clear_of_old_weights(client: Client, models: Models) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    await client.generate(**body, extra_key="old")
+    await load_b(client, models, flush_cache=False)
+    answer = await client.generate(**body, extra_key="new")
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert answer["output_ids"] == models.b.greedy(PROMPT, 6)
+
+
+async def test_a_directory_that_is_not_there_is_refused_and_nothing_changes(client: Client, models: Models) -> None:
+    body = {"model_path": "/nonexistent", "weight_version": "7"}
+    answer = await client.post("/update_weights_from_disk", body)
+    assert (answer.status, answer.body["success"]) == (400, False)
+    assert (await label_of(client), await weights_of(client, models)) == ("a", "a")
+
+
+async def test_a_label_can_be_given_without_weights(client: Client, models: Models) -> None:
+    body = {"new_version": "7", "abort_all_requests": False}
+    assert (await succeeds(client, "/update_weight_version", body))["new_version"] == "7"
+    assert (await label_of(client), await weights_of(client, models)) == ("7", "a")
+
+
+class Trainer:
+    """Rank 0 of a group with the server."""
+
+    def __init__(self, client: Client, name: str, group: dist.ProcessGroup) -> None:
+        self.name = name
+        self._client = client
+        self._group = group
+
+    async def send(self, tensors: dict[str, torch.Tensor], **more: Any) -> None:
+        body = announcing(tensors, self.name, **more)
+        receiving = asyncio.create_task(succeeds(self._client, "/update_weights_from_distributed", body))
+        await asyncio.to_thread(self._broadcast, list(tensors.values()))
+        await receiving
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, group_src=0, group=self._group)
+
+
+def announcing(tensors: dict[str, torch.Tensor], group: str, **more: Any) -> dict[str, Any]:
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": group,
+        "flush_cache": False,
+        "abort_all_requests": False,
+        **more,
+    }
+
+
+@asynccontextmanager
+async def trainer_of(client: Client) -> AsyncIterator[Trainer]:
+    """A trainer and the server in one group, which both leave at the end."""
+    name, port = next(_names), free_port()
+    at = GroupAddress(address="127.0.0.1", port=port, rank=0, world_size=2, name=name, backend="gloo")
+    ours = asyncio.create_task(asyncio.to_thread(join_group, at, TIMEOUT))
+    theirs = {"master_address": at.address, "master_port": port, "rank_offset": 1, "world_size": 2}
+    await succeeds(client, "/init_weights_update_group", {**theirs, "group_name": name, "backend": "gloo"})
+    group = await ours
+    try:
+        yield Trainer(client, name, group)
+    finally:
+        await succeeds(client, "/destroy_weights_update_group", {"group_name": name})
+        dist.destroy_process_group(group)
+
+
+@pytest.fixture(scope="module")
+def buckets(models: Models) -> list[dict[str, torch.Tensor]]:
+    """The tensors of weights b, in buckets of several and a last one of a single one."""
+    tensors = list(load_file(models.directory_b / "model.safetensors").items())
+    cuts = [0, 7, 15, len(tensors) - 1, len(tensors)]
+    return [dict(tensors[start:end]) for start, end in itertools.pairwise(cuts)]
+
+
+async def test_weights_sent_in_buckets_are_served_when_the_update_ends(
+    client: Client, models: Models, buckets: list[dict[str, torch.Tensor]]
+) -> None:
+    async with trainer_of(client) as trainer:
+        await succeeds(client, "/begin_weight_update", {})
+        for bucket in buckets[:-1]:
+            await trainer.send(bucket)
+        await trainer.send(buckets[-1], weight_version="b", flush_cache=True)
+        await succeeds(client, "/end_weight_update", {})
+        assert (await label_of(client), await weights_of(client, models)) == ("b", "b")
+        answer = await greedy(client)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert spans(answer) == [("b", 0, 6)]
+
+
+async def test_a_group_serves_update_after_update(
+    client: Client, models: Models, buckets: list[dict[str, torch.Tensor]]
+) -> None:
+    a = load_file(models.directory_a / "model.safetensors")
+    everything = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+    async with trainer_of(client) as trainer:
+        for label, tensors in (("1", everything), ("2", a), ("3", everything)):
+            await succeeds(client, "/begin_weight_update", {})
+            await trainer.send(tensors, weight_version=label)
+            await succeeds(client, "/end_weight_update", {})
+            assert (await label_of(client), await weights_of(client, models)) == (label, "a" if tensors is a else "b")
+
+
+async def test_requests_in_flight_go_on_while_weights_are_sent_to_a_paused_server(
+    client: Client, models: Models, buckets: list[dict[str, torch.Tensor]]
+) -> None:
+    sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+    async with (
+        trainer_of(client) as trainer,
+        client.stream("/generate", {"input_ids": PROMPT, "sampling_params": sampling, "rid": "mine"}) as events,
+    ):
+        await anext(events)
+        await client.post("/pause_generation", {"mode": "in_place"})
+        await succeeds(client, "/begin_weight_update", {})
+        for bucket in buckets:
+            await trainer.send(bucket, weight_version="b")
+        await succeeds(client, "/end_weight_update", {})
+        await client.post("/continue_generation")
+        async for event in events:
+            if event["meta_info"]["weight_version"] == "b":
+                break
+        await client.post("/abort_request", {"rid": "mine"})
+        *_, last, _ = [event async for event in events]
+    (old, start, seam), (new, resumed, end) = spans(last)
+    assert (old, start, new, resumed, end) == ("a", 0, "b", seam, len(last["output_ids"]))
+    assert await weights_of(client, models) == "b"
+
+
+async def test_the_group_that_was_left_is_gone(client: Client) -> None:
+    async with trainer_of(client) as trainer:
+        pass
+    answer = await client.post("/destroy_weights_update_group", {"group_name": trainer.name})
+    assert (answer.status, answer.body["success"]) == (400, False)
+    assert answer.message == "The group to be destroyed does not exist."
+
+
+async def test_an_update_outside_a_transaction_is_refused(client: Client) -> None:
+    body = announcing({"model.norm.weight": torch.ones(64)}, "nobody")
+    answer = await client.post("/update_weights_from_distributed", body)
+    assert (answer.status, answer.body["success"]) == (400, False)
+    assert "between begin_weight_update() and end_weight_update()" in answer.message
+
+
+async def test_transactions_do_not_nest_and_end_once(client: Client) -> None:
+    await succeeds(client, "/begin_weight_update", {})
+    again = await client.post("/begin_weight_update")
+    assert (again.status, again.message.partition(";")[0]) == (400, "a weight-update session is already open")
+    await succeeds(client, "/end_weight_update", {})
+    ended = await client.post("/end_weight_update")
+    assert (ended.status, ended.message.partition(";")[0]) == (400, "no weight-update session is open")
+
+
+async def test_an_update_from_a_group_that_was_not_joined_is_refused(client: Client) -> None:
+    await succeeds(client, "/begin_weight_update", {})
+    body = announcing({"model.norm.weight": torch.ones(64)}, "nobody", weight_version="7")
+    answer = await client.post("/update_weights_from_distributed", body)
+    assert (answer.status, answer.body["success"]) == (400, False)
+    assert "nobody" in answer.message
+    await client.post("/end_weight_update")
+    assert await label_of(client) == "a"
