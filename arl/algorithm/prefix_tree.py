@@ -101,6 +101,15 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Queries and keys of a row that attend to each other: all to all, or causally, where both are the same run."""
+
+    queries: Run
+    keys: Run
+    is_causal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan:
     """A packed row in which every node of the radix tree lies once, in depth-first order.
 
@@ -134,6 +143,40 @@ class RowPlan:
     @property
     def num_tokens(self) -> int:
         return self.stretches[-1].stop if self.stretches else 0
+
+    @property
+    def is_shared(self) -> bool:
+        return any(stretch.context for stretch in self.stretches)
+
+    def blocks(self) -> list[Block]:
+        """What attends to what: each stretch to itself, then neighbouring stretches together to a context they share.
+
+        The blocks overlap nowhere, and the first ones hold each query once.
+        """
+        blocks = [Block(queries=(s.start, s.stop), keys=(s.start, s.stop), is_causal=True) for s in self.stretches]
+        queries: dict[Run, Run] = {}
+        for stretch in self.stretches:
+            for run in stretch.context:
+                start, _ = queries.get(run, (stretch.start, stretch.stop))
+                queries[run] = (start, stretch.stop)
+        # Everything below a place of the tree lies in one piece, so a run's queries are neighbours.
+        return blocks + [Block(queries=q, keys=run, is_causal=False) for run, q in queries.items()]
+
+    def key_places(self) -> torch.Tensor:
+        """int64[K]: for one stretch after another, the places of the keys that it sees: its context, and itself."""
+        return positions_of([run for s in self.stretches for run in (*s.context, (s.start, s.stop))])
+
+    def positions(self) -> torch.Tensor:
+        """int64[T]: how many tokens precede each of the row in its sequences."""
+        return positions_of([(c, c + s.num_tokens) for s in self.stretches for c in (s.num_context_tokens,)])
+
+    def subtree_stops(self) -> torch.Tensor:
+        """int64[T]: the place after the last token that follows each of the row. q sees k when k <= q < stops[k]."""
+        stops = torch.zeros(self.num_tokens, dtype=torch.int64)
+        for stretch in self.stretches:
+            for start, stop in (*stretch.context, (stretch.start, stretch.stop)):
+                stops[start:stop] = stretch.stop
+        return stops
 
 
 def needed_tokens(sequence: TrainSequence) -> torch.Tensor:

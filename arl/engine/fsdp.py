@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from arl.algorithm.packing import pack
-from arl.algorithm.prefix_tree import PrefixOrder
+from arl.algorithm.prefix_tree import prefix_order
 from arl.api.config import TrainConfig
 from arl.api.engine import TokenLoss
 from arl.api.errors import EngineClosedError
@@ -92,9 +92,11 @@ class FSDPTrainEngine:
         """One optimizer step for each minibatch, then version += 1.
 
         Metrics: loss, grad_norm (before clipping), lr, nonfinite_grads (steps skipped because of one), tokens,
-        trained_tokens, microbatches, packing_efficiency (share of the microbatches' budget that held tokens), and
-        what `loss` reports. Means are over each minibatch's trained tokens, then over minibatches; maxima, and the
-        counts' sums, are over all of them. A minibatch without a trained token takes no optimizer step.
+        trained_tokens, forwarded_tokens (shared prefixes once, and nothing that no trained token comes after),
+        forwarded_share (of tokens), microbatches, packing_efficiency (share of the microbatches' budget that held
+        forwarded tokens), and what `loss` reports. Means are over each minibatch's trained tokens, then over
+        minibatches; maxima, and the counts' sums, are over all of them. A minibatch without a trained token takes no
+        optimizer step.
         """
         self._enter()
         metrics = mean_of_minibatches([self._step(minibatch, loss) for minibatch in minibatches])
@@ -177,10 +179,15 @@ class FSDPTrainEngine:
 
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
         """(indices into `sequences`, their microbatch), as many on every rank; untrained sequences are left out."""
+        share = self._config.share_prefixes
         trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
-        bins = pack(PrefixOrder.unshared([len(sequences[i]) for i in trained]), self._config.max_tokens_per_microbatch)
+        order = prefix_order([sequences[i] for i in trained], share_prefixes=share)
+        bins = pack(order, self._config.max_tokens_per_microbatch)
         members = [[trained[i] for i in indices] for indices in bins]
-        batches = [(indices, build_microbatch([sequences[i] for i in indices], self._device)) for indices in members]
+        batches = [
+            (indices, build_microbatch([sequences[i] for i in indices], self._device, share_prefixes=share))
+            for indices in members
+        ]
         count = torch.tensor(len(batches), device=self._device)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
         batches += [([], empty_microbatch(self._device))] * (int(count) - len(batches))

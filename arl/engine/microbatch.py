@@ -1,4 +1,4 @@
-"""A microbatch: training sequences packed end to end into one row, with what the model and the loss need of them."""
+"""A microbatch: training sequences packed into one row, with what the model and the loss need of them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from dataclasses import dataclass
 
 import torch
 
+from arl.algorithm.prefix_tree import RowPlan, positions_of, prefix_order
 from arl.api.engine import PackedTokens
 from arl.api.types import TrainSequence
-from arl.engine.attention import PackedLayout
+from arl.engine.packed_layout import PackedLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
-    """S sequences of T tokens together, of which M are trained.
+    """S sequences of U tokens together, of which M are trained and T are forwarded.
 
-    input_ids, position_ids int64[1, T]; positions restart with each sequence. predictors int64[M]: the places in the
-    row whose hidden states predict the trained tokens; targets int64[M]: those tokens; temperatures float32[M].
-    trained bool[T]: loss masks end to end.
+    input_ids, position_ids int64[1, T]: tokens that sequences share lie in the row once, and those that no trained
+    token comes after are left out; positions count from each sequence's beginning. predictors int64[M]: the places in
+    the row whose hidden states predict the trained tokens, which several may share; targets int64[M]: those tokens;
+    temperatures float32[M]. All [M] are in the order of the sequences. lengths: of the sequences. trained bool[U]:
+    their loss masks end to end.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     layout: PackedLayout
+    lengths: tuple[int, ...]
     trained: torch.Tensor
     predictors: torch.Tensor
     targets: torch.Tensor
@@ -32,49 +36,62 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.layout.lengths)
+        """Tokens of the sequences, U."""
+        return sum(self.lengths)
+
+    @property
+    def num_forwarded_tokens(self) -> int:
+        """Tokens of the row, T."""
+        return self.input_ids.shape[1]
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Values of the trained tokens, float32[M] -> float32[T_i] on the CPU for each sequence, 0.0 elsewhere."""
         row = torch.zeros(self.num_tokens, dtype=torch.float32, device=values.device)
         row[self.trained] = values
-        return list(row.cpu().split(list(self.layout.lengths)))
+        return list(row.cpu().split(list(self.lengths)))
 
 
-def build_microbatch(sequences: Sequence[TrainSequence], device: torch.device) -> Microbatch:
-    """Pack at least one sequence, in the given order. Raises ValueError when a first token is marked as trained."""
-    lengths = tuple(len(sequence) for sequence in sequences)
-    layout = PackedLayout.of(lengths, device)
-    starts = layout.cu_seqlens[:-1].long()
-    sizes = torch.tensor(lengths, device=device)
-    row_sequence_ids = torch.repeat_interleave(torch.arange(len(lengths), device=device), sizes)
-
-    input_ids = torch.cat([s.token_ids for s in sequences]).to(device)
-    trained = torch.cat([s.loss_mask for s in sequences]).to(device)
-    if trained[starts].any():
+def build_microbatch(
+    sequences: Sequence[TrainSequence], device: torch.device, *, share_prefixes: bool = True
+) -> Microbatch:
+    """Pack at least one sequence. Raises ValueError when a first token is marked as trained."""
+    if any(s.loss_mask[0] for s in sequences):
         raise ValueError("loss_mask is 1 at a sequence's first token, which has no context and so no logprob to train")
-    places = trained.nonzero()[:, 0]
-    by_sequence = torch.tensor([s.temperature for s in sequences], dtype=torch.float32, device=device)
-    sequence_ids = row_sequence_ids[places]
+    order = prefix_order(sequences, share_prefixes=share_prefixes)
+    plan = RowPlan.of(order)
+    input_ids = torch.empty(plan.num_tokens, dtype=torch.int64)
+    predictors: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
+    for index, runs in zip(order.indices, plan.runs, strict=True):
+        sequence, places = sequences[index], positions_of(runs)
+        input_ids[places] = sequence.token_ids[: len(places)]
+        predictors[index] = places[sequence.loss_mask.nonzero()[:, 0] - 1]
+
+    trained = torch.cat([s.loss_mask for s in sequences]).to(device)
+    num_trained = torch.tensor([len(p) for p in predictors])
 
     def of_trained(name: str) -> torch.Tensor:
-        return torch.cat([getattr(s, name) for s in sequences]).to(device)[places]
+        return torch.cat([getattr(s, name) for s in sequences]).to(device)[trained]
 
+    def of_sequences(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(num_trained).to(device)
+
+    layout = PackedLayout.of_plan(plan, device)
     return Microbatch(
-        input_ids=input_ids[None],
-        position_ids=(torch.arange(len(input_ids), device=device) - starts[row_sequence_ids])[None],
+        input_ids=input_ids[None].to(device),
+        position_ids=layout.positions[None].long(),
         layout=layout,
+        lengths=tuple(len(s) for s in sequences),
         trained=trained,
-        predictors=places - 1,
-        targets=input_ids[places],
-        temperatures=by_sequence[sequence_ids],
+        predictors=torch.cat(predictors).to(device),
+        targets=of_trained("token_ids"),
+        temperatures=of_sequences(torch.tensor([s.temperature for s in sequences], dtype=torch.float32)),
         tokens=PackedTokens(
             behavior_logprobs=of_trained("behavior_logprobs"),
             proximal_logprobs=of_trained("proximal_logprobs"),
             advantages=of_trained("advantages"),
             loss_weights=of_trained("loss_weights"),
             versions=of_trained("versions"),
-            sequence_ids=sequence_ids,
+            sequence_ids=of_sequences(torch.arange(len(sequences))),
         ),
     )
 

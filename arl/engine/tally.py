@@ -20,6 +20,7 @@ class MinibatchTally:
     budget: int
     loss: float = 0.0
     tokens: int = 0
+    forwarded_tokens: int = 0
     trained_tokens: int = 0
     microbatches: int = 0
     lr: float = 0.0
@@ -39,7 +40,9 @@ class MinibatchTally:
             peak = values.max() if len(values) else torch.tensor(-math.inf, device=values.device)
             self._maxima.setdefault(name, []).append(peak.double())
         self.trained_tokens += len(batch.targets)
-        self.tokens += batch.num_tokens if len(batch.targets) else 0
+        if len(batch.targets):
+            self.tokens += batch.num_tokens
+            self.forwarded_tokens += batch.num_forwarded_tokens
         self.microbatches += 1
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -47,13 +50,14 @@ class MinibatchTally:
         if not self.microbatches:
             return
         sums = torch.stack([torch.stack(parts).sum() for parts in self._sums.values()])
-        counts = torch.tensor([self.trained_tokens, self.tokens, self.microbatches], dtype=sums.dtype, device=device)
-        totals = torch.cat([sums, counts])
+        counts = [self.trained_tokens, self.tokens, self.forwarded_tokens, self.microbatches]
+        totals = torch.cat([sums, torch.tensor(counts, dtype=sums.dtype, device=device)])
         dist.all_reduce(totals, group=group)
-        *values, trained, tokens, microbatches = totals.tolist()
+        *values, trained, tokens, forwarded, microbatches = totals.tolist()
         by_name = dict(zip(self._sums, values, strict=True))
         self.loss = by_name.pop("loss")
-        self.trained_tokens, self.tokens, self.microbatches = int(trained), int(tokens), int(microbatches)
+        self.trained_tokens, self.microbatches = int(trained), int(microbatches)
+        self.tokens, self.forwarded_tokens = int(tokens), int(forwarded)
         self.means = {n.removeprefix("mean/"): v / max(self.trained_tokens, 1) for n, v in by_name.items()}
         if self._maxima and self.trained_tokens:
             peaks = torch.stack([torch.stack(parts).max() for parts in self._maxima.values()])
@@ -74,11 +78,13 @@ def mean_of_minibatches(tallies: Sequence[MinibatchTally]) -> dict[str, float]:
         "lr": _mean([t.lr for t in trained]),
         "nonfinite_grads": float(sum(t.nonfinite_grads for t in tallies)),
         "tokens": float(sum(t.tokens for t in tallies)),
+        "forwarded_tokens": float(sum(t.forwarded_tokens for t in tallies)),
         "trained_tokens": float(sum(t.trained_tokens for t in tallies)),
         "microbatches": float(sum(t.microbatches for t in tallies)),
     }
     room = sum(t.microbatches * t.budget for t in tallies)
-    metrics["packing_efficiency"] = metrics["tokens"] / room if room else 0.0
+    metrics["packing_efficiency"] = metrics["forwarded_tokens"] / room if room else 0.0
+    metrics["forwarded_share"] = metrics["forwarded_tokens"] / metrics["tokens"] if metrics["tokens"] else 0.0
     if trained:
         metrics |= {name: _mean([t.means[name] for t in trained]) for name in trained[0].means}
         metrics |= {name: max(t.maxima[name] for t in trained) for name in trained[0].maxima}

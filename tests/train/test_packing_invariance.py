@@ -98,9 +98,9 @@ def test_a_step_does_not_depend_on_budget_order_chunks_or_untrained_sequences(ma
 
 def test_positions_restart_with_each_sequence():
     first, second = random_sequences(2)
-    batch = build_microbatch([first, second], CPU)
-    assert batch.position_ids.tolist() == [[*range(len(first)), *range(len(second))]]
-    assert batch.layout.cu_seqlens.tolist() == [0, len(first), len(first) + len(second)]
+    batch = build_microbatch([first, second], CPU, share_prefixes=False)
+    assert batch.position_ids.tolist() == [[*range(len(first) - 1), *range(len(second) - 1)]]
+    assert batch.layout.query_bounds.tolist() == [0, len(first) - 1, len(first) + len(second) - 2]
 
 
 def test_losses_see_which_sequence_each_trained_token_belongs_to():

@@ -65,7 +65,8 @@ def test_metrics_are_token_means_and_maxima_over_the_minibatches(make_engine: Ma
     assert metrics["peak"] == pytest.approx(max(a.max().item() for a in advantages))
     assert metrics["trained_tokens"] == sum(map(len, advantages))
     assert metrics["tokens"] == sum(len(s) for minibatch in minibatches for s in minibatch)
-    assert metrics["packing_efficiency"] == pytest.approx(metrics["tokens"] / (30 * metrics["microbatches"]))
+    assert metrics["packing_efficiency"] == pytest.approx(metrics["forwarded_tokens"] / (30 * metrics["microbatches"]))
+    assert metrics["forwarded_share"] == pytest.approx(metrics["forwarded_tokens"] / metrics["tokens"])
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_reported(make_engine: MakeEngine, caplog):

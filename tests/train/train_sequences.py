@@ -1,6 +1,7 @@
 """Training sequences at random, and a plain twin of the engine's maths: one sequence at a time, float32, unsharded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -18,13 +19,30 @@ def random_sequences(count: int, seed: int = 0, aggregation: Aggregation = "toke
     return weigh_tokens([_random_sequence(generator) for _ in range(count)], aggregation)
 
 
-def _random_sequence(generator: torch.Generator) -> TrainSequence:
-    length = int(torch.randint(2, 25, (1,), generator=generator))
+def family_sequences(seed: int = 0) -> list[TrainSequence]:
+    """Two groups of 20 prompt tokens each, some of whose answers branch after another 18, one twice: 11 sequences.
+
+    Masks are random, so tokens that sequences share are trained in some of them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sequences: list[TrainSequence] = []
+    for _ in range(2):
+        prompt, turn = (torch.randint(0, VOCABULARY, (count,), generator=generator).tolist() for count in (20, 18))
+        sequences += [_random_sequence(generator, stem) for stem in [prompt] * 3 + [prompt + turn] * 2]
+    again = replace(sequences[0], advantages=-2 * sequences[0].advantages, temperature=0.9)
+    return weigh_tokens([*sequences, again], "token_mean")
+
+
+def _random_sequence(generator: torch.Generator, stem: Sequence[int] = ()) -> TrainSequence:
+    """A sequence that goes on after `stem`."""
+    length = int(torch.randint(2, 25, (1,), generator=generator)) + len(stem)
     loss_mask = torch.rand(length, generator=generator) < 0.6
     loss_mask[0], loss_mask[-1] = False, True
     behavior = -6 + torch.randn(length, generator=generator)
+    token_ids = torch.randint(0, VOCABULARY, (length,), generator=generator)
+    token_ids[: len(stem)] = torch.tensor(stem, dtype=torch.int64)
     return TrainSequence(
-        token_ids=torch.randint(0, VOCABULARY, (length,), generator=generator),
+        token_ids=token_ids,
         loss_mask=loss_mask,
         behavior_logprobs=behavior * loss_mask,
         proximal_logprobs=(behavior + 0.3 * torch.randn(length, generator=generator)) * loss_mask,
