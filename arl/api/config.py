@@ -218,7 +218,7 @@ class TrainConfig(Section):
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in the CPU's memory between uses (device cuda)."""
     compile: bool = False
-    """torch.compile each layer: faster after minutes of compiling."""
+    """torch.compile each layer: faster after minutes of compiling. Not with tensor_parallel."""
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainConfig:
@@ -230,6 +230,11 @@ class TrainConfig(Section):
         if self.num_ranks % self.tensor_parallel:
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks, which is {self.num_ranks}"
+            )
+        if self.compile and self.tensor_parallel > 1:
+            raise ValueError(
+                "compile is set and tensor_parallel is above 1: torch cannot compile split layers for rows of varying "
+                "length. Choose one of them"
             )
         if self.cpu_offload and self.device.startswith("cpu"):
             raise ValueError("cpu_offload is for train.device=cuda; on a CPU the weights are in its memory already")
