@@ -131,11 +131,37 @@ class ReplayBuffer:
             del self._entries[self._running(slot).slot.number]
             self._notify()
 
+    def untrained(self, version: int) -> list[Group]:
+        """Finished groups that no batch before `version` has trained, for a checkpoint of that version."""
+        waiting = (
+            entry.group
+            for entry in self._entries.values()
+            if entry.group and (entry.trained_in is None or entry.trained_in >= version)
+        )
+        return sorted(waiting, key=_admission)
+
+    def restore(self, groups: Iterable[Group]) -> list[Group]:
+        """Put a checkpoint's groups back before any is admitted, and give back those that no batch could hold in time.
+
+        There are none of these unless batch_size or max_staleness have changed: see docs/staleness.md.
+        """
+        kept: list[Group] = []
+        unusable: list[Group] = []
+        for group in sorted(groups, key=lambda group: group.oldest_version):
+            batches_left = group.oldest_version + self._max_staleness - self._version + 1
+            (kept if len(kept) < batches_left * self._batch_size else unusable).append(group)
+        for group in sorted(kept, key=_admission):
+            slot = Slot(number=self._next_number, stamp=group.stamp)
+            self._next_number += 1
+            deadline = group.oldest_version + self._max_staleness
+            self._entries[slot.number] = _Entry(slot=slot, deadline=deadline, stage=_Stage.FINISHED, group=group)
+        return unusable
+
     async def take_batch(self, version: int) -> list[Group]:
         """Wait for, and remove, batch_size finished groups for the batch trained at `version`, the next in sequence.
 
-        Earliest deadline first; returned in order of admission. Raises StalenessError if a token is older than
-        max_staleness allows, which only a defect of this class could cause.
+        Earliest deadline first; returned in order of admission, which is that of their ids. Raises StalenessError if a
+        token is older than max_staleness allows, which only a defect of this class could cause.
         """
         if version != self._version:
             raise ValueError(f"take_batch was called for version {version}; the next batch is for {self._version}")
@@ -152,7 +178,7 @@ class ReplayBuffer:
             finally:
                 self._is_taking = False
                 self._notify()
-        groups = [entry.group for entry in sorted(batch, key=lambda entry: entry.slot.number) if entry.group]
+        groups = sorted((entry.group for entry in batch if entry.group), key=_admission)
         self._check_staleness(version, groups)
         return groups
 
@@ -256,3 +282,8 @@ class ReplayBuffer:
                     f"group {group.group_id} holds a token of version {group.oldest_version} in the batch for version "
                     f"{version}; max_staleness is {self._max_staleness}. This is a defect of the buffer"
                 )
+
+
+def _admission(group: Group) -> int:
+    """What batches are ordered by. A group that ran again after a resume stands where it stood."""
+    return group.group_id

@@ -1,23 +1,42 @@
 """Checkpoints as directories that are whole or not there: written aside, synced, renamed; the newest K kept.
 
 run_dir/checkpoints/version-00000040/state.json      totals, dataset cursor, ledger
+                                     groups.npz      finished groups that wait for a batch
                                      engine/         whatever the train engine saves
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from arl.api.engine import Saving
-from arl.api.errors import CheckpointError
+from arl.api.errors import CheckpointError, DamagedCheckpointError
+from arl.api.types import Group
+from arl.group_file import UNREADABLE, read_groups, write_groups
+
+log = logging.getLogger(__name__)
 
 _ASIDE = ".writing-"
+_RETIRED = ".deleting-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What a checkpoint holds of a run beside the train engine, all of one moment between two steps.
+
+    values: as JSON holds them. groups: finished and not trained; see ReplayBuffer.untrained.
+    """
+
+    values: dict[str, Any]
+    groups: Sequence[Group] = ()
 
 
 class Checkpoints:
@@ -31,50 +50,91 @@ class Checkpoints:
     def newest_version(self) -> int | None:
         return max(self._versions(), default=None)
 
-    def save(self, version: int, save_engine: Callable[[Path], Saving], state: dict[str, Any]) -> None:
-        """Write the checkpoint of `version` and drop the oldest past `keep`. Raises CheckpointError, e.g. disk full."""
+    def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> CheckpointSaving:
+        """Copy the train engine aside; what is returned writes the checkpoint of `version` while it is waited for.
+
+        Raises CheckpointError, as its `wait` does.
+        """
         aside = self._directory / f"{_ASIDE}{version}"
-        for left_by_a_kill in self._directory.glob(f"{_ASIDE}*"):
-            shutil.rmtree(left_by_a_kill, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
         try:
             aside.mkdir(parents=True)
-            save_engine(aside / "engine").wait()
+            engine = save_engine(aside / "engine")
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise _unwritten(version, self._directory, error) from error
+        return CheckpointSaving(version=version, aside=aside, engine=engine, state=state, checkpoints=self)
+
+    def complete(self, version: int, aside: Path, engine: Saving, state: RunState) -> None:
+        """Write what `begin` took aside, give it its name, and drop the oldest checkpoints past `keep`."""
+        try:
+            engine.wait()
+            with (aside / "groups.npz").open("wb") as file:
+                write_groups(file, state.groups)
+                file.flush()
+                os.fsync(file.fileno())
             with (aside / "state.json").open("w") as file:
-                json.dump({"identity": self._identity, **state}, file)
+                json.dump({"identity": self._identity, **state.values}, file)
                 file.flush()
                 os.fsync(file.fileno())
             _sync(aside)
             aside.rename(self._path(version))
             _sync(self._directory)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint of version {version} could not be written to {self._directory}: {error}; "
-                "earlier ones are untouched. Make room and run the same command again"
-            ) from error
+            raise _unwritten(version, self._directory, error) from error
         for old in sorted(self._versions())[: -self._keep]:
-            shutil.rmtree(self._path(old))
+            self._delete(old)
 
-    def load_newest(self, load_engine: Callable[[Path], None]) -> dict[str, Any] | None:
-        """Load the newest checkpoint and return its state; None where there is none. Raises CheckpointError."""
+    def load_newest(self, load_engine: Callable[[Path], None]) -> RunState | None:
+        """Load the newest checkpoint and return its state; None where there is none. Removes what a kill left halfway.
+
+        Raises CheckpointError.
+        """
+        for pattern in (f"{_ASIDE}*", f"{_RETIRED}*"):
+            for left_by_a_kill in self._directory.glob(pattern):
+                shutil.rmtree(left_by_a_kill, ignore_errors=True)
         version = self.newest_version()
         if version is None:
             return None
         path = self._path(version)
         try:
-            state = json.loads((path / "state.json").read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise CheckpointError(
-                f"{path}/state.json is unreadable: {error}; delete {path} to continue from an earlier one"
-            ) from None
+            state = self._read(path)
+            load_engine(path / "engine")
+        except DamagedCheckpointError as error:
+            earlier = sorted(self._versions())[:-1]
+            where = f"version {earlier[-1]}" if earlier else "the beginning, as there is no earlier one"
+            raise CheckpointError(f"{error}; delete {path} to continue from {where}") from error
+        return state
+
+    def _read(self, path: Path) -> RunState:
+        file = path / "state.json"
+        try:
+            values = json.loads(file.read_text())
+            identity = values["identity"]
+        except UNREADABLE as error:
+            raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
         for name, value in self._identity.items():
-            if state["identity"].get(name) != value:
+            if identity.get(name) != value:
                 raise CheckpointError(
-                    f"{path} was written with {name}={state['identity'].get(name)!r}, this run has {value!r}; "
+                    f"{path} was written with {name}={identity.get(name)!r}, this run has {value!r}; "
                     "use another run_dir, or the same settings"
                 )
-        load_engine(path / "engine")
-        return state
+        file = path / "groups.npz"
+        try:
+            with file.open("rb") as stream:
+                return RunState(values=values, groups=read_groups(stream))
+        except UNREADABLE as error:
+            raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
+
+    def _delete(self, version: int) -> None:
+        """So that a kill in the middle leaves no half of a checkpoint under its name."""
+        retired = self._directory / f"{_RETIRED}{version}"
+        try:
+            self._path(version).rename(retired)
+            shutil.rmtree(retired)
+        except OSError as error:
+            log.warning("the checkpoint of version %d, no longer needed, could not be deleted: %s", version, error)
 
     def _path(self, version: int) -> Path:
         return self._directory / f"version-{version:08d}"
@@ -84,6 +144,28 @@ class Checkpoints:
             return []
         matches = (re.fullmatch(r"version-(\d{8})", path.name) for path in self._directory.iterdir())
         return [int(match[1]) for match in matches if match]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaving:
+    """A checkpoint whose parts are all copied aside; a Saving of the whole."""
+
+    version: int
+    aside: Path
+    engine: Saving
+    state: RunState
+    checkpoints: Checkpoints
+
+    def wait(self) -> None:
+        """Returns when it is on the disk. Call once, on any thread. Raises CheckpointError, e.g. of a full disk."""
+        self.checkpoints.complete(self.version, self.aside, self.engine, self.state)
+
+
+def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of version {version} could not be written to {directory}: {error}; earlier ones are "
+        "untouched, and the same command continues from them once there is room, or whatever else it lacked"
+    )
 
 
 def _sync(directory: Path) -> None:

@@ -97,7 +97,7 @@ async def _build(
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
     rollout = RolloutController(engine, workflow, dataset, config.rollout, buffer, seed=config.seed, keep=keep)
     if state is not None:
-        rollout.load_state_dict(state["rollout"])
+        rollout.load_state_dict(state.values["rollout"], state.groups)
         log.say(f"continuing {config.run_dir} from version {train_engine.version}")
     evaluator = None
     if eval_dataset is not None:
@@ -114,7 +114,7 @@ async def _build(
         checkpoints=checkpoints,
         log=log,
         thread=thread,
-        totals=RunTotals(**state["totals"]) if state else RunTotals(),
+        totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any
 
 from arl.api.errors import CheckpointError, DatasetError
@@ -25,7 +26,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issue:
-    """An example handed out to run. group_id: unique in a run, resumes included."""
+    """An example handed out to run. group_id: its place in the order of handing out, kept when it has to run again."""
 
     group_id: int
     example_id: ExampleId
@@ -35,7 +36,8 @@ class ExampleLedger:
     """Hands out a dataset's examples, epoch after epoch, and keeps one outcome for each.
 
     An example that was handed out and has no outcome is pending. A ledger restored from `state_dict` hands out the
-    pending ones again, in their order, before it goes on: what was in flight runs again, what was trained never does.
+    pending ones again, in their order and under their group ids, before it goes on: what was in flight runs again, what
+    was trained never does.
     Memory: one byte for each example of each epoch.
     """
 
@@ -50,8 +52,8 @@ class ExampleLedger:
         self._order: list[int] = []
         self._position = 0
         self._next_group_id = 0
-        self._pending: dict[ExampleId, None] = {}
-        self._owed: deque[ExampleId] = deque()
+        self._pending: dict[ExampleId, int] = {}
+        self._owed: deque[Issue] = deque()
 
     @property
     def epoch(self) -> int:
@@ -61,14 +63,12 @@ class ExampleLedger:
     @property
     def pending(self) -> tuple[ExampleId, ...]:
         """Handed out and not ended, in the order of handing out."""
-        return tuple(self._pending)
+        return tuple(sorted(self._pending, key=self._pending.__getitem__))
 
     def issue(self) -> Issue:
         """The next example to run; begins an epoch, in an order of its own if shuffled, when the last one is out."""
-        example_id = self._owed.popleft() if self._owed else self._next_of_epoch()
-        self._pending[example_id] = None
-        issue = Issue(group_id=self._next_group_id, example_id=example_id)
-        self._next_group_id += 1
+        issue = self._owed.popleft() if self._owed else self._next_of_epoch()
+        self._pending[issue.example_id] = issue.group_id
         return issue
 
     def settle(self, example_id: ExampleId, outcome: Outcome) -> None:
@@ -94,12 +94,16 @@ class ExampleLedger:
             "epoch": self.epoch,
             "position": self._position,
             "next_group_id": self._next_group_id,
-            "pending": [list(example_id) for example_id in (*self._pending, *self._owed)],
+            "pending": [[*example_id, group_id] for example_id, group_id in self._pending.items()]
+            + [[*issue.example_id, issue.group_id] for issue in self._owed],
             "outcomes": [marks.decode("ascii") for marks in self._marks],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises CheckpointError if it was written for another dataset, order or seed."""
+    def load_state_dict(self, state: Mapping[str, Any], finished: Collection[ExampleId] = ()) -> None:
+        """Continue from `state_dict`. finished: pending examples whose groups were kept, so that they need not run.
+
+        Raises CheckpointError if it was written for another dataset, order or seed.
+        """
         for name, value in self._settings.items():
             if state[name] != value:
                 raise CheckpointError(
@@ -110,17 +114,22 @@ class ExampleLedger:
         self._order = self._order_of(self.epoch) if self._marks else []
         self._position = state["position"]
         self._next_group_id = state["next_group_id"]
-        self._pending = {}
-        self._owed = deque((epoch, index) for epoch, index in state["pending"])
+        pending = [
+            Issue(group_id=group_id, example_id=(epoch, index))
+            for epoch, index, group_id in sorted(state["pending"], key=itemgetter(2))
+        ]
+        self._pending = {issue.example_id: issue.group_id for issue in pending if issue.example_id in finished}
+        self._owed = deque(issue for issue in pending if issue.example_id not in finished)
 
-    def _next_of_epoch(self) -> ExampleId:
+    def _next_of_epoch(self) -> Issue:
         if self._position == len(self._order):
             self._marks.append(bytearray(b"." * self._num_examples))
             self._order = self._order_of(self.epoch)
             self._position = 0
         index = self._order[self._position]
         self._position += 1
-        return self.epoch, index
+        self._next_group_id += 1
+        return Issue(group_id=self._next_group_id - 1, example_id=(self.epoch, index))
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(self._num_examples))

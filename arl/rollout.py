@@ -51,6 +51,8 @@ class RolloutTotals:
     episodes_rejected: returned None, or belonged to a group that was rejected. episodes_dropped: failed, or belonged
     to a group that was dropped. episodes_failed: those among the dropped that raised or timed out.
     episodes_retried: attempts that failed and were followed by another. groups_finished: groups handed to the buffer.
+    groups_returned: finished groups of a checkpoint that run again, since rollout.batch_size or max_staleness, changed
+    after it, leave no batch that could hold them in time.
     straggler_groups: groups cut because they kept the trainer waiting; straggler_episodes and straggler_s: their
     episodes that were cut while running, and the seconds these had run by then. finished_episodes and finished_s: the
     same for episodes that returned trajectories. All times in seconds, summed.
@@ -62,6 +64,7 @@ class RolloutTotals:
     episodes_failed: int = 0
     episodes_retried: int = 0
     groups_finished: int = 0
+    groups_returned: int = 0
     straggler_groups: int = 0
     straggler_episodes: int = 0
     straggler_s: float = 0.0
@@ -193,13 +196,27 @@ class RolloutController:
         return counters
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs, as JSON holds it. Examples that are running or untrained count as not run."""
+        """What a resume needs beside the buffer's untrained groups, as JSON holds it."""
         return {"ledger": self._ledger.state_dict(), "totals": asdict(self._totals)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`, before `run`. Raises CheckpointError if it is another dataset's or order's."""
-        self._ledger.load_state_dict(state["ledger"])
+    def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
+        """Continue from `state_dict`, before `run`. groups: the buffer's untrained ones, of the same moment.
+
+        Examples that were running then run again. Raises CheckpointError if it is another dataset's or order's.
+        """
+        returned = self._buffer.restore(groups)
+        finished = {group.example_id for group in groups} - {group.example_id for group in returned}
+        self._ledger.load_state_dict(state["ledger"], finished)
         self._totals = RolloutTotals(**state["totals"])
+        self._totals.groups_returned += len(returned)
+        if returned:
+            log.warning(
+                "%d finished groups of the checkpoint would be older than rollout.max_staleness=%d when a batch of "
+                "rollout.batch_size=%d takes them: their examples run again",
+                len(returned),
+                self._config.max_staleness,
+                self._config.batch_size,
+            )
 
     # A group ----------------------------------------------------------------------------------------------------
 

@@ -11,34 +11,39 @@
 | step      | a batch of groups  | weights, StepStats  | a batch that may be taken| a group finished or dropped    |
 | delivery  | newest snapshot    | published version   | the servers              | their answers, update_timeout_s|
 | evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
+| saving    | copies, RunState   | a checkpoint        | the disk                 | the step where it is due       |
 
 `step` runs in whoever iterates the trainer; the others are tasks of the run's TaskGroup. Blocking work (training,
-snapshots, checkpoints, file writes) crosses to threads in `TrainThread` and `asyncio.to_thread`, here and nowhere else.
+snapshots, checkpoints, file writes) crosses to threads in `TrainThread`, `_written` and `asyncio.to_thread`, here and
+nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self, TypeVar, TypeVarTuple
+from typing import Self, TypeVar, TypeVarTuple
 
 from arl.algorithm.advantages import grpo_advantages, to_sequences
 from arl.algorithm.aggregation import weigh_tokens
 from arl.algorithm.losses import PPOLoss
 from arl.api.config import Config
-from arl.api.engine import InferenceEngine, PublishStats, TrainEngine, WeightTransport, WeightUpdate
-from arl.api.errors import ConfigError, first_error
+from arl.api.engine import InferenceEngine, PublishStats, Saving, TrainEngine, WeightTransport, WeightUpdate
+from arl.api.errors import CheckpointError, ConfigError, first_error
 from arl.api.types import Group, StepStats, TrainSequence
 from arl.buffer import ReplayBuffer
-from arl.checkpoint import Checkpoints
+from arl.checkpoint import Checkpoints, RunState
 from arl.evaluation import Evaluator
 from arl.metrics import Evaluation, RunLog
 from arl.rollout import RolloutController
 from arl.stats import RunTotals, batch_metrics, episode_rewards
+
+log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
@@ -113,6 +118,7 @@ class Trainer:
         self._delivery: asyncio.Task[None] | None = None
         self._published: PublishStats | None = None
         self._evaluation: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._is_evaluation_due = False
         self._open_step: _Step | None = None
         self._started_at: float | None = None
@@ -121,17 +127,16 @@ class Trainer:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Self]:
         """Serve and train inside the block, which ends with a checkpoint and raises the first error of any task."""
-        try:
-            async with self._tasks:
-                await self._publish()
-                await self._delivered()
-                yield self
-                await self.stop()
-        except BaseExceptionGroup as errors:
-            error = first_error(errors)
-            raise error from error.__cause__
-        finally:
-            await self.save()
+        async with self._saved_at_the_end():
+            try:
+                async with self._tasks:
+                    await self._publish()
+                    await self._delivered()
+                    yield self
+                    await self.stop()
+            except BaseExceptionGroup as errors:
+                error = first_error(errors)
+                raise error from error.__cause__
 
     # The loop ---------------------------------------------------------------------------------------------------
 
@@ -237,8 +242,9 @@ class Trainer:
             self._is_evaluation_due = True
             if self._evaluation is None or self._evaluation.done():
                 self._evaluation = self._tasks.create_task(self._evaluate_while_due())
-        if self.config.checkpoint.every and self.version % self.config.checkpoint.every == 0:
-            await self.save()
+        every = self.config.checkpoint.every
+        if every and self.version % every == 0 and (saving := await self._begin_saving()):
+            self._saving = self._tasks.create_task(_written(saving))
 
     async def _evaluate_while_due(self) -> None:
         """One evaluation at a time; those that came due during a long one are made as one."""
@@ -264,20 +270,49 @@ class Trainer:
         """Write a checkpoint of the last trained version, between steps. What is in flight will run again.
 
         Nothing is written where nothing was trained since the last one, nor after a batch that failed halfway:
-        its minibatches may have changed the weights, and the checkpoint before it is what to continue from.
+        its minibatches may have changed the weights, and the checkpoint before it is what to continue from. Raises
+        CheckpointError.
         """
+        if saving := await self._begin_saving():
+            await _written(saving)
+
+    async def _begin_saving(self) -> Saving | None:
+        """Copy aside what a checkpoint holds, all of this moment; None where there is nothing to write.
+
+        One is written at a time: training waits here for a disk that is slower than `checkpoint.every`.
+        """
+        if self._saving:
+            await asyncio.wait([self._saving])  # its error ends the TaskGroup, and need not be raised twice
         await self.thread(lambda: None)  # a call whose waiter was cancelled may still be running there
         self._settle()
         if self._open_step and self._open_step.trained:
             await self._record()
         failed_midway = self._open_step is not None
         if failed_midway or self.version in (0, self.checkpoints.newest_version()):
-            return
-        await self.thread(self.checkpoints.save, self.version, self.train_engine.save, self._state())
+            return None
+        return await self.thread(self.checkpoints.begin, self.version, self.train_engine.save, self._state())
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> RunState:
         totals = replace(self.totals, wall_s=self._wall_s())
-        return {"version": self.version, "totals": asdict(totals), "rollout": self.rollout.state_dict()}
+        values = {"version": self.version, "totals": asdict(totals), "rollout": self.rollout.state_dict()}
+        return RunState(values=values, groups=self.buffer.untrained(self.version))
+
+    @asynccontextmanager
+    async def _saved_at_the_end(self) -> AsyncGenerator[None]:
+        """Save, whatever ends the block. An error that ends it is the one to raise, even where saving fails too."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            await self.save()
+            raise
+        except BaseException as error:
+            try:
+                await self.save()
+            except CheckpointError as failure:
+                log.error("the run's end could not be saved either: %s", failure)
+                error.add_note(str(failure))
+            raise
+        await self.save()
 
     def _wall_s(self) -> float:
         return self.totals.wall_s + (0.0 if self._started_at is None else time.monotonic() - self._started_at)
@@ -336,6 +371,17 @@ class Trainer:
             "max_staleness_seen": self.totals.max_staleness_seen,
             **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
         }
+
+
+async def _written(saving: Saving) -> None:
+    """Wait on a thread until it is on the disk; also when cancelled, as it goes on, and its error must not be lost."""
+    call = asyncio.get_running_loop().run_in_executor(None, saving.wait)
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        call.result()
+        raise
 
 
 def _publish_metrics(published: PublishStats | None) -> dict[str, float]:

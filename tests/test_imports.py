@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "aiohttp", "numpy")
-TRAINER = ("arl.trainer", "arl.evaluation", "arl.stats", "arl.metrics", "arl.checkpoint", "arl.sft")
+TRAINER = ("arl.trainer", "arl.evaluation", "arl.stats", "arl.metrics", "arl.checkpoint", "arl.group_file", "arl.sft")
 FLOW = ("arl.buffer", "arl.rollout", "arl.episode", "arl.ledger", "arl.lag")
 SETTINGS_AND_DATA = ("arl.cli", "arl.data")
 IO = frozenset(

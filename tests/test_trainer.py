@@ -85,12 +85,12 @@ async def running(
     )
     engine = ScriptedEngine(lambda request: (7, 8, 9))
     train_engine = train_engine or ScriptedTrainEngine()
-    checkpoints = Checkpoints(run_dir / "checkpoints", 2, {})
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, {})
     state = checkpoints.load_newest(train_engine.load)
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
     rollout = RolloutController(engine, OneTurn(), EXAMPLES, config.rollout, buffer)
     if state:
-        rollout.load_state_dict(state["rollout"])
+        rollout.load_state_dict(state.values["rollout"], state.groups)
     log, thread = RunLog(run_dir, config.log), TrainThread()
     log.resume(train_engine.version)
     evaluator = Evaluator(engine, OneTurn(), EXAMPLES[:4], config.evaluation, episode_timeout_s=10.0)
@@ -105,7 +105,7 @@ async def running(
         checkpoints=checkpoints,
         log=log,
         thread=thread,
-        totals=RunTotals(**state["totals"]) if state else RunTotals(),
+        totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
     )
     try:
         async with trainer.running():
@@ -252,10 +252,10 @@ async def test_a_batch_that_failed_halfway_is_not_saved(tmp_path: Path) -> None:
 
 
 async def test_checkpoints_are_written_every_so_many_versions(tmp_path: Path) -> None:
-    async with running(tmp_path, steps=6, checkpoint={"every": 2}) as trainer:
-        async for step in trainer:
-            expected = None if step.version < 2 else step.version - step.version % 2
-            assert trainer.checkpoints.newest_version() == expected
+    async with running(tmp_path, steps=7, checkpoint={"every": 2, "keep": 9}) as trainer:
+        _ = [step async for step in trainer]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"version-{version:08d}" for version in (2, 4, 6, 7)]
 
 
 async def test_evaluation_beside_training_is_logged_at_its_version(tmp_path: Path) -> None:

@@ -40,11 +40,25 @@ def test_the_order_is_the_seeds_and_differs_between_epochs() -> None:
     assert [i for _, i in first[:50]] != [i for _, i in first[50:]]
 
 
-def test_group_ids_are_unique_across_a_resume() -> None:
-    source = ledger()
-    before = [source.issue().group_id for _ in range(3)]
-    copy = restored(source)
-    assert [*before, *(copy.issue().group_id for _ in range(3))] == [0, 1, 2, 3, 4, 5]
+def test_after_a_resume_an_example_that_runs_again_keeps_its_group_id_and_no_other_gets_one_of_before() -> None:
+    source = ledger(7)
+    before = [source.issue() for _ in range(5)]
+    for issue in (before[3], before[0]):
+        source.settle(issue.example_id, Outcome.TRAINED)
+    copy = restored(source, num_examples=7)
+    again = [copy.issue() for _ in range(5)]
+    assert again[:3] == [before[1], before[2], before[4]]
+    assert [issue.group_id for issue in again[3:]] == [5, 6]
+
+
+def test_a_pending_example_whose_group_was_kept_is_not_handed_out_again() -> None:
+    source = ledger(4, shuffle=False)
+    first, second, third = issued(source, 3)
+    copy = ledger(4, shuffle=False)
+    copy.load_state_dict(source.state_dict(), finished=[second])
+    assert issued(copy, 3) == [first, third, (0, 3)]
+    copy.settle(second, Outcome.TRAINED)
+    assert copy.outcomes(0)[Outcome.TRAINED] == [1]
 
 
 def test_an_example_cannot_end_twice() -> None:

@@ -1,0 +1,96 @@
+"""A group read back from a checkpoint is the group that was written."""
+
+import io
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arl.api import Group, Trajectory
+from arl.group_file import UNREADABLE, read_groups, write_groups
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    n = draw(st.integers(1, 12))
+    versions = draw(st.lists(st.integers(-1, 5), min_size=n, max_size=n))
+    mask = [int(t > 0 and v >= 0 and draw(st.booleans())) for t, v in enumerate(versions)]
+    return Trajectory(
+        token_ids=tuple(draw(st.lists(st.integers(0, 200_000), min_size=n, max_size=n))),
+        loss_mask=tuple(mask),
+        behavior_logprobs=tuple(
+            draw(st.lists(st.floats(-50, 0, width=draw(st.sampled_from([32, 64]))), min_size=n, max_size=n))
+        ),
+        versions=tuple(versions),
+        reward=draw(numbers),
+        token_rewards=draw(st.none() | st.lists(numbers, min_size=n, max_size=n).map(tuple)),
+        metrics=draw(st.dictionaries(st.text(), numbers, max_size=2)),
+        role=draw(st.text(max_size=3)),
+        temperature=draw(st.floats(0.1, 2)),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[Group]:
+    ids = count(draw(st.integers(0, 1000)))
+    members = st.lists(trajectories(), max_size=3)
+    return [
+        Group(
+            group_id=next(ids),
+            example_id=(draw(st.integers(0, 3)), draw(st.integers(0, 9))),
+            stamp=draw(st.integers(0, 5)),
+            trajectories=tuple(chosen),
+            episode_indices=tuple(range(len(chosen))),
+        )
+        for chosen in draw(st.lists(members, max_size=3))
+    ]
+
+
+def written(what: list[Group]) -> io.BytesIO:
+    file = io.BytesIO()
+    write_groups(file, what)
+    file.seek(0)
+    return file
+
+
+@given(groups())
+def test_groups_come_back_as_they_were(what: list[Group]) -> None:
+    assert read_groups(written(what)) == what
+
+
+def test_they_come_back_as_pythons_own_numbers(long_group: Group) -> None:
+    (trajectory,) = read_groups(written([long_group]))[0].trajectories
+    fields = (trajectory.token_ids, trajectory.loss_mask, trajectory.behavior_logprobs, trajectory.versions)
+    assert [type(values[0]) for values in fields] == [int, int, float, int]
+
+
+def test_a_token_takes_about_eight_bytes(long_group: Group) -> None:
+    assert len(written([long_group]).getbuffer()) < 8.5 * len(long_group.trajectories[0].token_ids)
+
+
+@pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
+def test_a_changed_byte_is_noticed(long_group: Group, position: float) -> None:
+    content = bytearray(written([long_group]).getvalue())
+    content[int(position * len(content))] ^= 1
+    with pytest.raises(UNREADABLE):
+        read_groups(io.BytesIO(content))
+
+
+@pytest.fixture
+def long_group() -> Group:
+    """One trajectory of 20,000 tokens in ten turns, with logprobs of float32."""
+    n = 20_000
+    random = np.random.default_rng(0)
+    sampled = tuple(int(t % 2000 >= 1000) for t in range(n))
+    trajectory = Trajectory(
+        token_ids=tuple(random.integers(0, 150_000, n).tolist()),
+        loss_mask=sampled,
+        behavior_logprobs=tuple((-random.random(n, np.float32)).tolist()),
+        versions=tuple(t // 4000 if s else -1 for t, s in enumerate(sampled)),
+        reward=1.0,
+    )
+    return Group(group_id=3, example_id=(0, 1), stamp=0, trajectories=(trajectory,), episode_indices=(0,))
