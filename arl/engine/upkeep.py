@@ -250,7 +250,9 @@ class Upkeep:
             try:
                 if await self._restore(server):
                     return
-            except (ServerError, TransportError, TimeoutError) as error:
+            except TransportError as error:
+                server.reason = str(error)  # it is no fault of the server's, which may end what it runs
+            except (ServerError, TimeoutError) as error:
                 server.reason = str(error) or f"{server.address} does not answer"
                 self._pool.lose_attempts(server, f"{server.address} failed: {server.reason}")
             await asyncio.sleep(backoff)

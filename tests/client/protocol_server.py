@@ -67,7 +67,8 @@ class Run:
 class ProtocolServer:
     """`faults` are taken by the next requests, in order: "reset", "hang", or an HTTP status such as 500.
 
-    Requests are answered at once if `is_automatic`, else token by token as the test calls `advance`. `requests` holds
+    Requests are answered at once if `is_automatic`, else token by token as the test calls `advance`. `info` is what
+    /model_info says, `tells` what other paths do (dicts are JSON, strings text, numbers a status). `requests` holds
     every /generate body, `calls` every other call in order, `aborted` the rids told to /abort_request.
     """
 
@@ -79,6 +80,8 @@ class ProtocolServer:
         self.error_body: dict[str, Any] = {"error": {"message": "it broke"}}
         self.is_healthy = True
         self.load_works = True
+        self.info: dict[str, Any] = {"model_path": "m"}
+        self.tells: dict[str, Any] = {}
         self.load_gate = asyncio.Event()
         self.load_gate.set()
         self.eos_token_id: int | None = None
@@ -112,7 +115,7 @@ class ProtocolServer:
         """Listen, on the port of the last time if there was one."""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", self._generate)
-        app.router.add_route("*", "/{name}", self._control)
+        app.router.add_route("*", "/{name:.+}", self._control)
         self._runner = web.AppRunner(app, shutdown_timeout=0.0, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port)
@@ -204,10 +207,15 @@ class ProtocolServer:
         act = getattr(self, f"_on_{name}", None)
         if not self.is_healthy:
             return web.json_response({"error": {"message": "unwell"}}, status=503)
-        return web.json_response(await act(body) if act else {})
+        told = self.tells.get(name)
+        if isinstance(told, int):
+            return web.json_response({"detail": "told so"}, status=told)
+        if isinstance(told, str):
+            return web.Response(text=told, content_type="text/html")
+        return web.json_response(told if told is not None else await act(body) if act else {})
 
     async def _on_model_info(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"model_path": "m", "weight_version": self.label}
+        return {**self.info, "weight_version": self.label}
 
     async def _on_pause_generation(self, body: dict[str, Any]) -> dict[str, Any]:
         self.pause_mode = body["mode"]

@@ -1,17 +1,12 @@
 """Weight updates: every server by itself, in flight, and those that fail are fenced off and brought up to date."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+from scripted_weights import weights
 
-from arl.api import DiskWeights
 from arl.api.errors import EngineClosedError, ServerError
-
-
-def weights(version: int) -> DiskWeights:
-    return DiskWeights(version=version, directory=Path(f"/weights/{version}"))
 
 
 @pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True), ("abort", True)])
