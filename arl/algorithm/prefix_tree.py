@@ -16,7 +16,7 @@ import torch
 
 from arl.api.types import TrainSequence
 
-MIN_SHARED_TOKENS = 16
+MIN_SHARED_TOKENS = 8
 """Shorter common beginnings are forwarded once for each sequence: attending to them apart costs more than they save."""
 
 Run = tuple[int, int]
