@@ -30,6 +30,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """With p = softmax(l), g and e the gradients of logprob and entropy H (the gradient of H is -p (log p + H)):
 
     dl = g (onehot(target) - p) - e p (log p + H),   dhidden = dl W / temperature,   dW = (dl / temperature)^T hidden
+
+    The vocabulary is long, so what counts beside the matrix products is how often a chunk of logits is read and
+    written: what belongs to a row is put together first, and work is done in place.
     """
 
     @staticmethod
@@ -47,11 +50,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in _chunks(len(hidden), chunk_size):
             logits = _logits(hidden[rows], weight, temperatures[rows])
             peak = logits.amax(dim=-1)
-            unnormalised = torch.exp(logits - peak[:, None])
+            relative = logits.sub_(peak[:, None])
+            unnormalised = relative.exp()
             total = unnormalised.sum(dim=-1)
             normaliser[rows] = peak + total.log()
-            logprob[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normaliser[rows]
-            entropy[rows] = normaliser[rows] - torch.linalg.vecdot(unnormalised, logits) / total
+            logprob[rows] = relative.gather(-1, targets[rows, None])[:, 0] - total.log()
+            entropy[rows] = total.log() - torch.linalg.vecdot(unnormalised, relative) / total
         ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, entropy)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
@@ -64,26 +68,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None, None
         hidden, weight, targets, temperatures, normaliser, entropy = ctx.saved_tensors
+        g = grad_logprob / temperatures if grad_logprob is not None else torch.zeros_like(temperatures)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in _chunks(len(hidden), ctx.chunk_size):
             logp = _logits(hidden[rows], weight, temperatures[rows]).sub_(normaliser[rows, None])
-            p = torch.exp(logp)
-            if grad_entropy is not None:
-                grad_logits = logp.add_(entropy[rows, None]).mul_(p).mul_(-grad_entropy[rows, None])
+            if grad_entropy is None:
+                grad_logits = logp.exp_().mul_(-g[rows, None])
             else:
-                grad_logits = torch.zeros_like(p)
-            if grad_logprob is not None:
-                g = grad_logprob[rows, None]
-                grad_logits.addcmul_(p, -g).scatter_add_(-1, targets[rows, None], g)
-            grad_logits = grad_logits.div_(temperatures[rows, None]).to(weight.dtype)
+                e = grad_entropy[rows] / temperatures[rows]
+                p = logp.exp()
+                grad_logits = logp.mul_(-e[:, None]).sub_((e * entropy[rows] + g[rows])[:, None]).mul_(p)
+            grad_logits.scatter_add_(-1, targets[rows, None], g[rows, None])
+            grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             grad_weight += grad_logits.T @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    return (hidden @ weight.T).float().div_(temperatures[:, None])
+    """float32; of a product in another dtype, in one pass over it."""
+    logits = hidden @ weight.T
+    return torch.div(logits, temperatures[:, None], out=logits if logits.dtype == torch.float32 else None)
 
 
 def _chunks(num_rows: int, chunk_size: int) -> list[slice]:
