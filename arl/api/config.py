@@ -302,6 +302,8 @@ class DeltaWeightsConfig(Section):
     mirrors: dict[str, str] = {}
     """Server address -> address of the mirror on its machine, started there by `python -m arl.engine.mirror`. A server
     without one has to see this machine's directory, as with disk."""
+    api_key: str | None = None
+    """Sent to the mirrors as a bearer token, if they ask for one."""
     directory: Path | None = None
     """Where model directories are written on this machine, as with disk."""
 
