@@ -14,8 +14,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from arl.api.config import Config, DiskWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
-from arl.api.engine import WeightTransport
+from arl.api.config import (
+    Config,
+    DiskWeightsConfig,
+    DistributedWeightsConfig,
+    LocalEngineConfig,
+    SGLangEngineConfig,
+)
+from arl.api.engine import TrainEngine, WeightTransport
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
@@ -23,9 +29,11 @@ from arl.buffer import ReplayBuffer
 from arl.checkpoint import Checkpoints
 from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.model import end_token_ids, load_tokenizer, local_directory
-from arl.engine.processes import local_servers
+from arl.engine.processes import local_servers, sglang_servers
+from arl.engine.ray import RayTrainEngine
 from arl.engine.sglang import RemoteSGLangEngine
 from arl.engine.transport.disk import DiskTransport
+from arl.engine.transport.distributed import DistributedTransport
 from arl.evaluation import Evaluator
 from arl.metrics import RunLog
 from arl.rollout import Dataset, RolloutController
@@ -74,14 +82,14 @@ async def _build(
     """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
     thread = TrainThread()
     stack.callback(thread.close)
-    loading = thread.submit(FSDPTrainEngine, config.model, config.train, config.seed)
+    loading = thread.submit(_train_engine, config)
+    stack.push_async_callback(_close, thread, loading)
     try:
         addresses, api_key = await _addresses(config, stack)
     except (ModelError, ServerError):
         await loading  # where the model is at fault, this says it better
         raise
     train_engine = await loading
-    stack.push_async_callback(thread, train_engine.close)
     end_tokens = await asyncio.to_thread(end_token_ids, config.model)
     client = RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
     engine = await stack.enter_async_context(client)
@@ -119,18 +127,35 @@ async def _build(
 
 
 async def _addresses(config: Config, stack: AsyncExitStack) -> tuple[Sequence[str], str | None]:
+    """Base URLs of the servers, started where arl is to start them, and the key that they ask for."""
+    if isinstance(config.engine, SGLangEngineConfig):
+        return config.engine.addresses, config.engine.api_key
+    directory = await asyncio.to_thread(local_directory, config.model)
+    logs = config.run_dir / "logs"
     if isinstance(config.engine, LocalEngineConfig):
-        directory = await asyncio.to_thread(local_directory, config.model)
-        servers = local_servers(directory, config.engine, config.run_dir / "logs")
-        return await stack.enter_async_context(servers), None
-    if isinstance(config.engine, SGLangProcessesConfig):
-        raise ConfigError("engine.kind sglang_processes is not there yet")
-    return config.engine.addresses, config.engine.api_key
+        servers = local_servers(directory, config.engine, logs)
+    else:
+        servers = sglang_servers(directory, config.engine, logs)
+    return await stack.enter_async_context(servers), None
+
+
+def _train_engine(config: Config) -> TrainEngine:
+    kind = FSDPTrainEngine if config.train.num_ranks == 1 else RayTrainEngine
+    return kind(config.model, config.train, config.seed)
+
+
+async def _close(thread: TrainThread, loading: asyncio.Future[TrainEngine]) -> None:
+    """Close the train engine, also where something else failed while it was loading."""
+    await asyncio.wait([loading])
+    if not loading.cancelled() and loading.exception() is None:
+        await thread(loading.result().close)
 
 
 def _transport(config: Config) -> WeightTransport:
     if isinstance(config.weights, DiskWeightsConfig):
         return DiskTransport(config.weights, config.run_dir)
+    if isinstance(config.weights, DistributedWeightsConfig):
+        return DistributedTransport(config.weights)
     raise ConfigError(f"weights.transport {config.weights.transport} is not there yet")
 
 
