@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from arl.api.errors import ArlError, EngineClosedError, TrainingError
 from arl.engine.rank_actor import THREADS, Message, Outcome, RankActor
@@ -172,6 +172,8 @@ def _are_all_alike(failed: Mapping[int, Outcome], count: int) -> bool:
 def _outcome(ref: Any) -> Outcome:
     try:
         return ray.get(ref)
+    except RayTaskError as error:  # it could not be called: its arguments did not arrive
+        return Outcome(error=error.cause, traceback=str(error))
     except RayError as error:
         return Outcome(error=error, traceback=str(error), is_dead=True)
 

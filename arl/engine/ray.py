@@ -173,11 +173,12 @@ class RankZeroSnapshot:
         self._ask("send", group, start, stop)
 
     def leave(self, group: str) -> None:
-        with suppress(EngineClosedError, TrainingError):  # it ended with the rank
+        with suppress(EngineClosedError, TrainingError):  # the group ended with the rank
             self._ranks.beside(0, "ask", self._key, "leave", (group,), group="leaving")
 
     def release(self) -> None:
-        self._ranks.tell("ask", self._key, "release", ())
+        with suppress(EngineClosedError, TrainingError):
+            self._ranks.beside_all("ask", self._key, "release", ())
 
     def _ask(self, name: str, *args: Any) -> Any:
         return self._ranks.beside(0, "ask", self._key, name, args)

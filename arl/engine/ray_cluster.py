@@ -103,6 +103,8 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
     environment = dict(os.environ)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if private:
+        # Ranks bring an environment of their own, so workers that are started before them would idle.
+        os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (this is its name)
         # Ray's own setting for machines whose firewall asks: all of it listens at loopback. It is read at import.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
@@ -161,18 +163,20 @@ class Placement:
     def _reserve(self, num_ranks: int, here: str, deadline: float) -> Any:
         """A placement group, with one bundle bound to this node if that can be had soon."""
         bundles = [dict(self._bundle) for _ in range(num_ranks)]
-        if len(nodes := self._nodes()) > 1:
-            bound = self._bundle | {f"node:{nodes[here]['NodeManagerAddress']}": 0.001}
-            if group := self._try([bound, *bundles[1:]], min(deadline, time.monotonic() + _BINDING_TIMEOUT_S)):
-                return group
-        if group := self._try(bundles, deadline):
+        on_this_node = {f"node:{self._nodes()[here]['NodeManagerAddress']}": 0.001}
+        soon = min(deadline, time.monotonic() + _BINDING_TIMEOUT_S)
+        if group := self._try([self._bundle | on_this_node, *bundles[1:]], soon):
             return group
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
-        there = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s" for name in self._bundle)
+        there = " and ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s" for name in self._bundle)
         needed = " and ".join(f"{amount:g} {name}(s)" for name, amount in self._bundle.items())
+        shortage = f"{num_ranks} ranks need {needed} each; of the Ray cluster {there} are free"
+        logger.warning("%s: waiting for room until train.startup_timeout_s", shortage)
+        if group := self._try(bundles, deadline):
+            return group
         raise TrainingError(
-            f"the Ray cluster has no room for {num_ranks} ranks of {needed} each: {there} are free. Set "
-            "train.num_ranks or train.num_threads lower, or make room; it was waited for train.startup_timeout_s"
+            f"{shortage}, and there was no room within train.startup_timeout_s. Make room, or set train.num_ranks or "
+            "train.num_threads lower"
         )
 
     def _try(self, bundles: list[dict[str, float]], deadline: float) -> Any | None:
