@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,7 +20,7 @@ import torch
 from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams, ScriptedTrainEngine
 from arl.api.config import ClientConfig, DiskWeightsConfig, LocalEngineConfig, PauseMode
 from arl.api.errors import PromptTooLongError
-from arl.engine import processes
+from arl.engine import processes, supervision
 from arl.engine.processes import local_servers
 from arl.engine.sglang import RemoteSGLangEngine
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
@@ -183,22 +185,38 @@ async def test_a_prompt_longer_than_the_context_is_told(address: str) -> None:
             await engine.agenerate(request(GREEDY, PROMPT * 300))
 
 
-async def test_a_server_killed_in_the_middle_costs_a_retry_and_nothing_else(
-    address: str, start: Starter, models: Models
+async def test_a_server_killed_in_the_middle_costs_a_retry_and_comes_back_with_current_weights(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doomed, process = await asyncio.to_thread(start)
-    async with engine_at(address, doomed) as engine, asyncio.TaskGroup() as group:
+    monkeypatch.setattr(supervision, "_FIRST_BACKOFF_S", 0.1)
+    prompts = [(first, *PROMPT) for first in range(20, 28)]
+    config = LocalEngineConfig(num_servers=2, context_length=1000)
+    async with local_servers(str(models.two), config, tmp_path) as addresses, engine_at(*addresses) as engine:
         await engine.update_weights(DiskWeights(version=1, directory=models.one))
-        plain, duration_s = await timed(engine, GREEDY)
-        calls = [group.create_task(engine.agenerate(request(GREEDY))) for _ in range(6)]
-        await asyncio.sleep(duration_s / 2)
-        assert not any(call.done() for call in calls)
-        process.kill()
-        responses = [await call for call in calls]
+        plain = await asyncio.gather(*(engine.agenerate(request(GREEDY, prompt)) for prompt in prompts))
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(engine.agenerate(request(GREEDY, prompt))) for prompt in prompts * 3]
+            doomed = engine._pool.servers[0]
+            while not (await doomed.client.look_up("server_info"))["internal_states"][0]["num_running_reqs"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            os.kill(_pid(tmp_path / "server-0.log"), signal.SIGKILL)
+            assert not any(call.done() for call in calls)
+        for call, expected in zip(calls, plain * 3, strict=True):
+            assert_same(call.result(), expected)
+            assert set(call.result().output_versions) == {1}
+        while doomed.state == "fenced":
+            await engine._pool.changed()
         assert engine.version == 1
-    for response in responses:
-        assert_same(response, plain)
-        assert response.output_versions == (1,) * NUM_TOKENS
+        again = await engine.agenerate(request(GREEDY, prompts[0]))
+        assert not any(other.attempts for other in engine._pool.servers)
+        assert_same(again, plain[0])
+        assert await doomed.client.weight_label() == "1"
+
+
+def _pid(log: Path) -> int:
+    """Of the server whose log this is: it tells in its first line."""
+    ready = next(line for line in log.read_text().splitlines() if line.startswith("{"))
+    return json.loads(ready)["pid"]
 
 
 @dataclasses.dataclass(frozen=True)

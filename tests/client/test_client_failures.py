@@ -1,6 +1,7 @@
 """Servers that fail: their requests go elsewhere without losing or repeating a token, and they come back."""
 
 import asyncio
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,33 @@ async def test_a_hanging_request_is_named_with_its_server_and_the_time(
     assert "0.2 s (engine.request_timeout_s)" in str(raised.value)
 
 
+async def test_a_server_that_had_a_request_for_its_whole_time_is_suspected(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.faults.append("hang")
+    async with engine_over([server, other], request_timeout_s=0.2) as engine:
+        with pytest.raises(RequestTimeoutError):
+            await engine.agenerate(ask())
+        await server.until(lambda: "continue_generation" in server.names())  # what its probe ends with
+
+
+async def test_a_server_is_not_suspected_for_the_time_that_a_request_spent_elsewhere(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    server.faults.append("hang")
+    async with engine_over([server], request_timeout_s=0.5) as engine, asyncio.TaskGroup() as group:
+        await engine.pause()
+        call = group.create_task(_outcome(engine.agenerate(ask())))
+        await asyncio.sleep(0.35)
+        await engine.resume()
+        server.calls.clear()
+        error = await call
+        assert isinstance(error, RequestTimeoutError)
+        assert "not answered within 0.5 s" in str(error)
+        assert engine._pool.serving
+        assert "model_info" not in [name for name, _ in server.calls]
+
+
 async def test_waiting_for_servers_that_are_gone_ends_with_who_they_are_and_why(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:
@@ -153,6 +181,13 @@ async def test_many_cancelled_requests_do_not_leak(server: ProtocolServer, engin
         await asyncio.sleep(0.05)
         assert not engine._upkeep._tasks
         assert not any(s.attempts for s in engine._pool.servers)
+
+
+async def _outcome(call: Awaitable[object]) -> object:
+    try:
+        return await call
+    except Exception as error:  # noqa: BLE001 - the error is what is looked at
+        return error
 
 
 async def _served_by(server: ProtocolServer, engine: RemoteSGLangEngine) -> ModelResponse:
