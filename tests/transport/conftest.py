@@ -1,0 +1,30 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from published import EmbeddedServer, Trainee, trainee, write_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def trainer(model: Path, tmp_path: Path) -> Iterator[Trainee]:
+    with trainee(model, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def first(model: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(model)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def second(model: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(model)
+    yield server
+    server.kill()
