@@ -9,6 +9,7 @@ around all of it, once for a recomputation and its backward pass. No parameter c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import importlib.util
@@ -95,14 +96,14 @@ def shard(policy: Policy, mesh: DeviceMesh, config: TrainConfig) -> None:
 
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # The microbatch's temperatures stay float32.
+    uncast = dataclasses.replace(precision, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     # Alone, a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy. Offloaded,
     # it is what the device has no room for.
     keep = mesh["dp"].size() == 1 and not config.cpu_offload
-    for module in (*layers, policy):
-        fully_shard(
-            module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload, reshard_after_forward=not keep
-        )
+    for module, casting in (*((layer, precision) for layer in layers), (policy, uncast)):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=casting, offload_policy=offload, reshard_after_forward=not keep)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are shares of one sum.
