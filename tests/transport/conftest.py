@@ -25,6 +25,7 @@ def first(model: Path) -> Iterator[EmbeddedServer]:
 
 @pytest.fixture(scope="session")
 def second(model: Path) -> Iterator[EmbeddedServer]:
+    """The one that tests kill and start again; it runs when they end."""
     server = EmbeddedServer(model)
     yield server
     server.kill()

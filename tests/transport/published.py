@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arl.api import ModelResponse, TensorSpec, TokenLosses, TrainSequence, WeightGroup
+from arl.api import ModelResponse, ScriptedTrainEngine, TensorSpec, TokenLosses, TrainSequence, WeightGroup
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import PackedTokens
 from arl.engine.fsdp import FSDPTrainEngine
@@ -117,35 +117,50 @@ def trainee(model: Path, directory: Path) -> Iterator[Trainee]:
         engine.close()
 
 
-class HookedSnapshot:
-    """A SendableSnapshot that calls `before_send(group, start)` on the sending thread before each range."""
+class HookedEngine(ScriptedTrainEngine):
+    """Takes the trainer's snapshots, which call `before_send(server's address, start)` before they send a range."""
 
-    def __init__(self, inner: RankSnapshot, before_send: Callable[[str, int], None]) -> None:
-        self.inner = inner
+    def __init__(self, trainer: Trainee) -> None:
+        super().__init__()
+        self.trainer = trainer
+        self.before_send: Callable[[str, int], None] = lambda address, start: None
+        self.servers: dict[str, str] = {}
+
+    def snapshot(self) -> HookedSnapshot:
+        return HookedSnapshot(self, self.trainer.engine.snapshot())
+
+
+class HookedSnapshot:
+    """A SendableSnapshot of a HookedEngine."""
+
+    def __init__(self, engine: HookedEngine, inner: RankSnapshot) -> None:
         self.version = inner.version
         self.specs: tuple[TensorSpec, ...] = inner.specs
         self.num_bytes = inner.num_bytes
         self.backend = inner.backend
-        self._before_send = before_send
+        self._engine = engine
+        self._inner = inner
 
     def write(self, directory: Path) -> int:
-        return self.inner.write(directory)
+        return self._inner.write(directory)
 
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
-        return self.inner.open_group(server, num_ranks, backend, address)
+        group = self._inner.open_group(server, num_ranks, backend, address)
+        self._engine.servers[group.name] = server
+        return group
 
     def join(self, group: WeightGroup) -> None:
-        self.inner.join(group)
+        self._inner.join(group)
 
     def send(self, group: str, start: int, stop: int) -> None:
-        self._before_send(group, start)
-        self.inner.send(group, start, stop)
+        self._engine.before_send(self._engine.servers[group], start)
+        self._inner.send(group, start, stop)
 
     def leave(self, group: str) -> None:
-        self.inner.leave(group)
+        self._inner.leave(group)
 
     def release(self) -> None:
-        self.inner.release()
+        self._inner.release()
 
 
 class EmbeddedServer:
@@ -172,5 +187,8 @@ class EmbeddedServer:
         return self.process
 
     def kill(self) -> None:
+        """Idempotent."""
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from published import HookedSnapshot, Trainee
+from published import HookedEngine, Trainee
 from safetensors.torch import load_file
 
 from arl.api import ScriptedEngine, ScriptedTrainEngine, TensorSpec, UpdateStats, WeightGroup, WeightUpdate
@@ -229,17 +229,15 @@ async def test_a_server_without_transactions_is_refused_with_what_to_do(
 async def test_what_fails_on_the_trainers_side_ends_the_servers_waiting(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
 ) -> None:
-    def fail(group: str, start: int) -> None:
+    def fail(address: str, start: int) -> None:
         if start:
             raise TransportError("the weights are gone")
 
-    class Failing(ScriptedTrainEngine):
-        def snapshot(self) -> HookedSnapshot:
-            return HookedSnapshot(trainer.engine.snapshot(), fail)
-
+    failing = HookedEngine(trainer)
+    failing.before_send = fail
     async with asyncio.timeout(20):
         with pytest.raises(TransportError, match="the weights are gone"):
-            await transport.deliver(transport.snapshot(Failing()), Servers(server))
+            await transport.deliver(transport.snapshot(failing), Servers(server))
         (group,) = server.groups.values()
         with pytest.raises(RuntimeError):  # not blocked: the sender has left
             await asyncio.to_thread(receive, group[0], 1 << 20)
