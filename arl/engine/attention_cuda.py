@@ -1,13 +1,13 @@
 """Attention over a packed row on a GPU: flash-attention over stretches of unequal length, or flex attention.
 
-Flash-attention is torch's own, and flash-attention 3 in its place where that is installed on a GPU it is made for. It
-computes in half precision. What it cannot do (float32, large heads, GPUs before Ampere) flex attention does.
+Flash-attention is torch's own, through the operations behind torch.nn.attention.varlen; where flash-attention 3 is
+installed, on a GPU that it is made for, torch calls that instead. It computes in half precision. What it cannot do
+(float32, large heads, GPUs before Ampere) flex attention does.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from arl.engine.packed_layout import PackedLayout
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_FLASH_HEAD_SIZE = 256
+_MAX_FLASH_HEAD_SIZE = 256
 _BLOCK = 128
 
 
@@ -50,31 +50,74 @@ def varlen_attention(
     Each stretch is a sequence of fewer queries than keys; flash-attention lets the last query of each see all of its
     keys and those before it one fewer each (aligned at the bottom right), as the stretch's context comes first.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     _use_flash_attention_3(query.device)
-    if layout.key_places is not None:
-        key, value = (_Gather.apply(x, layout.key_places) for x in (key, value))
-    options: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        layout.query_bounds,
-        layout.key_bounds,
-        layout.max_queries,
-        layout.max_keys,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **options,
-    )
-    assert isinstance(output, torch.Tensor)  # a tuple only when auxiliary outputs are asked for
-    return output
+    return _VarlenAttention.apply(query, key, value, layout, scaling, sliding_window)  # pyright: ignore[reportReturnType]
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Between the passes it keeps the row's keys alone, and gathers them anew: gathered, a context that many stretches
+    share is there once for each of them, which is too much to hold in every layer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        places = layout.key_places
+        causal_only = sliding_window is None
+        bounds = (layout.query_bounds, layout.key_bounds, layout.max_queries, layout.max_keys)
+        ctx.options = {
+            "scale": scaling,
+            "window_size_left": -1 if sliding_window is None else sliding_window - 1,
+            "window_size_right": 0,
+        }
+        output, logsumexp, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, _gathered(key, places), _gathered(value, places), *bounds, 0.0, causal_only, False, **ctx.options
+        )
+        ctx.save_for_backward(query, key, value, output, logsumexp, rng_state, unused)
+        ctx.places, ctx.bounds, ctx.causal_only = places, bounds, causal_only
+        return output
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
+        query, key, value, output, logsumexp, rng_state, unused = ctx.saved_tensors
+        grad_query, *grads = torch.ops.aten._flash_attention_backward(
+            grad_output.contiguous(),
+            query,
+            _gathered(key, ctx.places),
+            _gathered(value, ctx.places),
+            output,
+            logsumexp,
+            *ctx.bounds,
+            0.0,
+            ctx.causal_only,
+            rng_state,
+            unused,
+            **ctx.options,
+        )
+        grad_key, grad_value = (_scattered(grad, ctx.places, len(query)) for grad in grads)
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def _gathered(rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    return rows if places is None else rows.index_select(0, places)
+
+
+def _scattered(gathered: torch.Tensor, places: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    """The gradient of rows from that of `_gathered`: sums over many stretches, in float32 at least."""
+    if places is None:
+        return gathered
+    precise = torch.promote_types(gathered.dtype, torch.float32)
+    rows = torch.zeros(num_rows, *gathered.shape[1:], dtype=precise, device=gathered.device)
+    return rows.index_add_(0, places, gathered.to(precise)).to(gathered.dtype)
 
 
 def flex_row_attention(
@@ -140,27 +183,11 @@ def _block_lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return table.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
-class _Gather(torch.autograd.Function):
-    """x [T, ...], places int64[K] -> x[places]; gradients of places that occur often add up in float32 at least."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.num_rows = len(x)
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (places,) = ctx.saved_tensors
-        precise = torch.promote_types(grad.dtype, torch.float32)
-        total = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=precise, device=grad.device)
-        return total.index_add_(0, places, grad.to(precise)).to(grad.dtype), None
-
-
 def _flash_can(query: torch.Tensor, value: torch.Tensor) -> bool:
     return (
         query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= _FLASH_HEAD_SIZE
+        and query.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_SIZE
+        and query.shape[-1] % 8 == 0
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 

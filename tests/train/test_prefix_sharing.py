@@ -1,6 +1,7 @@
 """Forwarding what sequences share once gives the logprobs, the loss and the gradients of forwarding it for each."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -174,23 +175,38 @@ def test_masked_stretches_see_the_prefix_and_the_window(layout: PackedLayout, wi
     assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
 
 
-def varlen_twin(query, key, value, query_bounds, key_bounds, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """What torch.nn.attention.varlen.varlen_attn promises: sequences aligned at their last query and key."""
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    assert max_q == query_bounds.diff().max()
-    assert max_k == key_bounds.diff().max()
-    outputs: list[torch.Tensor] = []
-    left, right = window_size
-    assert right == 0
-    for (q0, q1), (k0, k1) in zip(
-        query_bounds.unfold(0, 2, 1).tolist(), key_bounds.unfold(0, 2, 1).tolist(), strict=True
-    ):
-        q, k, v = query[q0:q1], key[k0:k1].repeat_interleave(2, 1), value[k0:k1].repeat_interleave(2, 1)
-        distance = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
-        mask = (distance >= 0) & ((distance <= left) | (left == -1))
-        scores = (scale * torch.einsum("qhd,khd->hqk", q, k)).masked_fill(~mask, float("-inf"))
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-    return torch.cat(outputs)
+class FlashTwin:
+    """What torch's flash-attention promises of sequences with as many queries and keys as the bounds say.
+
+    They are aligned at their last query and last key; query heads share keys where there are fewer of those.
+    """
+
+    def forward(self, query, key, value, query_bounds, key_bounds, max_q, max_k, dropout, is_causal, debug, **options):
+        assert (max_q, max_k) == (query_bounds.diff().max(), key_bounds.diff().max())
+        assert dropout == 0
+        assert is_causal == (options["window_size_left"] == -1)
+        assert not debug
+        output = self._attend(query, key, value, query_bounds, key_bounds, **options)
+        return output, torch.empty(0), torch.empty(0), torch.empty(0), torch.empty(0)
+
+    def backward(self, grad, query, key, value, output, logsumexp, query_bounds, key_bounds, *rest, **options):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+            again = self._attend(*leaves, query_bounds, key_bounds, **options)
+        torch.testing.assert_close(again, output)
+        return torch.autograd.grad(again, leaves, grad)
+
+    def _attend(self, query, key, value, query_bounds, key_bounds, *, scale, window_size_left, window_size_right):
+        assert window_size_right == 0
+        outputs: list[torch.Tensor] = []
+        queries, keys = pairwise(query_bounds.tolist()), pairwise(key_bounds.tolist())
+        for (q0, q1), (k0, k1) in zip(queries, keys, strict=True):
+            q, k, v = query[q0:q1], key[k0:k1].repeat_interleave(2, 1), value[k0:k1].repeat_interleave(2, 1)
+            distance = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
+            mask = (distance >= 0) & ((distance <= window_size_left) | (window_size_left == -1))
+            scores = (scale * torch.einsum("qhd,khd->hqk", q, k)).masked_fill(~mask, float("-inf"))
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        return torch.cat(outputs)
 
 
 @settings(max_examples=40, deadline=None)
@@ -199,9 +215,10 @@ def test_gathered_stretches_are_what_varlen_attention_needs(layout: PackedLayout
     qkv = random_heads(len(layout.positions), torch.float64)
     query, key, value = (x[0].transpose(0, 1) for x in qkv)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_twin)
+        patch.setattr(torch.ops.aten, "_flash_attention_forward", FlashTwin().forward)
+        patch.setattr(torch.ops.aten, "_flash_attention_backward", FlashTwin().backward)
         ours = varlen_attention(query, key, value, layout, 0.3, window).unsqueeze(0)
-    assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
+        assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
