@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from arl.engine.local.batch import Batch
 from arl.engine.local.runner import ModelRunner
-from arl.engine.local.scheduler import Scheduler
+from arl.engine.local.scheduler import Scheduler, SchedulerSettings
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -75,7 +75,9 @@ def deliveries() -> Deliveries:
 
 @pytest.fixture
 def scheduler(model_dir: str, deliveries: Deliveries) -> Iterator[Scheduler]:
-    made = Scheduler(model_dir, deliveries, weight_version="0", max_running_requests=8, context_length=256)
+    made = Scheduler(
+        model_dir, deliveries, SchedulerSettings(weight_version="0", max_running_requests=8, context_length=256)
+    )
     made.start()
     yield made
     made.close()

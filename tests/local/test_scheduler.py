@@ -16,7 +16,7 @@ from arl.api.config import PauseMode
 from arl.api.errors import ConfigError, EngineClosedError, ModelError
 from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner
-from arl.engine.local.scheduler import Scheduler
+from arl.engine.local.scheduler import Scheduler, SchedulerSettings
 
 Weights = dict[str, torch.Tensor]
 
@@ -205,14 +205,21 @@ def broken_dir(model_dir: str, tmp_path: Path) -> Callable[..., str]:
     [
         (["config.json"], "has no config.json"),
         (["model.safetensors"], "cannot be loaded"),
-        (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer"),
+        (["tokenizer.json"], "tokenizer in .* cannot be read"),
     ],
 )
 def test_a_directory_that_is_no_model_is_refused(
     broken_dir: Callable[..., str], missing: list[str], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        Scheduler(broken_dir(*missing), lambda _: None)
+        Scheduler(broken_dir(*missing), lambda _: None, SchedulerSettings())
+
+
+def test_a_tokenizer_without_vocabulary_is_refused(broken_dir: Callable[..., str]) -> None:
+    directory = broken_dir("tokenizer.json")
+    Path(directory, "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ModelError, match="knows no letter"):
+        Scheduler(directory, lambda _: None, SchedulerSettings())
 
 
 def test_a_model_that_lacks_parameters_is_refused(model_dir: str, broken_dir: Callable[..., str]) -> None:
@@ -221,7 +228,7 @@ def test_a_model_that_lacks_parameters_is_refused(model_dir: str, broken_dir: Ca
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, Path(directory, "model.safetensors"), metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lack 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight"):
-        Scheduler(directory, lambda _: None)
+        Scheduler(directory, lambda _: None, SchedulerSettings())
 
 
 def test_a_truncated_weight_file_is_refused(model_dir: str, broken_dir: Callable[..., str]) -> None:
@@ -229,19 +236,19 @@ def test_a_truncated_weight_file_is_refused(model_dir: str, broken_dir: Callable
     whole = Path(model_dir, "model.safetensors").read_bytes()
     Path(directory, "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="cannot be loaded"):
-        Scheduler(directory, lambda _: None)
+        Scheduler(directory, lambda _: None, SchedulerSettings())
 
 
 @pytest.mark.parametrize("setting", [{"device": "gpu"}, {"dtype": "int8"}, {"dtype": "nothing"}])
 def test_a_device_or_dtype_that_there_is_not_is_refused(model_dir: str, setting: dict[str, str]) -> None:
     (name,) = setting
     with pytest.raises(ConfigError, match=name):
-        Scheduler(model_dir, lambda _: None, **setting)
+        Scheduler(model_dir, lambda _: None, SchedulerSettings(**setting))
 
 
 def test_a_context_beyond_the_models_positions_is_refused(model_dir: str) -> None:
     with pytest.raises(ModelError, match="positions for 512 tokens"):
-        Scheduler(model_dir, lambda _: None, context_length=513)
+        Scheduler(model_dir, lambda _: None, SchedulerSettings(context_length=513))
 
 
 def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
@@ -249,4 +256,4 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="sliding window of 16"):
-        Scheduler(str(tmp_path), lambda _: None)
+        Scheduler(str(tmp_path), lambda _: None, SchedulerSettings())

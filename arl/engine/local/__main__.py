@@ -86,19 +86,18 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
     """The model, ready to be started. Raises ModelError where it cannot be loaded."""
-    from arl.engine.local.scheduler import Scheduler
+    from arl.engine.local.scheduler import Scheduler, SchedulerSettings
 
+    settings = SchedulerSettings(
+        device=args.device,
+        dtype=args.dtype,
+        num_threads=args.num_threads,
+        max_running_requests=args.max_running_requests,
+        context_length=args.context_length,
+        weight_version=args.weight_version,
+    )
     try:
-        return Scheduler(
-            args.model,
-            inflight.deliver,
-            device=args.device,
-            dtype=args.dtype,
-            num_threads=args.num_threads,
-            max_running_requests=args.max_running_requests,
-            context_length=args.context_length,
-            weight_version=args.weight_version,
-        )
+        return Scheduler(args.model, inflight.deliver, settings)
     except ArlError:
         raise
     except Exception as error:  # transformers and safetensors say in many ways that a directory is broken
@@ -151,13 +150,18 @@ def _application(args: argparse.Namespace, scheduler: Scheduler, inflight: Infli
         scheduler=scheduler,
         inflight=inflight,
         text=Text(scheduler.tokenizer),
-        limits=Limits(vocab_size=scheduler.model_config.vocab_size, context_length=scheduler.context_length),
+        limits=Limits(
+            vocab_size=scheduler.model_config.vocab_size,
+            context_length=scheduler.context_length,
+            has_tokenizer=scheduler.tokenizer is not None,
+        ),
         tokenizing=ThreadPoolExecutor(1, "tokenizing"),
         model_path=args.model,
         served_model_name=args.served_model_name or args.model,
     )
     settings = {name: value for name, value in vars(args).items() if name not in ("api_key", "parent_pid")}
-    settings["context_length"] = scheduler.context_length
+    settings |= {"model_path": args.model, "context_length": scheduler.context_length}
+    settings |= {"tp_size": 1, "pp_size": 1, "dp_size": 1}  # what clients read of a server that is split over GPUs
     return build_app(serving, ThreadPoolExecutor(1, "updating"), settings, args.api_key)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from arl.engine.local.control import Control, Info, Weights
+from arl.engine.local.control import Control, Weights
 from arl.engine.local.generate import Generate
 from arl.engine.local.http import (
     MAX_BODY_BYTES,
@@ -20,6 +20,7 @@ from arl.engine.local.http import (
     not_found_as_json,
     openai_error,
 )
+from arl.engine.local.info import Info
 from arl.engine.local.listening import require_key
 from arl.engine.local.openai import OpenAI
 
@@ -63,7 +64,11 @@ def build_app(
         "/end_weight_update": weights.end_update,
         "/update_weight_version": weights.update_version,
     }
-    completes: Paths = {"/v1/chat/completions": openai.chat, "/v1/completions": openai.completions}
+    completes: Paths = {
+        "/v1/chat/completions": openai.chat,
+        "/v1/completions": openai.completions,
+        "/tokenize": openai.tokenize,
+    }
     for path, handler in asks.items():
         app.router.add_get(path, answering(handler, control_error))
     for path, handler in steers.items():

@@ -1,23 +1,18 @@
-"""Steering the server: abort, pause, continue, flush, new weights; and what it tells of itself."""
+"""Steering the server: abort, pause, continue, flush, new weights."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.metadata import version
 from typing import Any, get_args
 
 import torch
 from aiohttp import web
 
 from arl.api.config import PauseMode
-from arl.api.types import SamplingParams
+from arl.engine.local.body import ApiError, Body, MalformedError, shown
 from arl.engine.local.http import Serving, json_response, read_body
-from arl.engine.local.job import Job
-from arl.engine.local.protocol import ApiError, Body, shown
 from arl.engine.local.weight_group import GroupAddress, WeightReceiver
 from arl.engine.local.weights import WeightsError, named, read_directory
 
@@ -26,7 +21,6 @@ _HARMLESS = frozenset((
     "torch_empty_cache",
 ))  # fmt: skip
 _DEFAULT_GROUP = "weight_update_group"
-_HEALTH_TIMEOUT_S = 20.0
 
 
 class Control:
@@ -47,7 +41,7 @@ class Control:
         body = await read_body(request)
         mode = body.text("mode", "abort")
         if mode not in get_args(PauseMode):
-            raise ApiError(f"mode is {shown(mode)}; it must be one of {', '.join(get_args(PauseMode))}")
+            raise MalformedError(f"mode is {shown(mode)}; it must be one of {', '.join(get_args(PauseMode))}")
         body.finish()
         await _done(self._serving.scheduler.pause(mode))
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
@@ -76,9 +70,9 @@ class Weights:
     def __init__(self, serving: Serving, working: ThreadPoolExecutor, device: str, update_timeout_s: float) -> None:
         self._serving = serving
         self._working = working
-        self._parameters = serving.scheduler.parameter_shapes
+        self._form = serving.scheduler.stored_form
         self._timeout_s = update_timeout_s
-        self._receiver = WeightReceiver(self._parameters, device, update_timeout_s)
+        self._receiver = WeightReceiver(self._form.shapes, device, update_timeout_s)
 
     async def _do(self, work: Callable[[], str]) -> web.Response:
         """Run `work` on the weights' thread and answer with its message."""
@@ -89,7 +83,8 @@ class Weights:
         return json_response({"success": True, "message": message})
 
     def _load(self, tensors: dict[str, torch.Tensor], weight_version: str | None, flush_cache: bool) -> None:
-        loading = self._serving.scheduler.load(lambda: tensors.items(), weight_version, flush_cache)
+        parameters = self._form.parameters(tensors)
+        loading = self._serving.scheduler.load(parameters.items, weight_version, flush_cache)
         try:
             loading.result(self._timeout_s)
         except TimeoutError:
@@ -109,10 +104,9 @@ class Weights:
             raise ApiError(f"load_format is {shown(load_format)}; this server reads safetensors (auto) alone")
         self._abort_if_asked(body)
         body.finish(_HARMLESS)
-        is_tied = bool(getattr(self._serving.scheduler.model_config, "tie_word_embeddings", False))
 
         def work() -> str:
-            self._load(read_directory(path, self._parameters, is_tied), weight_version, flush)
+            self._load(read_directory(path, self._form.shapes, self._form.is_tied), weight_version, flush)
             suffix = f" Weight version updated to {weight_version}." if weight_version else ""
             return f"Succeeded to update model weights.{suffix}"
 
@@ -206,82 +200,14 @@ class Weights:
 def _expected(body: Body) -> list[tuple[str, str, list[int]]]:
     names, dtypes, shapes = (body.value(name) for name in ("names", "dtypes", "shapes"))
     if not all(isinstance(values, list) for values in (names, dtypes, shapes)):
-        raise ApiError("names, dtypes and shapes must be lists, with one entry for each tensor")
+        raise MalformedError("names, dtypes and shapes must be lists, with one entry for each tensor")
     if not len(names) == len(dtypes) == len(shapes):
         raise ApiError(f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries")
     if not all(isinstance(item, str) for item in [*names, *dtypes]):
-        raise ApiError("names and dtypes must hold strings")
+        raise MalformedError("names and dtypes must hold strings")
     for name, shape in zip(names, shapes, strict=True):
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise ApiError(f"the shape of {name} is {shown(shape)}; it must be a list of sizes")
+            raise MalformedError(f"the shape of {name} is {shown(shape)}; it must be a list of sizes")
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ApiError(f"names holds {named(repeated)} more than once")
     return list(zip(names, dtypes, shapes, strict=True))
-
-
-class Info:
-    """What the server tells of itself."""
-
-    def __init__(self, serving: Serving, settings: dict[str, Any]) -> None:
-        self._serving = serving
-        self._settings = settings
-
-    async def health(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(status=200 if self._serving.scheduler.is_alive else 503)
-
-    async def health_generate(self, request: web.Request) -> web.StreamResponse:
-        """200 if one token can be generated in time. A paused server is taken to be well if its thread lives."""
-        scheduler = self._serving.scheduler
-        if not scheduler.is_alive or scheduler.is_paused:
-            return await self.health(request)
-        rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
-        job = Job(rid=rid, input_ids=[0], sampling=SamplingParams(max_new_tokens=1, temperature=0.0))
-        try:
-            with self._serving.inflight.submit(scheduler, {rid: [job]}) as following:
-                await asyncio.wait_for(following.finish(), _HEALTH_TIMEOUT_S)
-        except (TimeoutError, ApiError):
-            return web.Response(status=503)
-        return await self.health(request)
-
-    async def model_info(self, request: web.Request) -> web.StreamResponse:
-        config = self._serving.scheduler.model_config
-        return json_response(
-            {
-                "model_path": self._serving.model_path,
-                "served_model_name": self._serving.served_model_name,
-                "tokenizer_path": self._serving.model_path,
-                "is_generation": True,
-                "weight_version": self._serving.scheduler.weight_version,
-                "load_format": "auto",
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
-                "model_type": getattr(config, "model_type", None),
-                "architectures": getattr(config, "architectures", None),
-            }
-        )
-
-    async def server_info(self, request: web.Request) -> web.StreamResponse:
-        scheduler = self._serving.scheduler
-        state = {"weight_version": scheduler.weight_version, "is_paused": scheduler.is_paused, **self._load()}
-        return json_response({**self._settings, "version": version("arl"), "internal_states": [state]})
-
-    def _load(self) -> dict[str, int]:
-        load = self._serving.scheduler.load_stats
-        return {"num_running_reqs": load.running, "num_waiting_reqs": load.queued}
-
-    async def loads(self, request: web.Request) -> web.StreamResponse:
-        load = {"timestamp": time.time(), "dp_rank": 0, **self._load()}
-        return json_response({"version": version("arl"), "loads": [load]})
-
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        name = self._serving.served_model_name
-        card = {
-            "id": name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "arl",
-            "root": name,
-            "parent": None,
-            "max_model_len": self._serving.limits.context_length,
-        }
-        return json_response({"object": "list", "data": [card]})

@@ -9,10 +9,10 @@ from typing import Any
 
 from aiohttp import web
 
+from arl.engine.local.body import ApiError
 from arl.engine.local.http import EventStream, Serving, json_response, read_body
 from arl.engine.local.job import Job
 from arl.engine.local.protocol import (
-    ApiError,
     GenerateRequest,
     meta_info,
     num_settled_tokens,
@@ -79,11 +79,10 @@ class Generate:
         info["weight_version"] = info["weight_version"] or self._serving.scheduler.weight_version
         if one.job.is_done:
             info["e2e_latency"] = time.perf_counter() - started
-        return {
-            "text": self._serving.text.decode(one.job, num_tokens, one.text),
-            "output_ids": one.job.output_ids[:num_tokens],
-            "meta_info": info,
-        }
+        answer = {"output_ids": one.job.output_ids[:num_tokens], "meta_info": info}
+        if not self._serving.text.has_tokenizer:
+            return answer
+        return {"text": self._serving.text.decode(one.job, num_tokens, one.text), **answer}
 
     def _event(self, asked: GenerateRequest, index: int, one: _Planned, started: float) -> Mapping[str, Any]:
         try:

@@ -13,10 +13,11 @@ from typing import Any
 from aiohttp import web
 
 from arl.api.errors import EngineClosedError
+from arl.engine.local.body import ApiError, Body, MalformedError, MalformedSamplingError
 from arl.engine.local.inflight import Inflight
-from arl.engine.local.protocol import ApiError, Body, Limits
+from arl.engine.local.protocol import Limits
 from arl.engine.local.scheduler import Scheduler
-from arl.engine.local.text import TemplateError, Text
+from arl.engine.local.text import Text, TextError
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +41,8 @@ class Serving:
     served_model_name: str
 
     async def encode(self, encode: Callable[[], list[int]]) -> list[int]:
-        """Run a tokenizer call off the event loop; what it cannot do is the client's error."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
-        except TemplateError as error:
-            raise ApiError(str(error)) from None
+        """Run a tokenizer call off the event loop. Raises TextError."""
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
 
 
 def json_response(content: Any, status: int = 200) -> web.Response:
@@ -65,6 +63,15 @@ def openai_error(message: str, status: int) -> Mapping[str, Any]:
     return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
 
 
+def _explained(error: ApiError, shape: ErrorShape) -> Mapping[str, Any]:
+    """A refusal in the shape that SGLang gives it: a body that is not of the right form has one of its own."""
+    if isinstance(error, MalformedSamplingError):
+        return {"error": error.message}
+    if isinstance(error, MalformedError):
+        return {**openai_error(error.message, error.status), "type": "Bad Request"}
+    return shape(error.message, error.status)
+
+
 def answering(handler: Handler, shape: ErrorShape) -> Handler:
     """`handler`, with its errors answered in `shape`: the one place where they are."""
 
@@ -72,7 +79,9 @@ def answering(handler: Handler, shape: ErrorShape) -> Handler:
         try:
             return await handler(request)
         except ApiError as error:
-            return json_response(shape(error.message, error.status), error.status)
+            return json_response(_explained(error, shape), error.status)
+        except TextError as error:
+            return json_response(shape(str(error), 400), 400)
         except EngineClosedError as error:
             return json_response(shape(str(error), 503), 503)
         except web.HTTPException:

@@ -14,8 +14,8 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from arl.engine.local.body import ApiError
 from arl.engine.local.job import Job
-from arl.engine.local.protocol import ApiError
 from arl.engine.local.scheduler import Scheduler
 
 

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from arl.engine.local.body import ApiError, Body, MalformedError, shown
 from arl.engine.local.http import EventStream, Serving, json_response, openai_error, read_body
 from arl.engine.local.inflight import Following
 from arl.engine.local.job import Job
 from arl.engine.local.openai_answers import ChatForm, Form, OpenAIRequest, PlainForm
-from arl.engine.local.protocol import (
-    ApiError,
-    Body,
-    Sampling,
-    build_params,
-    extra_key,
-    raise_if_failed,
-    samples,
-    shown,
-)
+from arl.engine.local.protocol import Sampling, build_params, extra_key, raise_if_failed, samples
 from arl.engine.local.text import TextOptions
 
 _HARMLESS = frozenset((
@@ -77,7 +70,7 @@ def parse_common(body: Body, default_max_tokens: int | None) -> OpenAIRequest:
 def _messages(body: Body) -> list[dict[str, Any]]:
     messages = body.value("messages")
     if not isinstance(messages, list):
-        raise ApiError(f"messages is {shown(messages)}; it must be a list of messages")
+        raise MalformedError(f"messages is {shown(messages)}; it must be a list of messages")
     if not messages:
         raise ApiError("Messages cannot be empty.")
     return [_message(i, message) for i, message in enumerate(messages)]
@@ -102,14 +95,14 @@ def _message(i: int, message: Any) -> dict[str, Any]:
 def _tools(body: Body) -> list[Any] | None:
     tools, choice = body.value("tools"), body.value("tool_choice")
     if tools is not None and not isinstance(tools, list):
-        raise ApiError(f"tools is {shown(tools)}; it must be a list of tools")
+        raise MalformedError(f"tools is {shown(tools)}; it must be a list of tools")
     if choice not in (None, "auto", "none"):
         raise ApiError(f"tool_choice is {shown(choice)}; this server cannot force a call, so only auto or none")
     return None if choice == "none" else tools or None
 
 
 class OpenAI:
-    """POST /v1/chat/completions and POST /v1/completions."""
+    """POST /v1/chat/completions, POST /v1/completions and POST /tokenize."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -146,6 +139,20 @@ class OpenAI:
         body.finish(_HARMLESS, _NEUTRAL)
         return await self._complete(request, asked, prompts, PlainForm)
 
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await read_body(request)
+        prompt, add_special_tokens = body.value("prompt"), body.flag("add_special_tokens", True)
+        body.finish(frozenset(("model",)))
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        if not all(isinstance(text, str) for text in texts):
+            raise MalformedError(f"prompt is {shown(prompt)}; it must be a string or a list of strings")
+        encode = partial(self._serving.text.encode, add_special_tokens=add_special_tokens)
+        ids = [await self._serving.encode(partial(encode, text)) for text in texts]
+        counts = [len(one) for one in ids]
+        tokens, count = (ids, counts) if isinstance(prompt, list) else (ids[0], counts[0])
+        limit = self._serving.limits.context_length
+        return json_response({"tokens": tokens, "count": count, "max_model_len": limit})
+
     async def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return await self._serving.encode(lambda: self._serving.text.encode(prompt))
@@ -156,6 +163,7 @@ class OpenAI:
     async def _complete(
         self, request: web.Request, asked: OpenAIRequest, prompts: Sequence[list[int]], make_form: type[Form]
     ) -> web.StreamResponse:
+        self._serving.text.check()
         jobs: list[Job] = []
         for i, input_ids in enumerate(prompts):
             if not isinstance(input_ids, list):

@@ -1,13 +1,7 @@
-"""What /generate may be asked and what it answers: SGLang's names and shapes, checked. No I/O.
-
-A field that this server does not know, or knows and cannot honour, is an error unless its value asks for nothing
-(null, false, empty, or the field's own default), so that no request is silently answered as if it had said less.
-"""
+"""What /generate may be asked and what it answers: SGLang's names and shapes, checked. No I/O."""
 
 from __future__ import annotations
 
-import json
-import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from arl.api.types import SamplingParams
+from arl.engine.local.body import ApiError, Body, MalformedError, SamplingBody, shown
 from arl.engine.local.job import Job
 from arl.engine.local.text import TextOptions
 
@@ -35,108 +30,24 @@ _NEUTRAL_SAMPLING: Mapping[str, Any] = {
 }
 
 
-class ApiError(Exception):
-    """A request that cannot be answered: an HTTP status, and a sentence for its sender."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-
-
-class Body:
-    """A JSON object that is read field by field; what was never asked for is refused by `finish`."""
-
-    def __init__(self, fields: Any, where: str = "the request body") -> None:
-        if not isinstance(fields, dict):
-            raise ApiError(f"{where} is {shown(fields)}; it must be a JSON object")
-        self._fields: dict[str, Any] = fields
-        self._known: set[str] = set()
-
-    @classmethod
-    def parse(cls, raw: bytes) -> Body:
-        """The object that `raw` holds; an empty body is an empty object."""
-        try:
-            return cls(json.loads(raw) if raw else {})
-        except ValueError as error:
-            raise ApiError(f"the request body is not JSON: {error}") from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._fields
-
-    def value(self, name: str) -> Any:
-        """The field as it came; None where it is missing."""
-        self._known.add(name)
-        return self._fields.get(name)
-
-    def _typed(self, name: str, default: Any, kinds: tuple[type, ...], expected: str) -> Any:
-        value = self.value(name)
-        if value is None:
-            if default is ...:
-                raise ApiError(f"{name} is missing; it must be {expected}")
-            return default
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ApiError(f"{name} is {shown(value)}; it must be {expected}")
-        return value
-
-    def text(self, name: str, default: Any = ...) -> Any:
-        return self._typed(name, default, (str,), "a string")
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        return self._typed(name, default, (bool,), "true or false")
-
-    def integer(self, name: str, default: Any = ...) -> Any:
-        return self._typed(name, default, (int,), "an integer")
-
-    def number(self, name: str, default: float) -> float:
-        value = self._typed(name, default, (int, float), "a number")
-        if not math.isfinite(value):
-            raise ApiError(f"{name} is {value}; it must be a finite number")
-        return float(value)
-
-    def strings(self, name: str) -> tuple[str, ...]:
-        """A string or a list of strings; missing is none."""
-        value = self.value(name)
-        values = [value] if isinstance(value, str) else value or []
-        if not isinstance(values, list) or not all(isinstance(item, str) and item for item in values):
-            raise ApiError(f"{name} is {shown(value)}; it must be a string or a list of strings, none of them empty")
-        return tuple(values)
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        value = self.value(name) or []
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise ApiError(f"{name} is {shown(value)}; it must be a list of token ids")
-        return tuple(value)
-
-    def finish(self, harmless: frozenset[str] = frozenset(), neutral: Mapping[str, Any] | None = None) -> None:
-        """Refuse every other field that asks for something."""
-        neutral = neutral or {}
-        for name in self._fields.keys() - self._known - harmless:
-            value = self._fields[name]
-            if value is None or value is False or value in ("", [], {}) or value == neutral.get(name):
-                continue
-            known = ", ".join(sorted(self._known))
-            raise ApiError(f"{name} (here {shown(value)}) is not supported by this server; it knows {known}")
-
-
-def shown(value: Any) -> str:
-    """A value as an error message quotes it: JSON, and short."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a prompt must fit into: token ids below vocab_size, and prompt plus response within context_length."""
+    """What a request must fit into: token ids below vocab_size, and prompt plus response within context_length.
+
+    Without a tokenizer there is no text in which a stop string could be found.
+    """
 
     vocab_size: int
     context_length: int
+    has_tokenizer: bool = True
 
     def check_prompt(self, input_ids: Any) -> None:
         if not input_ids:
             raise ApiError("input_ids cannot be empty.")
         if not set(map(type, input_ids)) <= {int}:
-            raise ApiError(f"input_ids is {shown(input_ids)}; it must be a list of integers, or a list of such lists")
+            raise MalformedError(
+                f"input_ids is {shown(input_ids)}; it must be a list of integers, or a list of such lists"
+            )
         if min(input_ids) < 0 or max(input_ids) >= self.vocab_size:
             raise ApiError(f"input_ids holds a token outside the model's vocabulary of {self.vocab_size} tokens.")
         if len(input_ids) >= self.context_length:
@@ -167,6 +78,8 @@ class Sampling:
 
     def for_prompt(self, input_ids: Sequence[int], limits: Limits) -> SamplingParams:
         limits.check_prompt(input_ids)
+        if self.params.stop and not limits.has_tokenizer:
+            raise ApiError("stop needs a tokenizer, which this model was saved without; use stop_token_ids")
         if self.max_new_tokens is None:
             return replace(self.params, max_new_tokens=limits.context_length - len(input_ids))
         limits.fit(self.params, len(input_ids))
@@ -183,7 +96,7 @@ def build_params(**values: Any) -> SamplingParams:
 
 def parse_sampling(fields: Any) -> Sampling:
     """One `sampling_params` object of /generate."""
-    body = Body({} if fields is None else fields, "sampling_params")
+    body = SamplingBody({} if fields is None else fields, "sampling_params")
     max_new_tokens = body.integer("max_new_tokens", None if "max_new_tokens" in body else DEFAULT_MAX_NEW_TOKENS)
     sampling = Sampling(
         params=build_params(
@@ -260,15 +173,15 @@ def _prompts(body: Body) -> tuple[Sequence[Any], bool]:
         raise ApiError("Either text, input_ids or input_embeds should be provided.")
     if ids is None:
         if not isinstance(text, str) and not (isinstance(text, list) and all(isinstance(item, str) for item in text)):
-            raise ApiError(f"text is {shown(text)}; it must be a string or a list of strings")
+            raise MalformedError(f"text is {shown(text)}; it must be a string or a list of strings")
         ids = text
     elif not isinstance(ids, list):
-        raise ApiError(f"input_ids is {shown(ids)}; it must be a list of integers, or a list of such lists")
+        raise MalformedError(f"input_ids is {shown(ids)}; it must be a list of integers, or a list of such lists")
     if not ids:
         raise ApiError("input_ids cannot be empty." if text is None else "text cannot be empty.")
     is_batch = isinstance(ids, list) and isinstance(ids[0], str if ids is text else list)
     if is_batch and ids is not text and not all(isinstance(item, list) for item in ids):
-        raise ApiError(f"input_ids is {shown(ids)}; it must be a list of integers, or a list of such lists")
+        raise MalformedError(f"input_ids is {shown(ids)}; it must be a list of integers, or a list of such lists")
     return (ids if is_batch else [ids]), is_batch
 
 
@@ -285,7 +198,7 @@ def _extra_keys(body: Body, prompts: Sequence[Any]) -> list[str]:
         values = given if isinstance(given, list) else [given or ""] * len(prompts)
         _check_count(name, values, prompts)
         if not all(isinstance(value, str) for value in values):
-            raise ApiError(f"{name} is {shown(given)}; it must be a string, or a list of strings for a batch")
+            raise MalformedError(f"{name} is {shown(given)}; it must be a string, or a list of strings for a batch")
         columns.append(values)
     return [extra_key(*values) for values in zip(*columns, strict=True)]
 
@@ -301,7 +214,7 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     if isinstance(rid, str):
         return [f"{rid}_{i}" for i in range(count)] if is_batch else [rid]
     if not isinstance(rid, list) or not all(isinstance(item, str) for item in rid):
-        raise ApiError(f"rid is {shown(rid)}; it must be a string, or a list of strings for a batch")
+        raise MalformedError(f"rid is {shown(rid)}; it must be a string, or a list of strings for a batch")
     if len(rid) != count:
         raise ApiError("The specified rids length mismatch with the batch_size for batch processing.")
     if repeated := sorted({item for item in rid if rid.count(item) > 1}):

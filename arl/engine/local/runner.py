@@ -14,8 +14,10 @@ from arl.api.errors import ConfigError, ModelError
 from arl.engine.local.attention import SLOT_ATTENTION, Chunk, SlotBatch
 from arl.engine.local.cache import CacheShape, SlotCache
 from arl.engine.local.stack import DecoderStack, quicken_norms
+from arl.engine.local.weights import StoredForm
 
 _DEFAULT_CONTEXT = 4096
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Yields (parameter name, tensor); called on the model thread."""
@@ -31,9 +33,10 @@ class ModelRunner:
     def __init__(self, model_dir: str, *, device: str, dtype: str, max_rows: int, context_length: int | None) -> None:
         self.device = _device(device)
         self.config = _read_config(model_dir)
-        self.tokenizer: Any = _read_tokenizer(model_dir)
+        self.tokenizer = _read_tokenizer(model_dir)
         self.context_length = _context_length(self.config, context_length)
         self.model = _read_model(model_dir, _dtype(dtype)).to(self.device)
+        self.stored_form = StoredForm(self.model)
         self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
@@ -69,11 +72,6 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
-
-    @property
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        """What a complete set of weights holds; tied ones once."""
-        return {name: tensor.shape for name, tensor in self.model.named_parameters()}
 
     @torch.inference_mode()
     def forward(
@@ -128,13 +126,17 @@ def _read_config(model_dir: str) -> Any:
         raise ModelError(f"{model_dir} is no model directory, nor a model to be had from the hub: {error}") from error
 
 
-def _read_tokenizer(model_dir: str) -> Any:
+def _read_tokenizer(model_dir: str) -> Any | None:
+    """None where the directory has none. Raises ModelError where it is broken."""
+    directory = Path(model_dir)
+    if directory.is_dir() and not any(next(directory.glob(name), None) for name in _TOKENIZER_FILES):
+        return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
-    if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes up where there is none
-        raise ModelError(f"{model_dir} has no tokenizer; save the model's own there with save_pretrained")
+    if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes up of files that hold none
+        raise ModelError(f"the tokenizer in {model_dir} knows no letter; save the model's own with save_pretrained")
     return tokenizer
 
 
@@ -177,9 +179,9 @@ def _context_length(config: Any, wanted: int | None) -> int:
 
 
 def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence tokens by the model's configuration, its generation configuration and the tokenizer."""
+    """End-of-sequence tokens by the model's configuration, its generation configuration and the tokenizer if any."""
     found: set[int] = set()
-    for ids in (config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id):
+    for ids in (config.eos_token_id, model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return frozenset(found)

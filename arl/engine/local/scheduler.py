@@ -22,6 +22,7 @@ from arl.api.errors import EngineClosedError
 from arl.engine.local.batch import Batch
 from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner, NamedTensors
+from arl.engine.local.weights import StoredForm
 
 Deliver = Callable[[Sequence[Job]], None]
 """Called on the model thread once per step, with the jobs that finished and the streaming jobs that gained tokens."""
@@ -47,6 +48,25 @@ class Load:
     queued: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """How a model is served. weight_version: the label of the weights that it starts with.
+
+    max_running_requests: sequences decoded at once. context_length: longest prompt plus response in tokens; the model's
+    own where it is None. prefill_tokens: most prompt tokens computed in a step, between which the others decode; by the
+    device where it is None. prefix_cache_bytes: memory for the keys and values of finished requests.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    num_threads: int = 1
+    max_running_requests: int = 128
+    context_length: int | None = None
+    weight_version: str = "default"
+    prefill_tokens: int | None = None
+    prefix_cache_bytes: int = 1 << 30
+
+
 class Scheduler:
     """Generates jobs on a thread of its own. Every method may be called from any thread and returns at once.
 
@@ -54,36 +74,26 @@ class Scheduler:
     thread; after `close` they fail with EngineClosedError. A job that cannot be served (an empty or too long prompt,
     an id outside the vocabulary) finishes with reason abort and status_code 400; one whose step failed, with 500.
 
-    prefill_tokens: most prompt tokens computed in a step, between which the others decode. prefix_cache_bytes: memory
-    for the keys and values of finished requests. Raises ModelError when model_dir holds no model that it can serve,
-    ConfigError for a device or dtype that there is not.
+    Raises ModelError when model_dir holds no model that it can serve, ConfigError for a device or dtype that there is
+    not.
     """
 
-    def __init__(  # noqa: PLR0913 - the server's own knobs, one by one
-        self,
-        model_dir: str,
-        deliver: Deliver,
-        *,
-        device: str = "cpu",
-        dtype: str = "float32",
-        num_threads: int = 1,
-        max_running_requests: int = 128,
-        context_length: int | None = None,
-        weight_version: str = "default",
-        prefill_tokens: int | None = None,
-        prefix_cache_bytes: int = 1 << 30,
-    ) -> None:
+    def __init__(self, model_dir: str, deliver: Deliver, settings: SchedulerSettings) -> None:
         self._deliver = deliver
-        self._num_threads = num_threads
+        self._num_threads = settings.num_threads
         self._runner = ModelRunner(
-            model_dir, device=device, dtype=dtype, max_rows=max_running_requests, context_length=context_length
+            model_dir,
+            device=settings.device,
+            dtype=settings.dtype,
+            max_rows=settings.max_running_requests,
+            context_length=settings.context_length,
         )
         self._batch = Batch(
             self._runner,
-            max_rows=max_running_requests,
-            prefill_tokens=prefill_tokens or _PREFILL_TOKENS.get(self._runner.device.type, 2048),
-            prefix_cache_bytes=prefix_cache_bytes,
-            weight_version=weight_version,
+            max_rows=settings.max_running_requests,
+            prefill_tokens=settings.prefill_tokens or _PREFILL_TOKENS.get(self._runner.device.type, 2048),
+            prefix_cache_bytes=settings.prefix_cache_bytes,
+            weight_version=settings.weight_version,
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_paused = False
@@ -93,7 +103,8 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="arl-model")
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Any | None:
+        """The model's; None where its directory has none."""
         return self._runner.tokenizer
 
     @property
@@ -106,9 +117,9 @@ class Scheduler:
         return self._runner.context_length
 
     @property
-    def parameter_shapes(self) -> dict[str, torch.Size]:
-        """The names and shapes that `load` takes."""
-        return self._runner.parameter_shapes
+    def stored_form(self) -> StoredForm:
+        """How weights are named in files and broadcasts, and how `load` wants them."""
+        return self._runner.stored_form
 
     @property
     def weight_version(self) -> str:

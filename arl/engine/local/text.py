@@ -20,30 +20,45 @@ class TextOptions:
     trim_stop: bool = True
 
 
-class TemplateError(ValueError):
-    """There is no chat template, or it cannot render these messages."""
+class TextError(ValueError):
+    """There is no tokenizer or no chat template, or the template cannot render these messages."""
 
 
 class Text:
-    """A model's tokenizer, as the endpoints need it."""
+    """A model's tokenizer, as the endpoints need it; None where the model has none and serves token ids alone."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._known = tokenizer
         self._pieces: dict[int, str] = {}
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._known is not None
+
+    def check(self) -> None:
+        """Raise TextError if there is no tokenizer."""
+        if self._known is None:
+            raise TextError("this model was saved without a tokenizer; send input_ids to /generate instead")
+
+    @property
+    def _tokenizer(self) -> Any:
+        self.check()
+        return self._known
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises TextError."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def chat_prompt(self, messages: list[Any], tools: list[Any] | None, options: Mapping[str, Any]) -> list[int]:
-        """The token ids of a conversation, by the tokenizer's own chat template. Raises TemplateError."""
+        """The token ids of a conversation, by the tokenizer's own chat template. Raises TextError."""
         if not self._tokenizer.chat_template:
-            raise TemplateError("this model's tokenizer has no chat template; send input_ids to /generate instead")
+            raise TextError("this model's tokenizer has no chat template; send input_ids to /generate instead")
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=False, **options
             )
         except Exception as error:  # a template is a program of its own and raises what it likes
-            raise TemplateError(f"the chat template refused these messages: {error}") from error
+            raise TextError(f"the chat template refused these messages: {error}") from error
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone."""

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
-from server_process import Client, RunningServer, running_server
+from protocol_client import Client
+from server_process import RunningServer, running_server
 
 from arl.engine.tiny import TinyShape, write_tiny_model
 

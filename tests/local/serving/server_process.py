@@ -1,20 +1,15 @@
-"""A real embedded server, as a process of its own, and a client that speaks to it."""
+"""A real embedded server, as a process of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-import aiohttp
-
-DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -45,67 +40,3 @@ def running_server(model: str, *options: str) -> Iterator[RunningServer]:
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    body: Any
-
-    @property
-    def message(self) -> str:
-        """The sentence of an error, in whichever shape it came."""
-        error = self.body.get("error", self.body)
-        return error["message"]
-
-
-class Client:
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self.session = session
-
-    async def get(self, path: str, **options: Any) -> Answer:
-        async with self.session.get(path, **options) as response:
-            return await _read(response)
-
-    async def post(self, path: str, body: Any = None, **options: Any) -> Answer:
-        async with self.session.post(path, json={} if body is None else body, **options) as response:
-            return await _read(response)
-
-    async def generate(self, **body: Any) -> Any:
-        answer = await self.post("/generate", body)
-        assert answer.status == 200, answer.body
-        return answer.body
-
-    @asynccontextmanager
-    async def stream(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[Any]]:
-        """The events of a streaming request; the last one is the string [DONE]."""
-        async with self.session.post(path, json={**body, "stream": True}) as response:
-            assert response.status == 200, await response.text()
-            yield _events(response)
-
-    async def until_running(self, count: int) -> None:
-        """Wait until so many sequences are being generated."""
-        await self._until("num_running_reqs", count)
-
-    async def until_waiting(self, count: int) -> None:
-        """Wait until so many sequences wait for their turn."""
-        await self._until("num_waiting_reqs", count)
-
-    async def _until(self, name: str, count: int) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while (await self.get("/v1/loads")).body["loads"][0][name] != count:
-                pass
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    async for line in response.content:
-        text = line.decode().strip()
-        if text:
-            data = text.removeprefix("data: ")
-            yield data if data == "[DONE]" else json.loads(data)
-
-
-async def _read(response: aiohttp.ClientResponse) -> Answer:
-    text = await response.text()
-    is_json = response.content_type == "application/json"
-    return Answer(response.status, json.loads(text) if is_json else text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from server_process import Client
+from protocol_client import Client
 from transformers import AutoTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
@@ -24,22 +24,6 @@ def template_ids(model: str, messages: list[dict[str, Any]], **options: Any) -> 
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
 
 
-async def test_an_answer_carries_the_exact_tokens_of_prompt_and_response(client: Client, model_a: str) -> None:
-    answer = await chat(client, return_token_ids=True, logprobs=True, model="tiny")
-    (choice,) = answer["choices"]
-    assert choice["prompt_token_ids"] == template_ids(model_a, HI)
-    assert len(choice["response_token_ids"]) == len(choice["logprobs"]["content"]) == 8
-    tokenizer = AutoTokenizer.from_pretrained(model_a)
-    assert choice["message"]["content"] == tokenizer.decode(choice["response_token_ids"], skip_special_tokens=True)
-    assert choice["finish_reason"] == "length"
-    assert answer["usage"] == {
-        "prompt_tokens": len(choice["prompt_token_ids"]),
-        "completion_tokens": 8,
-        "total_tokens": len(choice["prompt_token_ids"]) + 8,
-    }
-    assert answer["metadata"]["weight_versions"] == [{"version": "v0", "start": 0, "end": 8}]
-
-
 async def test_chat_and_generate_sample_the_same_from_the_same_tokens(client: Client, model_a: str) -> None:
     by_chat = (await chat(client, return_token_ids=True, logprobs=True))["choices"][0]
     by_ids = await client.generate(
@@ -53,34 +37,11 @@ async def test_chat_and_generate_sample_the_same_from_the_same_tokens(client: Cl
         assert abs(token["logprob"] - logprob) < 1e-4
 
 
-async def test_given_token_ids_bypass_the_template(client: Client) -> None:
-    assert (await chat(client, input_ids=[7, 8], return_token_ids=True))["choices"][0]["prompt_token_ids"] == [7, 8]
-
-
 async def test_tools_reach_the_template_unless_the_choice_is_none(client: Client, model_a: str) -> None:
     given = await chat(client, tools=[TOOL], return_token_ids=True)
     assert given["choices"][0]["prompt_token_ids"] == template_ids(model_a, HI, tools=[TOOL])
     refused = await chat(client, tools=[TOOL], tool_choice="none", return_token_ids=True)
     assert refused["choices"][0]["prompt_token_ids"] == template_ids(model_a, HI)
-
-
-async def test_text_parts_are_joined(client: Client, model_a: str) -> None:
-    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    answer = await chat(client, messages=[{"role": "user", "content": parts}], return_token_ids=True)
-    assert answer["choices"][0]["prompt_token_ids"] == template_ids(model_a, HI)
-
-
-async def test_streamed_pieces_make_up_the_whole_answer(client: Client) -> None:
-    whole = await chat(client)
-    body = {**SEEDED, "stream_options": {"include_usage": True}}
-    async with client.stream("/v1/chat/completions", body) as events:
-        *chunks, usage, done = [event async for event in events]
-    pieces = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(piece["delta"]["content"] for piece in pieces) == whole["choices"][0]["message"]["content"]
-    assert pieces[0]["delta"]["role"] == "assistant"
-    assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-    assert usage["usage"] == whole["usage"]
-    assert done == "[DONE]"
 
 
 async def test_a_stop_string_ends_the_text_and_is_never_streamed(client: Client) -> None:

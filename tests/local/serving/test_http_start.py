@@ -17,7 +17,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from server_process import DEADLINE_S, Client, command, environment, running_server
+from protocol_client import DEADLINE_S, Client
+from server_process import command, environment, running_server
 
 from arl.api.errors import ArlError, ConfigError, ModelError
 from arl.engine.local.__main__ import bind, check_arguments, main, parse_arguments
@@ -110,14 +111,7 @@ def broken_config(model: str, directory: Path) -> str:
     return str(directory)
 
 
-def no_tokenizer(model: str, directory: Path) -> str:
-    directory.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(Path(model, name), directory)
-    return str(directory)
-
-
-@pytest.mark.parametrize("breaking", [broken_weights, broken_tokenizer, broken_config, no_tokenizer])
+@pytest.mark.parametrize("breaking", [broken_weights, broken_tokenizer, broken_config])
 def test_a_broken_model_directory_is_one_sentence_and_code_2(
     model_a: str, tmp_path: Path, breaking: Callable[[str, Path], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from protocol_client import Client
 from safetensors.torch import load_file
-from server_process import Client, environment, running_server
+from server_process import environment, running_server
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
 

@@ -8,7 +8,7 @@ import pytest
 
 from arl.api.types import SamplingParams
 from arl.engine.local.job import Job
-from arl.engine.local.text import TemplateError, Text, TextOptions
+from arl.engine.local.text import Text, TextError, TextOptions
 from arl.engine.tiny import tiny_tokenizer
 
 SNOWMAN = "a\u2603b"
@@ -41,12 +41,12 @@ def test_a_finished_text_ends_before_its_stop_string_unless_it_is_to_stay() -> N
 def test_a_tokenizer_without_chat_template_says_so() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(TemplateError, match="has no chat template; send input_ids"):
+    with pytest.raises(TextError, match="has no chat template; send input_ids"):
         Text(tokenizer).chat_prompt([{"role": "user", "content": "hi"}], None, {})
 
 
 def test_what_a_template_raises_is_told() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only one message, please') }}"
-    with pytest.raises(TemplateError, match="only one message, please"):
+    with pytest.raises(TextError, match="only one message, please"):
         Text(tokenizer).chat_prompt([{"role": "user", "content": "hi"}], None, {})

@@ -1,0 +1,119 @@
+"""A mixture of experts that was saved without a tokenizer: served by token ids, and updated from files."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from protocol_client import Client
+from safetensors.torch import load_file, save_file
+from server_process import running_server
+from tiny_qwen import Reference
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+PROMPT = [10, 11, 12, 13]
+GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+CONFIG = Qwen3MoeConfig(
+    vocab_size=288,
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    max_position_embeddings=512,
+    initializer_range=0.3,
+)
+
+
+def write_experts(directory: Path, seed: int) -> str:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def experts_a(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_experts(tmp_path_factory.mktemp("experts") / "a", 0)
+
+
+@pytest.fixture(scope="module")
+def experts_url(experts_a: str) -> Iterator[str]:
+    with running_server(experts_a) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def client(experts_url: str, experts_a: str) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(experts_url) as session:
+        yield Client(session)
+        await Client(session).post("/update_weights_from_disk", {"model_path": experts_a, "weight_version": "v0"})
+
+
+async def check_served(client: Client, directory: str) -> None:
+    """The server says what transformers does with the weights in `directory`."""
+    answer = await client.generate(input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True)
+    told = torch.tensor([logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]])
+    reference = Reference(AutoModelForCausalLM.from_pretrained(directory))
+    torch.testing.assert_close(told, reference.logprobs(PROMPT, answer["output_ids"]), atol=1e-4, rtol=0)
+
+
+async def test_experts_that_are_stored_one_by_one_are_loaded_into_the_fused_parameter(
+    client: Client, experts_a: str, tmp_path: Path
+) -> None:
+    await check_served(client, experts_a)
+    other = write_experts(tmp_path / "b", 1)
+    answer = await client.post("/update_weights_from_disk", {"model_path": other, "weight_version": "v1"})
+    assert answer.body["success"], answer.body
+    await check_served(client, other)
+
+
+async def test_an_expert_that_is_missing_or_misshapen_is_named_and_the_old_weights_stay(
+    client: Client, experts_a: str, tmp_path: Path
+) -> None:
+    other = Path(write_experts(tmp_path / "b", 1))
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    missing = {key: tensor for key, tensor in tensors.items() if key != name}
+    for changed, sentence in (
+        (missing, f"lacks {name}"),
+        ({**tensors, name: torch.zeros(3, 3)}, f"{name} has shape [3, 3]; the served model's has [16, 32]"),
+    ):
+        save_file(changed, other / "model.safetensors")
+        answer = await client.post("/update_weights_from_disk", {"model_path": str(other)})
+        assert (answer.status, answer.body["success"]) == (400, False)
+        assert sentence in answer.message
+    await check_served(client, experts_a)
+
+
+async def test_without_a_tokenizer_answers_have_ids_and_no_text(client: Client) -> None:
+    answer = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
+    assert len(answer["output_ids"]) == 8
+    assert "text" not in answer
+    body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "ignore_eos": False}}
+    body["sampling_params"]["stop_token_ids"] = [answer["output_ids"][2]]
+    stopped = await client.generate(**body)
+    assert stopped["output_ids"] == answer["output_ids"][: answer["output_ids"].index(answer["output_ids"][2]) + 1]
+
+
+async def test_without_a_tokenizer_whatever_needs_text_is_refused(client: Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        ("/generate", {"text": "hello"}, "saved without a tokenizer; send input_ids to /generate"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": ["x"]}}, "stop needs a tokenizer"),
+        ("/v1/chat/completions", chat, "saved without a tokenizer"),
+        ("/v1/chat/completions", {**chat, "input_ids": PROMPT}, "saved without a tokenizer"),
+        ("/v1/completions", {"prompt": PROMPT}, "saved without a tokenizer"),
+        ("/tokenize", {"prompt": "hello"}, "saved without a tokenizer"),
+    ]
+    for path, body, sentence in asked:
+        answer = await client.post(path, body)
+        assert answer.status == 400, (path, body)
+        assert sentence in answer.message, (path, body)
