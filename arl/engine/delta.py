@@ -1,0 +1,247 @@
+"""The delta format: how one model directory becomes another, exact to the bit, by what changed alone.
+
+At the learning rates of RL few weights of a bfloat16 model change in a step, and those that do mostly move to a
+neighbouring value. So a file is compared as an array of unsigned integers of the dtype's width, block by block; the
+gaps between changed positions are small numbers, and the differences of the integers are mostly 1 and -1.
+Nothing is interpreted as a number with a fraction: -0.0 differs from 0.0, and each NaN from the others.
+
+A package brings whoever holds `base` to `checksum`. Without a base it is all of the directory. Numbers are
+little-endian.
+
+    8 bytes    b"arldelta"
+    uint64     length of what follows
+    JSON       {"version": 8, "checksum": "<hex>", "base": "<hex>" or null, "files": [
+                 {"name": .., "num_bytes": .., "how": "whole" | "kept" | "patched", "width": 1 | 2 | 4 | 8}]}
+    then, for each file in that order:
+        whole      its bytes
+        kept       nothing: it is the base's
+        patched    for each block of 2 MiB (the last may be shorter), compared as integers of `width` bytes:
+            uint8      how positions are given: 0 nothing changed, 1 gaps, 2 bitmap
+            uint32     how many integers changed
+            uint32     bytes of the positions that follow
+            uint32     bytes of the differences that follow
+            bytes      positions, as a zlib stream. gaps: for each changed integer the number of unchanged ones
+                       before it, in uint8; 255 stands for 255 unchanged ones and goes on. bitmap: a bit for each
+                       integer, the lowest bit first
+            bytes      differences, new minus old modulo 2^(8 width), as signed integers: first a bit for each, lowest
+                       bit first, set if it is negative; then, as a zlib stream, magnitudes less 1, the lowest bytes
+                       of all before the next
+
+The checksum of a directory is the SHA-256 of a line `name num_bytes digest` for each file, sorted by name; a file's
+digest is the SHA-256 of its blocks' SHA-256, so that blocks can be hashed side by side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_BYTES = 2 << 20
+MAGIC = b"arldelta"
+PREAMBLE = struct.Struct("<8sQ")
+BLOCK_HEADER = struct.Struct("<BIII")
+MAX_HEADER_BYTES = 16 << 20
+
+_NOTHING, _GAPS, _BITMAP = 0, 1, 2
+_LONG_GAP = 255
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class DeltaError(ValueError):
+    """Bytes that are no package, or do not fit what they are applied to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """How a package gives one file. width: of the integers that a patched file is compared in, in bytes."""
+
+    name: str
+    num_bytes: int
+    how: Literal["whole", "kept", "patched"]
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        if not _PLAIN_NAME.fullmatch(self.name):
+            raise DeltaError(f"{self.name!r} is no plain file name")
+        if self.how not in ("whole", "kept", "patched") or self.width not in (1, 2, 4, 8):
+            raise DeltaError(f"{self.name} is given as {self.how!r} with width {self.width!r}")
+        if not isinstance(self.num_bytes, int) or self.num_bytes < 0 or self.num_bytes % self.width:
+            raise DeltaError(f"{self.name} has {self.num_bytes!r} bytes, in integers of {self.width}")
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Bytes of each of the file's blocks."""
+        return block_sizes(self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageHeader:
+    """What a package makes: the version's name, its checksum, and the checksum of what has to be there (or None)."""
+
+    version: int
+    checksum: str
+    base: str | None
+    files: tuple[FilePart, ...]
+
+    def __post_init__(self) -> None:
+        for digest in (self.checksum, *([] if self.base is None else [self.base])):
+            if not isinstance(digest, str) or not _HEX_DIGEST.fullmatch(digest):
+                raise DeltaError(f"{digest!r} is no checksum")
+        if not isinstance(self.version, int) or self.version < 0:
+            raise DeltaError(f"version is {self.version!r}; it must be a number from 0 on")
+        if len({file.name for file in self.files}) != len(self.files):
+            raise DeltaError("a file is given twice")
+        if self.base is None and any(file.how != "whole" for file in self.files):
+            raise DeltaError("a package without a base has to give every file whole")
+
+    def to_bytes(self) -> bytes:
+        body = json.dumps(asdict(self)).encode()
+        return PREAMBLE.pack(MAGIC, len(body)) + body
+
+    @classmethod
+    def parse(cls, body: bytes) -> PackageHeader:
+        """From the JSON alone. Raises DeltaError."""
+        try:
+            fields = json.loads(body)
+            fields["files"] = tuple(FilePart(**file) for file in fields["files"])
+            return cls(**fields)
+        except (TypeError, KeyError, ValueError) as error:
+            raise DeltaError(f"not the header of a package: {error}") from error
+
+
+def header_bytes(preamble: bytes) -> int:
+    """How long the header is that follows these first 16 bytes. Raises DeltaError."""
+    magic, length = PREAMBLE.unpack(preamble)
+    if magic != MAGIC or length > MAX_HEADER_BYTES:
+        raise DeltaError("not a package: it begins with something else")
+    return length
+
+
+def block_sizes(num_bytes: int) -> list[int]:
+    return [min(BLOCK_BYTES, num_bytes - start) for start in range(0, num_bytes, BLOCK_BYTES)]
+
+
+# Blocks
+
+
+def encode_block(base: NDArray[np.unsignedinteger], new: NDArray[np.unsignedinteger]) -> bytes:
+    """What makes `base` into `new`: arrays [N] of the same unsigned dtype and length."""
+    changed = base != new
+    if not (count := int(np.count_nonzero(changed))):
+        return BLOCK_HEADER.pack(_NOTHING, 0, 0, 0)
+    # Taking by index is several times as fast as by mask.
+    index = np.flatnonzero(changed)
+    if 8 * count > len(base):
+        kind, positions = _BITMAP, np.packbits(changed, bitorder="little")
+    else:
+        kind, positions = _GAPS, _gaps(index)
+    where, what = _compress(positions), _pack(new[index] - base[index])
+    return BLOCK_HEADER.pack(kind, count, len(where), len(what)) + where + what
+
+
+def payload_bytes(block_header: bytes) -> int:
+    """How many bytes follow the header of a block."""
+    _, _, positions, differences = BLOCK_HEADER.unpack(block_header)
+    return positions + differences
+
+
+def apply_block(block: NDArray[np.unsignedinteger], encoded: bytes) -> None:
+    """Make `block`, the base's, into the new one, in place. encoded: from encode_block. Raises DeltaError."""
+    kind, count, num_positions, num_differences = BLOCK_HEADER.unpack_from(encoded)
+    start, end = BLOCK_HEADER.size, BLOCK_HEADER.size + num_positions
+    if len(encoded) != end + num_differences or count > len(block):
+        raise DeltaError(f"a block of {len(block)} integers with {count} changed ones and {len(encoded)} bytes")
+    if kind == _NOTHING:
+        return
+    positions = memoryview(encoded)[start:end]
+    if kind == _BITMAP:
+        bits = np.frombuffer(_decompress(positions, -(-len(block) // 8)), np.uint8)
+        index = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    elif kind == _GAPS:
+        index = _positions(_decompress(positions, count + len(block) // _LONG_GAP, at_most=True))
+    else:
+        raise DeltaError(f"a block gives its positions in way {kind}, which is unknown")
+    if len(index) != count or (count and index[-1] >= len(block)):
+        raise DeltaError(f"a block of {len(block)} integers gives positions that do not fit its {count} changed ones")
+    block[index] += _unpack(memoryview(encoded)[end:], count, block.dtype)
+
+
+def _gaps(index: NDArray[np.intp]) -> NDArray[np.uint8]:
+    """Ascending positions as the numbers of positions left out before each; 255 stands for 255 and goes on."""
+    gaps = np.diff(index, prepend=-1) - 1
+    ends = np.cumsum(gaps // _LONG_GAP + 1)
+    out = np.full(ends[-1], _LONG_GAP, np.uint8)
+    out[ends - 1] = gaps % _LONG_GAP
+    return out
+
+
+def _positions(gaps: bytes) -> NDArray[np.intp]:
+    """The inverse of _gaps."""
+    steps = np.frombuffer(gaps, np.uint8)
+    ends = np.flatnonzero(steps != _LONG_GAP)
+    return np.cumsum(steps, dtype=np.intp)[ends] + np.arange(len(ends))
+
+
+def _pack(differences: NDArray[np.unsignedinteger]) -> bytes:
+    """Signs, then magnitudes byte by byte: those of 1 and -1 leave nothing but zeros."""
+    signed = differences.view(f"<i{differences.itemsize}")
+    magnitudes = np.abs(signed).view(differences.dtype) - 1
+    planes = np.ascontiguousarray(magnitudes.view(np.uint8).reshape(-1, differences.itemsize).T)
+    return np.packbits(signed < 0, bitorder="little").tobytes() + _compress(planes)
+
+
+def _unpack(packed: memoryview, count: int, dtype: np.dtype) -> NDArray[Any]:
+    """The inverse of _pack. Raises DeltaError."""
+    num_signs = -(-count // 8)
+    if len(packed) < num_signs:
+        raise DeltaError(f"a block has {len(packed)} bytes of differences for {count} changed integers")
+    signs = np.unpackbits(np.frombuffer(packed[:num_signs], np.uint8), count=count, bitorder="little")
+    planes = np.frombuffer(_decompress(packed[num_signs:], count * dtype.itemsize), np.uint8)
+    magnitudes = np.ascontiguousarray(planes.reshape(dtype.itemsize, count).T).view(dtype).reshape(-1) + 1
+    return np.where(signs, 0 - magnitudes, magnitudes)
+
+
+def _compress(values: NDArray[np.uint8]) -> bytes:
+    """Entropy coding and runs alone: there are no longer repetitions to be found here, and searching takes the time."""
+    stream = zlib.compressobj(1, strategy=zlib.Z_RLE)
+    return stream.compress(np.ascontiguousarray(values).data) + stream.flush()
+
+
+def _decompress(data: bytes | memoryview, size: int, at_most: bool = False) -> bytes:
+    """Exactly `size` bytes, or at most so many; never more are made than that. Raises DeltaError."""
+    stream = zlib.decompressobj()
+    try:
+        out = stream.decompress(data, size + 1)
+    except zlib.error as error:
+        raise DeltaError(f"a block's bytes are no zlib stream: {error}") from error
+    if len(out) > size or (len(out) < size and not at_most) or not stream.eof:
+        raise DeltaError(f"a block holds {len(out)} bytes, or more, where {size} belong")
+    return out
+
+
+# Checksums
+
+
+def block_digest(block: bytes | bytearray) -> bytes:
+    return hashlib.sha256(block).digest()
+
+
+def file_digest(block_digests: Iterable[bytes]) -> str:
+    """The digest of a file with these blocks."""
+    return hashlib.sha256(b"".join(block_digests)).hexdigest()
+
+
+def directory_checksum(files: Mapping[str, tuple[int, str]]) -> str:
+    """files: name -> (bytes, digest)."""
+    lines = "".join(f"{name} {num_bytes} {digest}\n" for name, (num_bytes, digest) in sorted(files.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
