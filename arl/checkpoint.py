@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from arl.api.engine import Saving
-from arl.api.errors import CheckpointError, DamagedCheckpointError
+from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError
 from arl.api.types import Group
 from arl.group_file import UNREADABLE, read_groups, write_groups
 
@@ -60,7 +60,7 @@ class Checkpoints:
         try:
             aside.mkdir(parents=True)
             engine = save_engine(aside / "engine")
-        except (OSError, CheckpointError) as error:
+        except (OSError, ArlError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise _unwritten(version, self._directory, error) from error
         return CheckpointSaving(version=version, aside=aside, engine=engine, state=state, checkpoints=self)
@@ -80,7 +80,7 @@ class Checkpoints:
             _sync(aside)
             aside.rename(self._path(version))
             _sync(self._directory)
-        except (OSError, CheckpointError) as error:
+        except (OSError, ArlError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise _unwritten(version, self._directory, error) from error
         for old in sorted(self._versions())[: -self._keep]:

@@ -34,7 +34,7 @@ from arl.algorithm.aggregation import weigh_tokens
 from arl.algorithm.losses import PPOLoss
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, PublishStats, Saving, TrainEngine, WeightTransport, WeightUpdate
-from arl.api.errors import CheckpointError, ConfigError, first_error
+from arl.api.errors import ArlError, ConfigError, first_error
 from arl.api.types import Group, StepStats, TrainSequence
 from arl.buffer import ReplayBuffer
 from arl.checkpoint import Checkpoints, RunState
@@ -308,7 +308,7 @@ class Trainer:
         except BaseException as error:
             try:
                 await self.save()
-            except CheckpointError as failure:
+            except ArlError as failure:
                 log.error("the run's end could not be saved either: %s", failure)
                 error.add_note(str(failure))
             raise
