@@ -86,7 +86,7 @@ async def test_a_server_killed_between_two_buckets_is_fenced_and_comes_back_with
             async with busy(engine, trainer):
                 await sending.deliver(sending.snapshot(hooked), engine)
                 hooked.before_send = nothing
-                assert second.process.poll() is not None
+                assert await asyncio.to_thread(second.process.wait) == -signal.SIGKILL
                 assert engine.version == 1
                 await asyncio.to_thread(second.start)
                 trainer.assert_of_its_versions((9, *PROMPT), await until_served(second, 1))
