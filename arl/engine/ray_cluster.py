@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -21,6 +22,7 @@ from arl.api.errors import ConfigError, TrainingError
 
 _OBJECT_STORE_BYTES = 1 << 30
 _BINDING_TIMEOUT_S = 5.0
+_REACHING_TIMEOUT_S = 10.0
 _LONGEST_BASE = 24
 """Ray's sockets lie 80 characters below its directory's parent, and a socket's path may have 107."""
 
@@ -87,7 +89,10 @@ class RayLease:
         type(self)._directory = directory
 
     def _connect(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
         try:
+            if port.isdigit():  # Ray itself would try for minutes
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHING_TIMEOUT_S).close()
             self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             self._ray.shutdown()
