@@ -6,15 +6,19 @@ of the token ids alone, so every rank and every rerun groups alike.
 
 from __future__ import annotations
 
-import heapq
+import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arl.algorithm.prefix_tree import PrefixOrder, prefix_order
 from arl.api.types import TrainSequence
 
-_CUTS = (1, 2, 4, 8)
-"""Into how many pieces of a rank's share families are cut, coarsest first, when shares are balanced."""
+_GRAINS = (math.inf, 0.25, 0.0)
+"""What families are cut to when shares are balanced, in parts of a rank's ideal share: from not at all to sequences."""
+
+_TOLERANCE = 0.01
+"""How closely the smallest budget that gives few enough bins is searched for."""
 
 
 def pack(order: PrefixOrder, budget: int) -> list[list[int]]:
@@ -27,7 +31,7 @@ def pack(order: PrefixOrder, budget: int) -> list[list[int]]:
     """
     if budget < 1:
         raise ValueError(f"the token budget is {budget}; it must be at least 1")
-    return sorted(sorted(item.indices) for item in _pieces(order, budget))
+    return sorted(sorted(piece.indices) for piece in _bins(order, budget))
 
 
 def balanced_shares(
@@ -36,17 +40,20 @@ def balanced_shares(
     """Indices into `sequences` in `num_shares` shares that forward nearly equal numbers of tokens; some may be empty.
 
     share_prefixes: whether the tokens that sequences begin with are forwarded once in each share, as
-    TrainConfig.share_prefixes says. Families stay together as far as balance allows: they are cut into ever smaller
-    pieces, each time dealt out largest first to the share with the fewest tokens (Graham 1969: at most 4/3 of the
-    smallest possible maximum for the pieces), and of these the split with the smallest largest share is taken.
-    Indices within a share are ascending.
+    TrainConfig.share_prefixes says. Of several splits the one with the smallest largest share is taken: families whole
+    and cut into ever smaller pieces, each dealt out largest first to the share that then has the fewest tokens (Graham
+    1969: at most 4/3 of the smallest possible maximum, where nothing is shared), and the bins of the smallest budget
+    that gives no more of them than shares (MULTIFIT: Coffman, Garey & Johnson 1978). Indices within a share are
+    ascending.
     """
     if num_shares < 1:
         raise ValueError(f"num_shares is {num_shares}; it must be at least 1")
     order = prefix_order(sequences, share_prefixes=share_prefixes)
     ideal = order.num_tokens / num_shares
-    budgets = [max(int(ideal / cut), 1) for cut in _CUTS] + [1]
-    splits = [_dealt(_pieces(order, budget), num_shares) for budget in budgets]
+    cuts = [_pieces(order, max(grain * ideal, 1)) for grain in _GRAINS]
+    # A finer grain that cuts nothing more needs no second look.
+    splits = [_dealt(pieces, order, num_shares) for pieces in {len(pieces): pieces for pieces in cuts}.values()]
+    splits.append(_fitted(order, num_shares))
     # min takes the first of equals: the one that cuts least.
     best = min(splits, key=lambda shares: max(order.only(share).num_tokens for share in shares))
     return [sorted(share) for share in best]
@@ -60,8 +67,15 @@ class _Piece:
     indices: tuple[int, ...]
 
 
-def _pieces(order: PrefixOrder, budget: int) -> list[_Piece]:
-    """Bottom up over the radix tree: what each node's pieces become, until those of the root are left."""
+def _bins(order: PrefixOrder, budget: float) -> list[_Piece]:
+    return _first_fit_decreasing(_pieces(order, budget), 0, budget)
+
+
+def _pieces(order: PrefixOrder, budget: float) -> list[_Piece]:
+    """Families, cut to the budget: bottom up over the radix tree, what lies below a node is joined as far as it fits.
+
+    What has nothing in common is not joined.
+    """
     depths = [0]  # of the nodes on the path from the root to the current sequence
     open_pieces: list[list[_Piece]] = [[]]  # that lie below each of them, and not below the next
     # Beyond the last sequence lies one that shares nothing, which closes all nodes.
@@ -74,13 +88,13 @@ def _pieces(order: PrefixOrder, budget: int) -> list[_Piece]:
             depths.append(shared)
             open_pieces.append([])
         open_pieces[-1] += piece
-    return _first_fit_decreasing(open_pieces[0], 0, budget)
+    return open_pieces[0]
 
 
-def _first_fit_decreasing(pieces: Sequence[_Piece], depth: int, budget: int) -> list[_Piece]:
+def _first_fit_decreasing(pieces: Sequence[_Piece], depth: int, budget: float) -> list[_Piece]:
     """Join pieces that have their first `depth` tokens in common, as long as they fit into the budget."""
     joined: list[list[_Piece]] = []
-    room: list[int] = []
+    room: list[float] = []
     for piece in sorted(pieces, key=lambda piece: (-piece.num_tokens, min(piece.indices))):
         own = piece.num_tokens - depth
         fit = next((b for b, left in enumerate(room) if left >= own), None)
@@ -98,12 +112,38 @@ def _joined(parts: Sequence[_Piece], depth: int) -> _Piece:
     return _Piece(num_tokens, tuple(index for part in parts for index in part.indices))
 
 
-def _dealt(pieces: Sequence[_Piece], num_shares: int) -> list[list[int]]:
-    """Longest first, each to the share with the fewest tokens."""
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    loads = [(0, share) for share in range(num_shares)]
+def _dealt(pieces: Sequence[_Piece], order: PrefixOrder, num_shares: int) -> list[list[int]]:
+    """Longest first, each to the share that then has the fewest tokens, given what the share has of its prefix."""
+    place = {index: k for k, index in enumerate(order.indices)}
+    shares: list[list[int]] = [[] for _ in range(num_shares)]  # places, ascending
+    loads = [0] * num_shares
     for piece in sorted(pieces, key=lambda piece: (-piece.num_tokens, min(piece.indices))):
-        load, share = heapq.heappop(loads)
-        shares[share].extend(piece.indices)
-        heapq.heappush(loads, (load + piece.num_tokens, share))
-    return shares
+        at = place[piece.indices[0]]
+        new_loads = [
+            load + piece.num_tokens - _in_common(order, at, share) for load, share in zip(loads, shares, strict=True)
+        ]
+        chosen = min(range(num_shares), key=new_loads.__getitem__)
+        loads[chosen] = new_loads[chosen]
+        for index in piece.indices:
+            bisect.insort(shares[chosen], place[index])
+    return [[order.indices[k] for k in share] for share in shares]
+
+
+def _fitted(order: PrefixOrder, num_shares: int) -> list[list[int]]:
+    """The bins of about the smallest budget at which there are few enough of them."""
+    too_small, enough = 0, order.num_tokens
+    while enough - too_small > enough * _TOLERANCE:
+        budget = (too_small + enough) / 2
+        if len(_bins(order, budget)) > num_shares:
+            too_small = budget
+        else:
+            enough = budget
+    bins = [list(piece.indices) for piece in _bins(order, enough)]
+    return bins + [[]] * (num_shares - len(bins))
+
+
+def _in_common(order: PrefixOrder, at: int, places: Sequence[int]) -> int:
+    """How many first tokens the sequence at a place has in common with any at `places`: its neighbours have most."""
+    beyond = bisect.bisect(places, at)
+    neighbours = places[max(beyond - 1, 0) : beyond + 1]
+    return max((order.common(at, place) for place in neighbours), default=0)

@@ -60,6 +60,10 @@ class PrefixOrder:
         """Tokens to forward: of all sequences, without what each shares with the one before."""
         return sum(self.lengths) - sum(self.shared)
 
+    def common(self, one: int, other: int) -> int:
+        """First tokens that the sequences at two different places of the order have in common."""
+        return min(self.shared[min(one, other) + 1 : max(one, other) + 1])
+
     def only(self, indices: Collection[int]) -> PrefixOrder:
         """The order of some of the sequences. Two share what all neighbours between them share."""
         wanted = frozenset(indices)

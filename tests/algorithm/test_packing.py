@@ -90,12 +90,24 @@ def test_shares_of_unlike_sequences_differ_by_one_sequence_at_most(lengths: list
 def test_shares_keep_families_together_where_that_is_balanced():
     families = [[1000 * f + t for t in PROMPT] + answer for answer in ANSWERS for f in range(4)]
     shares = balanced_shares([train_sequence(tokens) for tokens in families], 2)
-    assert [sorted({i % 4 for i in share}) for share in shares] == [[0, 1], [2, 3]]
+    assert [sorted({i % 4 for i in share}) for share in shares] == [[0, 2], [1, 3]]
 
 
 def test_a_family_is_cut_where_one_share_would_get_too_much():
     shares = balanced_shares([train_sequence(tokens) for tokens in GROUP], 4)
     assert [len(share) for share in shares] == [2, 2, 2, 2]
+
+
+def test_as_many_shares_as_families_get_one_each():
+    families = [[*range(1000 * f, 1000 * f + 40 + 3 * f), 7 + i] for i in range(4) for f in range(5)]
+    shares = balanced_shares([train_sequence([*tokens, 0]) for tokens in families], 5)
+    assert sorted(sorted({i % 5 for i in share}) for share in shares) == [[f] for f in range(5)]
+
+
+def test_pieces_of_a_cut_family_go_where_its_prefix_is_already():
+    sequences = [train_sequence([*range(1000 * f, 1000 * f + 200), *[i] * 5, 0]) for f in range(2) for i in range(8)]
+    shares = balanced_shares(sequences, 4)
+    assert sorted(sorted({i // 8 for i in share}) for share in shares) == [[0], [0], [1], [1]]
 
 
 def test_without_sharing_shares_are_balanced_by_lengths():

@@ -191,8 +191,8 @@ class FlashTwin:
 
     def backward(self, grad, query, key, value, output, logsumexp, query_bounds, key_bounds, *rest, **options):
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-            again = self._attend(*leaves, query_bounds, key_bounds, **options)
+            leaves = q, k, v = tuple(x.detach().requires_grad_() for x in (query, key, value))
+            again = self._attend(q, k, v, query_bounds, key_bounds, **options)
         torch.testing.assert_close(again, output)
         return torch.autograd.grad(again, leaves, grad)
 
