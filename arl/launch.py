@@ -32,6 +32,7 @@ from arl.engine.model import end_token_ids, load_tokenizer, local_directory
 from arl.engine.processes import local_servers, sglang_servers
 from arl.engine.ray import RayTrainEngine
 from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.transport.delta import DeltaTransport
 from arl.engine.transport.disk import DiskTransport
 from arl.engine.transport.distributed import DistributedTransport
 from arl.evaluation import Evaluator
@@ -156,7 +157,7 @@ def _transport(config: Config) -> WeightTransport:
         return DiskTransport(config.weights, config.run_dir)
     if isinstance(config.weights, DistributedWeightsConfig):
         return DistributedTransport(config.weights)
-    raise ConfigError(f"weights.transport {config.weights.transport} is not there yet")
+    return DeltaTransport(config.weights, config.run_dir)
 
 
 def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:

@@ -374,6 +374,15 @@ class Config(Section):
         return {tag: getattr(default, tag), **cast("dict[str, Any]", section)}
 
     @model_validator(mode="after")
+    def _mirrors_have_servers(self) -> Config:
+        if isinstance(self.weights, DeltaWeightsConfig) and not isinstance(self.engine, SGLangEngineConfig):
+            raise ValueError(
+                "weights.transport is delta, which is for servers on other machines, and "
+                f"engine.kind={self.engine.kind} starts them on this one; use weights.transport=disk"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:
         if self.rollout.batch_size % self.ppo.minibatches:
             raise ValueError(

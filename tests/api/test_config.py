@@ -29,6 +29,7 @@ IMPOSSIBLE = [
     ({"weights": {"transport": "pigeon"}}, "weights", "'disk', 'distributed', 'delta'"),
     ({"weights": {"transport": "distributed", "directory": "x"}}, "weights.distributed.directory", "not permitted"),
     ({"weights": {"transport": "delta"}}, "weights.delta", "mirrors is empty"),
+    ({"weights": {"transport": "delta", "mirrors": {"http://a": "http://b"}}}, "", "use weights.transport=disk"),
     ({"train": {"num_ranks": 4, "tensor_parallel": 3}}, "train", "it must divide num_ranks, which is 4"),
     ({"train": {"cpu_offload": True}}, "train", "cpu_offload is for train.device=cuda"),
     ({"train": {"context_parallel": 2}}, "train", "torch's ring attention knows no packed sequences"),
