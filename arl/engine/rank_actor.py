@@ -112,8 +112,8 @@ class RankActor:
         return port
 
     @reported
-    def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int) -> int:
-        """Join the process group and build the engine, on the thread that will train; returns the process id."""
+    def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int) -> None:
+        """Join the process group and build the engine, on the thread that will train."""
         address, port = store
         if address.startswith("127.") or address == "::1":
             interface = "lo0" if sys.platform == "darwin" else "lo"
@@ -124,7 +124,6 @@ class RankActor:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=meeting, rank=self._rank, world_size=self._world_size)
         self._engine = FSDPTrainEngine(model, config, seed)
-        return os.getpid()
 
     @reported
     def forward(self, share: PackedSequences) -> np.ndarray:
