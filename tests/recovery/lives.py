@@ -1,0 +1,175 @@
+"""A small training that is lived several times: each line on stdin is a life, in a process of its own, forked.
+
+The parent has imported everything, so that a life begins within milliseconds. It says the life's process id, and then
+its exit code. Everything is arl's own but for the two engines.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_launch import use_fakes
+
+import arl.launch
+from arl.api import (
+    Config,
+    Example,
+    InferenceEngine,
+    ModelRequest,
+    ModelResponse,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    ScriptedTrainEngine,
+    TrainSequence,
+    Trajectory,
+)
+
+NUM_EXAMPLES, GROUP_SIZE = 17, 2
+
+
+class Remembering(ScriptedTrainEngine):
+    """Its weights are what it was trained on: for each batch, the number of each group. Saves beside training."""
+
+    def __init__(self) -> None:
+        super().__init__(on_train=self._remember)
+        self._seen: list[list[int]] = []
+
+    def _remember(self, minibatches: Sequence[Sequence[TrainSequence]]) -> None:
+        time.sleep(0.003)
+        self._seen.append(sorted(int(s.token_ids[1]) for minibatch in minibatches for s in minibatch)[::GROUP_SIZE])
+
+    def save(self, directory: Path) -> "Writing":
+        return Writing(directory, json.dumps({"version": self.version, "seen": self._seen}))
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        self._seen = json.loads((directory / "engine.json").read_text())["seen"]
+
+
+class Writing:
+    """Writes in two halves, on a thread of its own, from the moment it is made."""
+
+    def __init__(self, directory: Path, content: str) -> None:
+        self._done: Future[None] = Future()
+        threading.Thread(target=self._write, args=(directory, content)).start()
+
+    def _write(self, directory: Path, content: str) -> None:
+        try:
+            directory.mkdir()
+            with (directory / "engine.json").open("w") as file:
+                file.write(content[:20])
+                file.flush()
+                time.sleep(0.005)
+                file.write(content[20:])
+            self._done.set_result(None)
+        except OSError as error:
+            self._done.set_exception(error)
+
+    def wait(self) -> None:
+        self._done.result()
+
+
+class Moody(RolloutWorkflow):
+    """Takes its time; rejects some examples and stumbles over others."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+        number = data["number"]
+        response = await engine.agenerate(
+            ModelRequest(input_ids=(1, number), sampling=SamplingParams(max_new_tokens=3))
+        )
+        if number == 3:
+            raise RuntimeError("always fails")
+        if number == 5:
+            return None
+        return Trajectory(
+            token_ids=(1, number, *response.output_ids),
+            loss_mask=(0, 0, 1, 1, 1),
+            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
+            versions=(-1, -1, *response.output_versions),
+            reward=1.0,
+        )
+
+
+def slow_engine() -> ScriptedEngine:
+    latency = random.Random()
+
+    async def answer(request: ModelRequest) -> ModelResponse:
+        version = engine.version
+        await asyncio.sleep(latency.expovariate(200))
+        return ModelResponse(
+            output_ids=(7, 8, 9), output_logprobs=(-1.0,) * 3, output_versions=(version,) * 3, stop_reason="stop"
+        )
+
+    engine = ScriptedEngine(answer)
+    return engine
+
+
+def config(run_dir: Path, steps: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": "none",
+            "run_dir": run_dir,
+            "steps": steps,
+            "rollout": {"batch_size": 2, "group_size": GROUP_SIZE, "episode_retries": 0, "max_failure_rate": 1.0},
+            "weights": {"directory": run_dir.parent / "weights"},
+            "checkpoint": {"every": 2},
+            "log": {"console": False, "trajectories": 100},
+        }
+    )
+
+
+async def live(run_dir: Path, steps: int) -> None:
+    use_fakes(pytest.MonkeyPatch(), slow_engine())
+    arl.launch.FSDPTrainEngine = lambda *args: Remembering()  # type: ignore[assignment]
+    arl.launch._decoder = lambda config: None
+    examples = [{"number": n} for n in range(NUM_EXAMPLES)]
+    async with arl.launch.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:
+        async for _ in trainer:
+            pass
+
+
+def killed_at(operation: int, run_dir: str) -> Callable[[str, tuple[Any, ...]], None]:
+    """An audit hook that kills the process just before its operation number `operation` on a file of the run."""
+    changes = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
+    counted = iter(range(operation))
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in changes and str(arguments[0]).startswith(run_dir) and next(counted, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
+
+
+def main() -> None:
+    logging.disable(logging.ERROR)  # of episodes that fail on purpose
+    for line in sys.stdin:
+        life = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            if life["killed_at"] is not None:
+                sys.addaudithook(killed_at(life["killed_at"], life["run_dir"]))
+            asyncio.run(live(Path(life["run_dir"]), life["steps"]))
+            os._exit(0)
+        say(child)
+        say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def say(number: int) -> None:
+    sys.stdout.write(f"{number}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
