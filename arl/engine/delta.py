@@ -166,7 +166,7 @@ def apply_block(block: NDArray[np.unsignedinteger], encoded: bytes) -> None:
     positions = memoryview(encoded)[start:end]
     if kind == _BITMAP:
         bits = np.frombuffer(_decompress(positions, -(-len(block) // 8)), np.uint8)
-        index = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        index = np.flatnonzero(np.unpackbits(bits, bitorder="little").view(np.bool_))
     elif kind == _GAPS:
         index = _positions(_decompress(positions, count + len(block) // _LONG_GAP, at_most=True))
     else:
@@ -194,9 +194,10 @@ def _positions(gaps: bytes) -> NDArray[np.intp]:
 
 def _pack(differences: NDArray[np.unsignedinteger]) -> bytes:
     """Signs, then magnitudes byte by byte: those of 1 and -1 leave nothing but zeros."""
-    signed = differences.view(f"<i{differences.itemsize}")
-    magnitudes = np.abs(signed).view(differences.dtype) - 1
-    planes = np.ascontiguousarray(magnitudes.view(np.uint8).reshape(-1, differences.itemsize).T)
+    width = differences.itemsize
+    signed = differences.view(f"<i{width}")
+    magnitudes = (np.abs(signed).view(differences.dtype) - 1).view(np.uint8)
+    planes = np.concatenate([magnitudes[plane::width] for plane in range(width)])
     return np.packbits(signed < 0, bitorder="little").tobytes() + _compress(planes)
 
 
@@ -205,10 +206,13 @@ def _unpack(packed: memoryview, count: int, dtype: np.dtype) -> NDArray[Any]:
     num_signs = -(-count // 8)
     if len(packed) < num_signs:
         raise DeltaError(f"a block has {len(packed)} bytes of differences for {count} changed integers")
-    signs = np.unpackbits(np.frombuffer(packed[:num_signs], np.uint8), count=count, bitorder="little")
     planes = np.frombuffer(_decompress(packed[num_signs:], count * dtype.itemsize), np.uint8)
-    magnitudes = np.ascontiguousarray(planes.reshape(dtype.itemsize, count).T).view(dtype).reshape(-1) + 1
-    return np.where(signs, 0 - magnitudes, magnitudes)
+    differences = np.ones(count, dtype)
+    for plane in range(dtype.itemsize):
+        differences += planes[plane * count : (plane + 1) * count].astype(dtype) << dtype.type(8 * plane)
+    # Where the sign is set, all bits inverted, plus 1: the negative number.
+    signs = np.unpackbits(np.frombuffer(packed[:num_signs], np.uint8), count=count, bitorder="little").astype(dtype)
+    return (differences ^ (0 - signs)) + signs
 
 
 def _compress(values: NDArray[np.uint8]) -> bytes:
