@@ -68,10 +68,10 @@ async def test_tools_reach_the_template(client: Client) -> None:
     assert len(given) > len(without) + 50
 
 
-async def test_text_parts_are_joined(client: Client, models: Models) -> None:
+async def test_text_parts_are_joined_by_a_space(client: Client, models: Models) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     (choice,) = (await chat(client, messages=[{"role": "user", "content": parts}], return_token_ids=True))["choices"]
-    assert choice["prompt_token_ids"] == template_ids(models, HI)
+    assert choice["prompt_token_ids"] == template_ids(models, [{"role": "user", "content": "h i"}])
 
 
 async def test_streamed_pieces_make_up_the_whole_answer(client: Client) -> None:

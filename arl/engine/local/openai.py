@@ -77,7 +77,7 @@ def _messages(body: Body) -> list[dict[str, Any]]:
 
 
 def _message(i: int, message: Any) -> dict[str, Any]:
-    """A message as templates expect it: its parts of text joined into one string."""
+    """A message as templates expect it: its parts of text as one string, a space between two."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(f"messages[{i}] is {shown(message)}; it must be an object with a role and a content")
     content = message.get("content")
@@ -89,7 +89,7 @@ def _message(i: int, message: Any) -> dict[str, Any]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ApiError(f"Model only supports text input; messages[{i}] has a part of type {shown(kind)}.")
-    return {**message, "content": "".join(part["text"] for part in content)}
+    return {**message, "content": " ".join(part["text"] for part in content)}
 
 
 def _tools(body: Body) -> list[Any] | None:
