@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+GPU_VENV ?= .venv-gpu
+GPU_STAMP := $(GPU_VENV)/.installed
 
-.PHONY: quickstart test test-slow test-sglang lint format clean
+.PHONY: quickstart test test-slow test-sglang test-gpu lint format clean
 
 $(STAMP): pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +32,15 @@ $(SGLANG_STAMP): $(wildcard scripts/sglang_cpu/*) $(wildcard scripts/sglang_cpu/
 test-sglang: $(STAMP) $(SGLANG_STAMP)
 	ARL_SGLANG_PYTHON=$(abspath $(SGLANG_VENV)/bin/python) $(BIN)/python -m pytest -m sglang
 
+# With torch as PyPI has it, which is for CUDA on Linux.
+$(GPU_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/pip install --quiet -e '.[examples,dev]'
+	touch $(GPU_STAMP)
+
+test-gpu: $(GPU_STAMP)
+	$(GPU_VENV)/bin/python -m pytest -m gpu
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +51,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) runs
+	rm -rf $(VENV) $(SGLANG_VENV) $(GPU_VENV) runs

@@ -1,0 +1,99 @@
+"""The embedded server on a GPU samples from the policy that the trainer on it computes, before and after a publish."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from train.train_models import MakeEngine
+from train.train_sequences import random_sequences
+
+from arl.algorithm.losses import PPOLoss
+from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
+from arl.api.engine import WeightTransport
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
+from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.transport.disk import DiskTransport
+from arl.engine.transport.distributed import DistributedTransport
+
+LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+PROMPT = [30, 40, 50, 60]
+
+
+def start(model_dir: Path, device: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "arl.engine.local", "--model", str(model_dir), "--device", device]
+    command += ["--context-length", "128", "--parent-pid", str(os.getpid())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def server(model_dir: Path) -> Iterator[str]:
+    yield from start(model_dir, "cuda")
+
+
+@pytest.fixture
+def server_of_another_gpu(model_dir: Path) -> Iterator[str]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: NCCL refuses two processes on one")
+    yield from start(model_dir, "cuda:1")
+
+
+def assert_agrees(response: ModelResponse, engine: FSDPTrainEngine) -> None:
+    tokens = [*PROMPT, *response.output_ids]
+    sampled = torch.arange(len(tokens)) >= len(PROMPT)
+    nothing = torch.zeros(len(tokens))
+    sequence = TrainSequence(
+        token_ids=torch.tensor(tokens),
+        loss_mask=sampled,
+        behavior_logprobs=nothing,
+        proximal_logprobs=nothing,
+        advantages=nothing,
+        loss_weights=nothing,
+        versions=torch.zeros(len(tokens), dtype=torch.int64),
+    )
+    (logprobs,) = engine.forward([sequence])
+    torch.testing.assert_close(logprobs[sampled], torch.tensor(response.output_logprobs), rtol=1e-3, atol=1e-3)
+
+
+async def sample_train_publish_sample(url: str, engine: FSDPTrainEngine, transport: WeightTransport) -> None:
+    request = ModelRequest(input_ids=PROMPT, sampling=SamplingParams(max_new_tokens=32, ignore_eos=True))
+    async with RemoteSGLangEngine([url], LocalEngineConfig()) as client:
+        assert_agrees(await client.agenerate(request), engine)
+        engine.train_batch([random_sequences(6)], LOSS)
+        await transport.deliver(transport.snapshot(engine), client)
+        again = ModelRequest(input_ids=PROMPT, sampling=request.sampling)
+        response = await client.agenerate(again)
+        assert set(response.output_versions) == {1}
+        assert_agrees(response, engine)
+    transport.close()
+
+
+async def test_the_server_agrees_with_the_trainer_after_a_publish_by_disk(
+    server: str, make_engine: MakeEngine, tmp_path: Path
+):
+    transport = DiskTransport(DiskWeightsConfig(directory=tmp_path / "weights"), tmp_path)
+    await sample_train_publish_sample(server, make_engine(), transport)
+
+
+async def test_the_server_agrees_with_the_trainer_after_a_publish_by_gloo(server: str, make_engine: MakeEngine):
+    config = DistributedWeightsConfig(transport="distributed", backend="gloo")
+    await sample_train_publish_sample(server, make_engine(), DistributedTransport(config))
+
+
+async def test_the_server_agrees_with_the_trainer_after_a_publish_by_nccl(
+    server_of_another_gpu: str, make_engine: MakeEngine
+):
+    config = DistributedWeightsConfig(transport="distributed", backend="nccl")
+    await sample_train_publish_sample(server_of_another_gpu, make_engine(device="cuda:0"), DistributedTransport(config))

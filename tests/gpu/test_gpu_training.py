@@ -1,0 +1,102 @@
+"""A step on a GPU is the step that a CPU takes, whatever makes it cheaper."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from train.train_models import MakeEngine, load_twin
+from train.train_sequences import random_sequences
+
+from arl.algorithm.losses import PPOLoss
+from arl.engine.fsdp import FSDPTrainEngine
+
+LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+
+
+def train(engine: FSDPTrainEngine) -> dict[str, float]:
+    """Metrics of the second of two batches."""
+    engine.train_batch([random_sequences(9, seed=1)], LOSS)
+    return engine.train_batch([random_sequences(5, seed=2), random_sequences(4, seed=3)], LOSS)
+
+
+def weights(engine: FSDPTrainEngine, directory: Path) -> dict[str, torch.Tensor]:
+    engine.export(directory)
+    return load_twin(directory).state_dict()
+
+
+def assert_alike(ours: FSDPTrainEngine, theirs: FSDPTrainEngine, directory: Path, tolerance: float) -> None:
+    assert train(ours) == pytest.approx(train(theirs), rel=tolerance, abs=tolerance)
+    sequences = random_sequences(6, seed=4)
+    for a, b in zip(ours.forward(sequences), theirs.forward(sequences), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    expected = weights(theirs, directory / "theirs")
+    for name, value in weights(ours, directory / "ours").items():
+        torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_a_step_on_a_gpu_equals_one_on_a_cpu(make_engine: MakeEngine, tmp_path: Path):
+    assert_alike(make_engine(), make_engine(device="cpu"), tmp_path, 1e-4)
+
+
+@pytest.mark.parametrize("option", ["activation_checkpointing", "cpu_offload"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saving_memory_changes_no_number(make_engine: MakeEngine, tmp_path: Path, dtype: str, option: str):
+    """In bfloat16 flash-attention adds up in an order of its own each time."""
+    tolerance = 1e-4 if dtype == "float32" else 2e-2
+    assert_alike(make_engine(dtype=dtype, **{option: True}), make_engine(dtype=dtype), tmp_path, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_layers_change_no_number(make_engine: MakeEngine, tmp_path: Path):
+    assert_alike(make_engine(compile=True), make_engine(), tmp_path, 1e-4)
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights(make_engine: MakeEngine):
+    half, full = make_engine(dtype="bfloat16"), make_engine()
+    sequences = random_sequences(6)
+    for ours, theirs in zip(half.forward(sequences), full.forward(sequences), strict=True):
+        assert not torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
+    norms = [engine.train_batch([sequences], LOSS)["grad_norm"] for engine in (half, full)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)
+    tensors: list[Any] = [*half._policy.parameters(), *pytree.tree_leaves(list(half._optimizer.state.values()))]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+
+
+def test_offloaded_weights_and_moments_lie_in_the_cpus_memory(make_engine: MakeEngine):
+    engine = make_engine(cpu_offload=True, dtype="bfloat16")
+    train(engine)
+    tensors: list[Any] = [*engine._policy.parameters(), *pytree.tree_leaves(list(engine._optimizer.state.values()))]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
+@pytest.mark.parametrize("saved_on", ["cpu", "cuda", "offloaded"])
+@pytest.mark.parametrize("loaded_on", ["cpu", "cuda", "offloaded"])
+def test_a_checkpoint_continues_on_another_device(
+    make_engine: MakeEngine, tmp_path: Path, saved_on: str, loaded_on: str
+):
+    def make(where: str) -> FSDPTrainEngine:
+        return make_engine(cpu_offload=True) if where == "offloaded" else make_engine(device=where)
+
+    saved, loaded = make(saved_on), make(loaded_on)
+    train(saved)
+    saved.save(tmp_path / "checkpoint").wait()
+    loaded.load(tmp_path / "checkpoint")
+    assert train(loaded) == pytest.approx(train(saved), rel=1e-4, abs=1e-4)
+
+
+def test_a_snapshot_is_not_changed_by_the_step_after_it(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine()
+    before = weights(engine, tmp_path / "before")
+    snapshot = engine.snapshot()
+    train(engine)
+    snapshot.write(tmp_path / "snapshot")
+    snapshot.release()
+    after = weights(engine, tmp_path / "after")
+    copied = load_twin(tmp_path / "snapshot").state_dict()
+    assert all(torch.equal(copied[name], before[name]) for name in before)
+    assert not all(torch.equal(after[name], before[name]) for name in before)
