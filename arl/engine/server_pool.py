@@ -159,15 +159,17 @@ class ServerPool:
         """Names the weights that the server holds, as nobody else, and no other run, names weights it ever held."""
         return f"{self._run}.{server.loads}"
 
-    def choose(self, session_id: str | None) -> Server | None:
+    def choose(self, session_id: str | None, avoid: Server | None = None) -> Server | None:
         """The session's server, else the one with the fewest requests; None if the caller has to wait for a change.
 
         A session is bound to a server and its weights, for the sake of the prefixes cached there: once either is gone,
-        or while the server is paused, any other is as good.
+        or while the server is paused, any other is as good. avoid: where the request has just failed; it is chosen if
+        there is no other.
         """
         server = self._bound_to(session_id)
-        if server is None:
-            server = min(filter(lambda s: s.takes_requests, self.servers), key=lambda s: len(s.attempts), default=None)
+        if server is None or server is avoid:
+            ready = [server for server in self.servers if server.takes_requests]
+            server = min(ready, key=lambda s: (s is avoid, len(s.attempts)), default=None)
             if server is not None and session_id is not None:
                 self._bind(session_id, server)
         return server

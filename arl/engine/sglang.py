@@ -128,10 +128,10 @@ class RemoteSGLangEngine:
         """
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         partial = PartialResponse(request)
-        sent = 0
-        faults = 0
+        sent = faults = 0
+        failed: Server | None = None
         while partial.stop_reason is None:
-            server = await self._choose(request, deadline)
+            server = await self._choose(request, deadline, avoid=failed)
             try:
                 fault = await self._attempt(server, partial, f"{request.rid}.{sent}", deadline)
             except PromptTooLongError:
@@ -140,6 +140,7 @@ class RemoteSGLangEngine:
                 partial.stop_at_context_end()
                 break
             sent += 1
+            failed = server if fault is not None else None
             if fault is not None:
                 faults += 1
                 await self._back_off(request, fault, faults)
@@ -205,12 +206,12 @@ class RemoteSGLangEngine:
         finally:
             await self._session.close()
 
-    async def _choose(self, request: ModelRequest, deadline: float) -> Server:
-        """A server that is serving; waits for one until the deadline."""
+    async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
+        """A server that is serving, another than `avoid` if there is one; waits for it until the deadline."""
         while True:
             await self._take_turn()
             self._check_open()
-            if not self._upkeep.is_paused and (server := self._pool.choose(request.session_id)) is not None:
+            if not self._upkeep.is_paused and (server := self._pool.choose(request.session_id, avoid)) is not None:
                 return server
             try:
                 async with asyncio.timeout_at(deadline):

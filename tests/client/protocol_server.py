@@ -67,9 +67,9 @@ class Run:
 class ProtocolServer:
     """`faults` are taken by the next requests, in order: "reset", "hang", or an HTTP status such as 500.
 
-    Requests are answered at once if `is_automatic`, else token by token as the test calls `advance`. `info` is what
-    /model_info says, `tells` what other paths do (dicts are JSON, strings text, numbers a status). `requests` holds
-    every /generate body, `calls` every other call in order, `aborted` the rids told to /abort_request.
+    Requests are answered at once if `is_automatic` (or at the pace of `token_s`), else as the test calls `advance`.
+    `info` is what /model_info says, `tells` what other paths do (dicts are JSON, strings text, numbers a status).
+    `requests` holds every /generate body, `calls` every other call, `aborted` the rids told to /abort_request.
     """
 
     def __init__(self, *, label: str = "default", is_automatic: bool = True, sends_spans: bool = True) -> None:
@@ -80,6 +80,7 @@ class ProtocolServer:
         self.error_body: dict[str, Any] = {"error": {"message": "it broke"}}
         self.is_healthy = True
         self.load_works = True
+        self.token_s = self.load_s = 0.0
         self.info: dict[str, Any] = {"model_path": "m"}
         self.tells: dict[str, Any] = {}
         self.load_gate = asyncio.Event()
@@ -169,9 +170,11 @@ class ProtocolServer:
             if fault == "hang":
                 await asyncio.Event().wait()
             await self._resumed.wait()
-            if self.is_automatic:
-                while run.finish is None:
-                    run.step(self.label)
+            while self.is_automatic and run.finish is None:
+                run.step(self.label)
+                if self.token_s:
+                    await asyncio.sleep(self.token_s)
+                    await self._resumed.wait()
             await run.done.wait()
         finally:
             self.running.remove(run)
@@ -231,6 +234,7 @@ class ProtocolServer:
 
     async def _on_update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.load_gate.wait()
+        await asyncio.sleep(self.load_s)
         if not self.load_works:
             return {"success": False, "message": "no such weights"}
         self.label = body["weight_version"]

@@ -26,6 +26,24 @@ async def test_a_request_whose_server_fails_is_answered_by_another(
         assert len(other.requests) == 1
 
 
+async def test_a_request_is_sent_to_a_busy_server_rather_than_again_to_the_one_that_failed_it(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    other.is_automatic = False
+    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+        await engine.pause()
+        for session in ("a", "b", "b", "b"):
+            group.create_task(engine.agenerate(ask(session=session)))
+        await engine.resume()
+        await other.until(lambda: len(other.running) == 3)
+        server.faults.append(500)
+        call = group.create_task(engine.agenerate(ask(session="a")))
+        await other.until(lambda: len(other.running) == 4)
+        other.advance(4)
+        assert_seamless(await call, 4)
+    assert len(server.requests) == 2
+
+
 async def test_a_lone_server_that_failed_once_is_asked_again(server: ProtocolServer, engine_over: Engines) -> None:
     server.faults += ["reset", 500]
     async with engine_over([server]) as engine:
