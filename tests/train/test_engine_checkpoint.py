@@ -1,6 +1,8 @@
 """A checkpoint continues bit for bit, or is refused by name; a failed save leaves the older one."""
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,61 @@ def test_a_save_that_fails_leaves_the_older_checkpoint(make_engine: MakeEngine, 
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]
 
 
+class HeldBack:
+    """Lets DCP write nothing until told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_write = threading.Event()
+        write = checkpoint.save_tensors
+        monkeypatch.setattr(checkpoint, "save_tensors", lambda *a, **k: self.may_write.wait(60) and write(*a, **k))
+
+
+def test_steps_neither_wait_for_a_checkpoint_nor_change_it(make_engine: MakeEngine, tmp_path: Path, monkeypatch):
+    engine, held = make_engine(), HeldBack(monkeypatch)
+    (expected,) = engine.forward(random_sequences(1))
+    saving = engine.save(tmp_path / "checkpoint")
+    engine.train_batch([random_sequences(2)], LOSS)
+    assert list(tmp_path.iterdir()) == []
+    held.may_write.set()
+    saving.wait()
+    engine.load(tmp_path / "checkpoint")
+    assert engine.version == 0
+    assert torch.equal(engine.forward(random_sequences(1))[0], expected)
+
+
+def test_a_saving_follows_the_one_before(make_engine: MakeEngine, tmp_path: Path, monkeypatch):
+    engine, held, savings = make_engine(), HeldBack(monkeypatch), []
+    engine.save(tmp_path / "first")
+    second = threading.Thread(target=lambda: savings.append(engine.save(tmp_path / "second")))
+    second.start()
+    second.join(timeout=0.2)
+    assert second.is_alive()
+    held.may_write.set()
+    second.join()
+    savings[0].wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_a_failed_saving_is_told_to_who_waits_for_it_and_the_next_one_works(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch
+):
+    engine = make_engine()
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint, "_sync", lambda _: os.stat(tmp_path / "gone"))
+        failed = engine.save(tmp_path / "checkpoint")
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*No such file"):
+            failed.wait()
+    engine.save(tmp_path / "checkpoint").wait()
+    engine.load(tmp_path / "checkpoint")
+
+
+def test_closing_waits_for_what_is_being_written(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine()
+    engine.save(tmp_path / "checkpoint")
+    engine.close()
+    make_engine().load(tmp_path / "checkpoint")
+
+
 def test_another_models_checkpoint_is_refused_naming_the_parameter(make_engine: MakeEngine, tmp_path: Path):
     make_engine(write_model(tmp_path / "tied", tied=True)).save(tmp_path / "checkpoint").wait()
     with pytest.raises(CheckpointError, match=r"only the model has the parameter model\.lm_head\.weight"):
@@ -87,13 +144,13 @@ def test_a_parameter_of_another_shape_is_refused_with_both_shapes(make_engine: M
 
 def test_a_missing_or_damaged_checkpoint_says_which_file(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine()
-    with pytest.raises(CheckpointError, match=r"has no progress\.json"):
+    with pytest.raises(DamagedCheckpointError, match=r"has no progress\.json"):
         engine.load(tmp_path / "nowhere")
     engine.save(tmp_path / "checkpoint").wait()
     (shard,) = (tmp_path / "checkpoint").glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="checkpoint is damaged"):
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint .* is damaged"):
         engine.load(tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "progress.json").write_text('{"version": 1')
-    with pytest.raises(CheckpointError, match=r"progress\.json"):
+    with pytest.raises(DamagedCheckpointError, match=r"progress\.json"):
         engine.load(tmp_path / "checkpoint")
