@@ -291,7 +291,7 @@ class DistributedWeightsConfig(Section):
     address: str | None = None
     """Where servers on other machines reach the trainer. Unset: the trainer's own address as its network says it."""
     bucket_bytes: PositiveInt = 256 << 20
-    """Tensors are gathered and sent in buckets of about this size; a larger tensor is one of its own."""
+    """Tensors are sent in buckets of at most this size; a larger tensor is one of its own."""
 
 
 class DeltaWeightsConfig(Section):

@@ -84,6 +84,7 @@ class RankSnapshot:
     ) -> None:
         """chunks: of writer.own_specs, in order; each is all of its tensors' bytes once it was put together."""
         self.version = version
+        self._rank = dist.get_rank()
         self._writer = writer
         self._sender = sender
         self._chunks = chunks
@@ -104,7 +105,7 @@ class RankSnapshot:
 
     def write(self, directory: Path) -> int:
         """Write a model directory; rank 0 alone does, the others return 0. Raises TransportError."""
-        return self._writer.write(directory, self._own_tensors()) if dist.get_rank() == 0 else 0
+        return 0 if self._rank else self._writer.write(directory, self._own_tensors())
 
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         return self._sender.open(server, num_ranks, backend, address)
@@ -150,7 +151,7 @@ class RankSnapshot:
             return self._converted[name].contiguous().view(-1).view(torch.uint8)
 
     def _held_chunks(self) -> Sequence[Future[torch.Tensor]]:
-        if not (chunks := self._chunks):
+        if self._rank or not (chunks := self._chunks):
             raise TransportError(f"the snapshot of version {self.version} was released, or is not rank 0's")
         return chunks
 

@@ -25,7 +25,10 @@ _JOIN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
 """Of one broadcast. A server that stalls holds the thread that sends to it for so long, and nothing else."""
 
-_ARRIVAL_POLL_S = 0.002
+_NEVER = timedelta(days=1)
+"""NCCL's own timeouts end the process, so a send over it is timed here."""
+
+_POLL_S = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,7 @@ class _Link:
 
     store: TCPStore
     num_keys: int
+    is_nccl: bool
     left: threading.Event = field(default_factory=threading.Event)
     group: dist.ProcessGroup | None = None
 
@@ -48,18 +52,17 @@ class WeightSender:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._links: dict[str, _Link] = {}
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def backend(self) -> str:
         """The backend that suits the device."""
-        return "nccl" if self._stream is not None else "gloo"
+        return "nccl" if self._device.type == "cuda" else "gloo"
 
     def open(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         """Listen for `num_ranks` ranks of the server at this base URL; see SendableSnapshot.open_group."""
         if not dist.is_backend_available(backend):
             raise TransportError(f"weights.backend is {backend}, which this torch was built without; use gloo")
-        if backend == "nccl" and self._stream is None:
+        if backend == "nccl" and self._device.type != "cuda":
             raise TransportError("weights.backend is nccl, but the trainer computes on a CPU: use gloo, or auto")
         name = f"arl-{new_id()}"
         address = address or _own_address(server)
@@ -74,13 +77,13 @@ class WeightSender:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
-        self._links[name] = _Link(store, num_keys=store.num_keys())
+        self._links[name] = _Link(store, num_keys=store.num_keys(), is_nccl=backend == "nccl")
         return WeightGroup(name=name, address=address, port=port, world_size=1 + num_ranks, backend=backend)
 
     def join(self, group: WeightGroup) -> None:
         """Wait until the server's ranks have joined. Raises ServerFailedError if they do not in time."""
         link = self._link(group.name)
-        if group.backend == "gloo":
+        if not link.is_nccl:  # whose ranks meet with the first broadcast
             _await_arrival(link, group)
         at = GroupAddress(
             address=group.address,
@@ -91,7 +94,8 @@ class WeightSender:
             backend=group.backend,
         )
         try:
-            link.group = form_group(link.store, at, timedelta(seconds=_SEND_TIMEOUT_S))
+            timeout = _NEVER if link.is_nccl else timedelta(seconds=_SEND_TIMEOUT_S)
+            link.group = form_group(link.store, at, timeout)
         except (RuntimeError, ValueError) as error:
             raise ServerFailedError(
                 f"the group at {group.address}:{group.port} did not gather: {first_line(error)}"
@@ -102,13 +106,13 @@ class WeightSender:
     def send(self, name: str, data: torch.Tensor) -> None:
         """Broadcast `data` (uint8, on the CPU); returns when it was sent. Raises ServerFailedError."""
         link = self._link(name)
-        if link.group is None:
+        if (group := link.group) is None:
             raise ServerFailedError(f"the group {name} has not been joined")
         try:
-            if link.group.name() == "nccl":
-                self._send_from_gpu(link.group, data)
+            if link.is_nccl:
+                self._send_from_gpu(link, group, data)
             else:
-                dist.broadcast(data, group_src=0, group=link.group)
+                dist.broadcast(data, group_src=0, group=group)
         except RuntimeError as error:
             raise ServerFailedError(f"sending weights failed: {first_line(error)}") from error
 
@@ -129,18 +133,24 @@ class WeightSender:
         except KeyError:
             raise ServerFailedError(f"the group {name} was left") from None
 
-    def _send_from_gpu(self, group: dist.ProcessGroup, data: torch.Tensor) -> None:
-        """On a stream of its own, so that training goes on."""
-        with torch.cuda.stream(self._stream):
-            dist.broadcast(data.to(self._device, non_blocking=True), group_src=0, group=group)
-            torch.cuda.current_stream().synchronize()
+    def _send_from_gpu(self, link: _Link, group: dist.ProcessGroup, data: torch.Tensor) -> None:
+        """On a stream of its own, so that training goes on, and another server's send as well."""
+        deadline = time.monotonic() + _SEND_TIMEOUT_S
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            on_gpu = data.to(self._device, non_blocking=True)
+            dist.broadcast(on_gpu, group_src=0, group=group)
+            sent = torch.cuda.current_stream().record_event()
+        while not sent.query():
+            if link.left.wait(_POLL_S) or time.monotonic() > deadline:
+                group.abort()
+                raise ServerFailedError(f"the server did not take weights within {_SEND_TIMEOUT_S:g} s")
 
 
 def _await_arrival(link: _Link, group: WeightGroup) -> None:
     """Wait until the first of the server's ranks has written to the store: this wait can be ended, gloo's own can't."""
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     while link.store.num_keys() == link.num_keys:
-        if link.left.wait(_ARRIVAL_POLL_S):
+        if link.left.wait(_POLL_S):
             raise ServerFailedError(f"the group {group.name} was left before it had gathered")
         if time.monotonic() > deadline:
             raise ServerFailedError(
@@ -153,7 +163,7 @@ def _destroy(link: _Link) -> None:
     group, link.group = link.group, None
     if group is None:
         return
-    if group.name() == "nccl":
+    if link.is_nccl:
         group.abort()  # ends a broadcast that the other side no longer takes part in
     with contextlib.suppress(ValueError):  # with the default group, all others were destroyed
         dist.destroy_process_group(group)

@@ -140,6 +140,7 @@ async def test_a_server_that_stalls_costs_the_others_nothing_and_is_brought_up_t
                 trainer.assert_of_its_versions((9, *PROMPT), await until_served(second, 1))
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_restarted_between_two_publishes_is_met_anew(
     trainer: Trainee, first: EmbeddedServer, second: EmbeddedServer
 ) -> None:
