@@ -41,7 +41,7 @@ def warm_start(directory: Path, prompt: Prompt, tool: Tool, excluded: Sequence[E
     engine = FSDPTrainEngine(blank, TrainConfig(optimizer=optimizer, num_threads=2), seed)
     try:
         tokenizer = tiny_tokenizer(phrases)
-        examples = [_tokens(demonstration, tokenizer, prompt, tool) for demonstration in teacher]
+        examples = [demonstrated(demonstration, tokenizer, prompt, tool) for demonstration in teacher]
         for part in (examples[:NUM_CAREFUL], examples[NUM_CAREFUL:]):
             finetune(engine, part, batch_size=BATCH_SIZE, seed=seed, on_step=_report)
         engine.export(directory)
@@ -56,9 +56,10 @@ def _report(step: int, metrics: Mapping[str, float]) -> None:
         print(f"warm start: {step:4d} steps, loss {metrics['loss']:.3f}")
 
 
-def _tokens(
+def demonstrated(
     demonstration: Demonstration, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tool: Tool
 ) -> tuple[Sequence[int], Sequence[int]]:
+    """The token ids of a demonstration, and which of them are the model's to learn."""
     conversation = Conversation(tokenizer, prompt(demonstration.question), tools=[tool])
     for expression, result in demonstration.calls:
         conversation.demonstrate(_call(expression))

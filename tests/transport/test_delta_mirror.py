@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from mirrors import Mirror, MirrorProcess, mirror_here
 from safetensors.torch import save_file
 
 from arl.api.errors import ConfigError, ServerError
+from arl.engine.delta import FilePart, PackageHeader
 from arl.engine.mirror import check_arguments, parse_arguments
 from arl.engine.mirror_client import Held, MirrorClient, WrongBaseError
 from arl.engine.mirror_store import MirrorStore
@@ -149,6 +151,19 @@ async def test_a_result_with_another_checksum_is_never_named(
 async def test_what_is_no_package_is_refused(client: MirrorClient, body: bytes) -> None:
     with pytest.raises(ServerError, match="HTTP 400: not a package"):
         await client.put(len(body), [body])
+
+
+async def test_a_mirror_without_room_says_so_before_it_was_sent_everything(
+    client: MirrorClient, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MirrorStore, "_file", full)
+    part = FilePart(name="model.safetensors", num_bytes=32 << 20, how="whole")
+    header = PackageHeader(version=1, checksum="a" * 64, base=None, files=(part,)).to_bytes()
+    with pytest.raises(ServerFailedError, match=f"no room in {mirror.directory}"):
+        await client.put(len(header) + part.num_bytes, [header, *[bytes(1 << 20)] * 32])
 
 
 async def begin(mirror: Mirror, models: list[Replica], version: int) -> tuple[asyncio.StreamWriter, bytes]:
