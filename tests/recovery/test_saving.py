@@ -1,0 +1,201 @@
+"""Saving beside training: what waits for it, what its failure ends, and what remains."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_launch import use_fakes
+
+import arl.launch
+from arl.api import Config, Example, InferenceEngine, RolloutWorkflow, ScriptedEngine, ScriptedTrainEngine, Trajectory
+from arl.api.errors import CheckpointError, ServerError
+from arl.checkpoint import Checkpoints
+from arl.trainer import Trainer
+
+
+class Immediate(RolloutWorkflow):
+    """Needs no model to act."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        version = engine.version
+        return Trajectory(
+            token_ids=(1, data["number"]),
+            loss_mask=(0, 1),
+            behavior_logprobs=(0.0, -1.0),
+            versions=(-1, version),
+            reward=1.0,
+        )
+
+
+class Saving:
+    """Written when the test's `act` on its version has returned."""
+
+    def __init__(self, directory: Path, version: int, act: Callable[[int], Any]) -> None:
+        self._directory, self._version, self._act = directory, version, act
+
+    def wait(self) -> None:
+        self._act(self._version)
+        self._directory.mkdir()
+        (self._directory / "engine.json").write_text(json.dumps({"version": self._version}))
+
+
+class Engine(ScriptedTrainEngine):
+    def __init__(self, act: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._act = act
+
+    def save(self, directory: Path) -> Saving:
+        return Saving(directory, self.version, self._act)
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """launch(act, steps=..., every=...): a run over fakes whose checkpoints are written by `act(version)`."""
+
+    def start(act: Callable[[int], Any], *, steps: int = 6, every: int = 1) -> Any:
+        use_fakes(monkeypatch, ScriptedEngine(lambda request: [1]))
+        monkeypatch.setattr(arl.launch, "FSDPTrainEngine", lambda *args: Engine(act))
+        config = Config.model_validate(
+            {
+                "model": "none",
+                "run_dir": tmp_path / "run",
+                "steps": steps,
+                "rollout": {"batch_size": 2, "group_size": 1},
+                "checkpoint": {"every": every},
+                "log": {"console": False, "trajectories": 0},
+            }
+        )
+        return arl.launch.launch(config, workflow=Immediate(), dataset=[{"number": n} for n in range(40)])
+
+    return start
+
+
+def newest(tmp_path: Path) -> int | None:
+    return Checkpoints(tmp_path / "run" / "checkpoints", 2, {}).newest_version()
+
+
+async def test_a_step_does_not_wait_for_the_checkpoint_before(launch: Callable[..., Any], tmp_path: Path) -> None:
+    may_write = threading.Event()
+
+    def hold(version: int) -> None:
+        if version == 1:
+            assert may_write.wait(60)
+
+    async with launch(hold, every=1, steps=2) as trainer:
+        assert (await anext(trainer)).version == 1
+        groups = await trainer.buffer.take_batch(1)  # training goes on
+        assert len(groups) == 2
+        assert newest(tmp_path) is None
+        may_write.set()
+
+
+async def test_the_next_checkpoint_waits_for_the_one_before(launch: Callable[..., Any]) -> None:
+    under_way, most = [0], [0]
+
+    def count(_: int) -> None:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        threading.Event().wait(0.01)
+        under_way[0] -= 1
+
+    async with launch(count) as trainer:
+        _ = [step async for step in trainer]
+    assert most == [1]
+
+
+async def test_the_run_ends_when_its_last_checkpoint_is_written(launch: Callable[..., Any], tmp_path: Path) -> None:
+    async with launch(lambda version: threading.Event().wait(0.05), steps=3, every=2) as trainer:
+        _ = [step async for step in trainer]
+    assert newest(tmp_path) == 3
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_before(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    def full_from_the_third_on(version: int) -> None:
+        if version >= 3:
+            raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        async with launch(full_from_the_third_on, steps=100) as trainer:
+            _ = [step async for step in trainer]
+
+    with pytest.raises(CheckpointError, match=r"version 3 could not be written .*No space left"):
+        await run()
+    assert newest(tmp_path) == 2
+    async with launch(lambda _: None, steps=4) as trainer:
+        assert trainer.version == 2
+        assert [step.version async for step in trainer] == [3, 4]
+
+
+async def test_a_checkpoint_that_fails_while_the_run_ends_is_what_the_run_ends_with(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    is_writing, may_fail = threading.Event(), threading.Event()
+
+    def fail_when_told(version: int) -> None:
+        if version == 2:
+            is_writing.set()
+            may_fail.wait(60)
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        async with launch(fail_when_told, steps=100, every=2) as trainer:
+            async for _ in trainer:
+                if is_writing.is_set():
+                    task.cancel()
+                    asyncio.get_running_loop().call_later(0.05, may_fail.set)
+
+    task = asyncio.create_task(run())
+    with pytest.raises(CheckpointError, match="No space left"):
+        await task
+    assert newest(tmp_path) is None
+
+
+async def test_an_error_that_ends_the_run_is_not_hidden_by_a_checkpoint_that_fails_then(
+    launch: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        async with launch(full, every=100) as trainer:
+            await anext(trainer)
+            raise ServerError("every server is gone")
+
+    with pytest.raises(ServerError, match="every server is gone") as ended:
+        await run()
+    assert "No space left" in ended.value.__notes__[0]
+    assert "No space left" in caplog.text
+
+
+async def test_save_returns_when_the_checkpoint_is_on_the_disk(launch: Callable[..., Any], tmp_path: Path) -> None:
+    async with launch(lambda _: threading.Event().wait(0.05), every=100) as trainer:
+        await anext(trainer)
+        await trainer.save()
+        assert newest(tmp_path) == 1
+
+
+async def test_a_checkpoint_is_of_the_moment_it_was_due_whatever_happens_while_it_is_written(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    may_write = threading.Event()
+
+    def hold(version: int) -> None:
+        if version == 2:
+            assert may_write.wait(60)
+
+    async def until(trainer: Trainer, version: int) -> None:
+        while (await anext(trainer)).version < version:
+            pass
+
+    async with launch(hold, every=2, steps=4) as trainer:
+        await until(trainer, 3)  # 4 would wait for the checkpoint of 2
+        may_write.set()
+    state = json.loads((tmp_path / "run/checkpoints/version-00000002/state.json").read_text())
+    assert state["version"] == 2
+    assert sum(marks.count("t") for marks in state["rollout"]["ledger"]["outcomes"]) == 4
