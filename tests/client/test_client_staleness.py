@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,16 @@ async def make_trouble(servers: list[ProtocolServer], seed: int) -> None:
         server.load_works = True
 
 
-async def train(servers: list[ProtocolServer], run_dir: Path, order: str, eta: int) -> tuple[list[int], list[Group]]:
-    """Returns the staleness of each trained token, and the groups."""
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The staleness of each trained token, the finished groups, and how many episodes had to be run again."""
+
+    stale: list[int]
+    groups: list[Group]
+    num_retried: float
+
+
+async def train(servers: list[ProtocolServer], run_dir: Path, order: str, eta: int) -> Outcome:
     groups: list[Group] = []
     engine = {"kind": "sglang", "addresses": [s.address for s in servers], "update_order": order, "max_retries": 50}
     rollout = {"batch_size": 3, "group_size": 4, "max_staleness": eta}
@@ -82,6 +91,7 @@ async def train(servers: list[ProtocolServer], run_dir: Path, order: str, eta: i
         async with arl.launch.launch(config, workflow=TwoTurns(), dataset=dataset, keep=keep) as trainer:
             async for _ in trainer:
                 pass
+            num_retried = trainer.rollout.counters()["episodes_retried"]
     stale = [
         version - int(token_version)
         for version, batch in enumerate(trained.batches)
@@ -89,7 +99,7 @@ async def train(servers: list[ProtocolServer], run_dir: Path, order: str, eta: i
         for sequence in minibatch
         for token_version in sequence.versions[sequence.loss_mask]
     ]
-    return stale, groups
+    return Outcome(stale=stale, groups=groups, num_retried=num_retried)
 
 
 @pytest.mark.parametrize("has_trouble", [False, True], ids=["well", "failing"])
@@ -100,7 +110,7 @@ async def test_no_token_is_older_than_its_group_or_trained_beyond_the_bound(
 ) -> None:
     async with unequal_servers() as servers:
         trouble = asyncio.create_task(make_trouble(servers, seed=eta)) if has_trouble else None
-        stale, groups = await train(servers, tmp_path, order, eta)
+        outcome = await train(servers, tmp_path, order, eta)
         if trouble:
             trouble.cancel()
     assert min(stale) >= 0
