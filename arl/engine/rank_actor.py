@@ -14,7 +14,8 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -31,7 +32,7 @@ from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.shares import PackedSequences
 from arl.engine.snapshot import RankSnapshot
 
-THREADS = {"training": 1, "beside": 32, "leaving": 4}
+THREADS = {"training": 1, "beside": 64, "leaving": 4}
 """Ray's concurrency groups, with their threads. leaving: calls that end others must not queue behind those."""
 
 P = ParamSpec("P")
@@ -115,15 +116,12 @@ class RankActor:
     def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int) -> None:
         """Join the process group and build the engine, on the thread that will train."""
         address, port = store
-        if address.startswith("127.") or address == "::1":
-            interface = "lo0" if sys.platform == "darwin" else "lo"
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         meeting = self._store or TCPStore(address, port, is_master=False)
-        cuda = torch.device(config.device).type == "cuda"
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=meeting, rank=self._rank, world_size=self._world_size)
-        self._engine = FSDPTrainEngine(model, config, seed)
+        with _gloo_at(address):
+            cuda = torch.device(config.device).type == "cuda"
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, store=meeting, rank=self._rank, world_size=self._world_size)
+            self._engine = FSDPTrainEngine(model, config, seed)
 
     @reported
     def forward(self, share: PackedSequences) -> np.ndarray:
@@ -167,6 +165,22 @@ class RankActor:
     def close(self) -> None:
         self._engine.close()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _gloo_at(address: str) -> Iterator[None]:
+    """Let gloo's groups that are made meanwhile listen at loopback, where that is where the ranks meet.
+
+    Those that are made later may be of servers on other machines.
+    """
+    is_local = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ
+    if is_local:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        if is_local:
+            del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _portable(error: Exception) -> Exception:

@@ -23,7 +23,7 @@ import torch
 
 from arl.api.config import TrainConfig
 from arl.api.engine import TensorSpec, TokenLoss, WeightGroup
-from arl.api.errors import ConfigError, EngineClosedError, TrainingError
+from arl.api.errors import ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence, new_id
 from arl.engine.ray_cluster import Placement, RayLease
 from arl.engine.shares import PackedSequences, divide
@@ -145,6 +145,7 @@ class RankZeroSnapshot:
         self.version = version
         self._ranks = ranks
         self._key = key
+        self._is_released = False
         # Whoever drops a snapshot without releasing it lets go of it all the same.
         weakref.finalize(self, ranks.tell, "forget", key).atexit = False
 
@@ -177,10 +178,13 @@ class RankZeroSnapshot:
             self._ranks.beside(0, "ask", self._key, "leave", (group,), group="leaving")
 
     def release(self) -> None:
-        with suppress(EngineClosedError, TrainingError):
-            self._ranks.beside_all("ask", self._key, "release", ())
+        """Does not wait for the ranks, so that an event loop may call it."""
+        self._is_released = True
+        self._ranks.tell("ask", self._key, "release", ())
 
     def _ask(self, name: str, *args: Any) -> Any:
+        if self._is_released:
+            raise TransportError(f"the snapshot of version {self.version} was released")
         return self._ranks.beside(0, "ask", self._key, name, args)
 
 

@@ -86,7 +86,7 @@ def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
     return told
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def num_ranks(request: pytest.FixtureRequest) -> int:
     return request.param
 
@@ -169,10 +169,12 @@ def test_the_snapshot_is_rank_0s(engine: RayTrainEngine, tmp_path: Path):
     assert snapshot.version == engine.version
     assert snapshot.backend == "gloo"
     assert {spec.name for spec in snapshot.specs} >= {"lm_head.weight", "model.norm.weight"}
-    snapshot.release()
-    with pytest.raises(TransportError, match="released") as failed:
-        snapshot.write(tmp_path / "never")
+    with pytest.raises(TransportError) as failed:
+        snapshot.open_group("http://127.0.0.1:1", 1, "carrier pigeon")
     assert "on rank 0" in str(failed.value.__cause__)
+    snapshot.release()
+    with pytest.raises(TransportError, match="released"):
+        snapshot.write(tmp_path / "never")
 
 
 def test_a_rank_that_fails_ends_all_and_is_named(engine: RayTrainEngine, num_ranks: int):
