@@ -191,7 +191,8 @@ class TrainConfig(Section):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Sequences are packed into microbatches of at most this many tokens (one longer sequence goes alone)."""
+    """Sequences are packed into microbatches of at most this many tokens (one longer sequence goes alone). Those that
+    sequences share count once with share_prefixes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matmuls compute in. Master weights, gradients' reduction and the optimizer stay float32."""
     device: str = "cpu"
