@@ -113,9 +113,10 @@ async def test_no_token_is_older_than_its_group_or_trained_beyond_the_bound(
         outcome = await train(servers, tmp_path, order, eta)
         if trouble:
             trouble.cancel()
-    assert min(stale) >= 0
-    assert max(stale) <= eta
-    assert max(stale) > 0 or eta == 0, "everything was fresh: this run shows nothing"
-    for group in groups:
+    assert min(outcome.stale) >= 0
+    assert max(outcome.stale) <= eta
+    assert max(outcome.stale) > 0 or eta == 0, "everything was fresh: this run shows nothing"
+    assert outcome.num_retried == 0, "an episode was refused, for a token older than its group's admission"
+    for group in outcome.groups:
         assert group.oldest_version >= group.stamp
     assert sum(bool(server.requests) for server in servers) > 1
