@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from arl.api.engine import TensorSpec
 from arl.api.errors import TransportError
+from arl.engine.tensor_parallel import whole_tensor
 from arl.engine.weight_layout import byte_size, ranges, rows_of, torch_dtype, views
 
 _TIMEOUT_S = 600.0
@@ -175,4 +176,4 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a tensor; all of one that is not sharded by rows."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to_local() if _is_sharded(tensor) else tensor.full_tensor()
+    return tensor.to_local() if _is_sharded(tensor) else whole_tensor(tensor)

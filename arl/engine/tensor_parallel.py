@@ -9,8 +9,9 @@ so are their gradients: every rank of a tensor-parallel group is given the same 
 
 from __future__ import annotations
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -38,6 +39,18 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     has_head_norms = model.config.model_type == "qwen3"
     for layer in transformer_layers(model):
         parallelize_module(layer, mesh, _plan(has_head_norms=has_head_norms), src_data_rank=None)
+
+
+def whole_tensor(tensor: DTensor) -> torch.Tensor:
+    """All of a tensor that is sharded over "dp" and possibly split over "tp"; a collective.
+
+    Dimension after dimension of the mesh: both at once is something that torch warns of.
+    """
+    placements = list(tensor.placements)
+    for index in range(len(placements)):
+        placements[index] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
