@@ -81,7 +81,11 @@ def train(engine: FSDPTrainEngine, directory: Path, share: int, num_shares: int)
 
 def run_rank(rank: int, directory: Path, models: Path, families: list[str], num_shares: int) -> Report:
     config = TrainConfig(
-        optimizer=OPTIMIZER, max_tokens_per_microbatch=BUDGET, num_ranks=2 * num_shares, tensor_parallel=2
+        optimizer=OPTIMIZER,
+        max_tokens_per_microbatch=BUDGET,
+        num_ranks=2 * num_shares,
+        tensor_parallel=2,
+        activation_checkpointing=num_shares == 2,
     )
     report: Report = {}
     for family in families:
