@@ -36,7 +36,7 @@ class Loading:
         started = now()
         await self.pause(server)
         paused = now()
-        server.begin_load()
+        self._pool.begin_load(server)
         await update.load(server.client, flush_cache=self._pause_mode != "in_place")
         server.end_load(update.version)
         loaded = now()

@@ -6,8 +6,9 @@ A server is in one of three states:
        |                  |
        +------fence-------+--> fenced --admit--> serving      (it failed, or missed an update; a probe brings it back)
 
-Requests go to serving servers, unless they are leaving. All methods are synchronous and belong to one event loop;
-`changed` wakes who waits.
+Requests go to serving servers, unless they are leaving. With a router in front they go to the router, which chooses
+among the servers by itself: what is true of a request is then what is true of all that serve. All methods are
+synchronous and belong to one event loop; `changed` wakes who waits.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ _MAX_SESSIONS = 65_536
 class Attempt:
     """One /generate call in flight, and what was true of its server when it was sent.
 
-    version: of the server's weights. was_updated: the weights came from this engine. pauses: how many there had been.
-    sent_at: the event loop's time. `scope` is the call's timeout, which `lose` ends early; `lost` says why.
+    version: of the server's weights. was_updated: the weights came from this engine. initial_labels: what weights that
+    did not are called. pauses: how many there had been. sent_at: the event loop's time. `scope` is the call's timeout,
+    which `lose` ends early; `lost` says why.
     """
 
     rid: str
     version: int
     was_updated: bool
-    initial_label: str
+    initial_labels: frozenset[str]
     pauses: int
     sent_at: float
     scope: asyncio.Timeout
@@ -68,7 +70,7 @@ class Attempt:
         return not self.was_updated or (label.isdecimal() and int(label) >= self.version)
 
     def _version_of(self, label: str) -> int:
-        is_first = not self.was_updated and label == self.initial_label
+        is_first = not self.was_updated and label in self.initial_labels
         return int(label) if label.isdecimal() and not is_first else self.version
 
 
@@ -77,9 +79,10 @@ class Server:
     """A server's state. version: of the weights it holds. is_updated: they came from this engine.
 
     is_whole: the last load, if any, went through to its end; what the server holds otherwise has no version.
-    initial_label: what the server called the weights that it started with. reason: why it is fenced. pauses, loads:
-    how often it was paused and given weights so far. is_leaving: it gets no new requests and will be dropped.
-    attempts: the calls in flight. busy: held by whoever pauses, loads and resumes it.
+    initial_label: what the server called the weights that it started with. reason: why it is fenced. pauses: how often
+    it was paused so far. load_number: of the load that gave it its weights, of all loads of the pool. is_leaving: it
+    gets no new requests and will be dropped. attempts: the calls in flight. busy: held by whoever pauses, loads and
+    resumes it.
     """
 
     client: ServerClient
@@ -90,29 +93,10 @@ class Server:
     state: State = "serving"
     reason: str = ""
     pauses: int = 0
-    loads: int = 0
+    load_number: int = 0
     is_leaving: bool = False
     attempts: set[Attempt] = field(default_factory=set)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def begin(self, rid: str, scope: asyncio.Timeout) -> Attempt:
-        """A call that is about to be sent; whoever sends it tells the pool when it has ended."""
-        attempt = Attempt(
-            rid=rid,
-            version=self.version,
-            was_updated=self.is_updated,
-            initial_label=self.initial_label,
-            pauses=self.pauses,
-            sent_at=asyncio.get_running_loop().time(),
-            scope=scope,
-        )
-        self.attempts.add(attempt)
-        return attempt
-
-    def begin_load(self) -> None:
-        """From here on its weights have no version, until `end_load`."""
-        self.is_whole = False
-        self.loads += 1
 
     def end_load(self, version: int) -> None:
         self.version, self.is_updated, self.is_whole = version, True, True
@@ -136,6 +120,8 @@ class ServerPool:
 
     def __init__(self, version: int) -> None:
         self.servers: list[Server] = []
+        self.router: Server | None = None
+        self._num_pauses = self._num_loads = 0
         self._version = version
         self._run = new_id()[:12]
         self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
@@ -156,8 +142,11 @@ class ServerPool:
         return next((server for server in self.servers if server.address == address), None)
 
     def cache_key(self, server: Server) -> str:
-        """Names the weights that the server holds, as nobody else, and no other run, names weights it ever held."""
-        return f"{self._run}.{server.loads}"
+        """Names the weights that the server holds, as nobody else, and no other run, names weights it ever held.
+
+        Behind a router: the weights that all servers hold.
+        """
+        return f"{self._run}.{self._num_loads if server is self.router else server.load_number}"
 
     def choose(self, session_id: str | None, avoid: Server | None = None) -> Server | None:
         """The session's server, else the one with the fewest requests; None if the caller has to wait for a change.
@@ -166,6 +155,8 @@ class ServerPool:
         or while the server is paused, any other is as good. avoid: where the request has just failed; it is chosen if
         there is no other.
         """
+        if self.router is not None:
+            return self.router if self.serving else None
         server = self._bound_to(session_id)
         if server is None or server is avoid:
             ready = [server for server in self.servers if server.takes_requests]
@@ -173,6 +164,25 @@ class ServerPool:
             if server is not None and session_id is not None:
                 self._bind(session_id, server)
         return server
+
+    def begin(self, server: Server, rid: str, scope: asyncio.Timeout) -> Attempt:
+        """A call that is about to be sent; whoever sends it says when it has ended."""
+        holders = self.serving if server is self.router else [server]
+        attempt = Attempt(
+            rid=rid,
+            version=min(holder.version for holder in holders),
+            was_updated=all(holder.is_updated for holder in holders),
+            initial_labels=frozenset(holder.initial_label for holder in holders),
+            pauses=self.pauses(server),
+            sent_at=asyncio.get_running_loop().time(),
+            scope=scope,
+        )
+        server.attempts.add(attempt)
+        return attempt
+
+    def pauses(self, server: Server) -> int:
+        """How often the server, or any server behind the router, was paused so far."""
+        return self._num_pauses if server is self.router else server.pauses
 
     def end(self, server: Server, attempt: Attempt) -> None:
         """The call has ended, however it did."""
@@ -184,6 +194,12 @@ class ServerPool:
         if server.state == "serving":
             server.state = "paused"
         server.pauses += 1
+        self._num_pauses += 1
+
+    def begin_load(self, server: Server) -> None:
+        """From here on the server's weights have no version, until `end_load`."""
+        self._num_loads += 1
+        server.is_whole, server.load_number = False, self._num_loads
 
     def resume(self, server: Server) -> None:
         if server.state == "paused":
@@ -206,7 +222,7 @@ class ServerPool:
 
     def lose_attempts(self, server: Server, reason: str) -> None:
         """End the requests in flight on a server that will not answer them; their callers send them elsewhere."""
-        for attempt in list(server.attempts):
+        for attempt in server.attempts:
             attempt.lose(reason)
 
     def set_leaving(self, server: Server, is_leaving: bool) -> None:
@@ -237,14 +253,14 @@ class ServerPool:
     def _bound_to(self, session_id: str | None) -> Server | None:
         if session_id is None or (binding := self._sessions.get(session_id)) is None:
             return None
-        server, loads = binding
-        if not server.takes_requests or server.loads != loads:
+        server, load_number = binding
+        if not server.takes_requests or server.load_number != load_number:
             del self._sessions[session_id]
             return None
         self._sessions.move_to_end(session_id)
         return server
 
     def _bind(self, session_id: str, server: Server) -> None:
-        self._sessions[session_id] = (server, server.loads)
+        self._sessions[session_id] = (server, server.load_number)
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)

@@ -11,6 +11,11 @@ updated them stands for the version that the engine started with. After that, a 
 than what the server held when the request was sent, means that the server was restarted behind our back: its answer is
 thrown away, and it is fenced until it holds the current weights.
 
+**A router in front** (config.router) gets the requests and chooses among the servers; weights, pauses and aborts go to
+each server itself. So a request may be answered by any of them. It carries a cache key that changes with each load of
+any server; its answer must be of versions that all of them had reached when it was sent, or it is thrown away. A
+server that is fenced still gets what the router sends it, until the router's own health check takes it out.
+
 **The prefix cache across versions.** A server keeps the KV of prompts for whoever sends the same prefix, and SGLang
 does not ask under which weights it was computed. Under in_place an update can't flush the cache (the flush fails while
 requests run), so a later turn would silently be sampled on top of old weights' KV, and its logprobs would be of no
@@ -30,7 +35,7 @@ from typing import Self
 import aiohttp
 from yarl import URL
 
-from arl.api.config import ClientConfig
+from arl.api.config import ClientConfig, SGLangEngineConfig
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import (
     ArlError,
@@ -78,6 +83,8 @@ class RemoteSGLangEngine:
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
         self._addresses = list(dict.fromkeys(map(base_url, addresses)))
+        router = config.router if isinstance(config, SGLangEngineConfig) else None
+        self._router = None if router is None else base_url(router)
         self._config = config
         self._api_key = api_key
         self._updating = asyncio.Lock()
@@ -98,6 +105,8 @@ class RemoteSGLangEngine:
             headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
         )
         try:
+            if self._router is not None:
+                self._pool.router = self._server(session, self._router)
             await self._upkeep.start([self._server(session, address) for address in self._addresses])
             await self._tasks.__aenter__()
         except BaseException:
@@ -234,12 +243,12 @@ class RemoteSGLangEngine:
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
         """Send the request once and keep what comes back. Returns what went wrong, if it may be tried again."""
         payload = partial.payload(rid, cache_key=self._pool.cache_key(server))
-        attempt = server.begin(rid, asyncio.timeout_at(deadline))
+        attempt = self._pool.begin(server, rid, asyncio.timeout_at(deadline))
         try:
             async with attempt.scope:
                 answer = await server.client.generate(payload)
         except ServerFailedError as failure:
-            self._upkeep.fence(server, str(failure))
+            self._upkeep.suspect(server, str(failure))
             return str(failure)
         except TimeoutError:
             return self._timed_out(server, attempt)
@@ -253,11 +262,11 @@ class RemoteSGLangEngine:
     def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
         """Add the answer to what the request has; returns what is wrong with it."""
         if (label := attempt.foreign_label(answer)) is not None:
-            fault = f"{server.address} lost its weights: it serves {label!r}, not version {server.version}"
-            self._upkeep.fence(server, fault)
+            fault = f"{server.address} lost its weights: it serves {label!r}, not version {attempt.version}"
+            self._upkeep.suspect(server, fault)
             return fault
         partial.extend(answer, attempt.versions(answer), self._eos_token_ids)
-        was_meant = server.pauses != attempt.pauses or server.is_leaving
+        was_meant = self._pool.pauses(server) != attempt.pauses or server.is_leaving
         if answer.finish != "abort" or was_meant or partial.stop_reason is not None:
             return None
         return f"{server.address} aborted the request, and nobody asked for it"
@@ -270,7 +279,7 @@ class RemoteSGLangEngine:
         self._upkeep.abort(server, attempt.rid)
         waited_s = asyncio.get_running_loop().time() - attempt.sent_at
         if waited_s > _SHARE_OF_TIMEOUT * self._config.request_timeout_s:
-            self._upkeep.fence(server, f"a request got no answer in {waited_s:.3g} s")
+            self._upkeep.suspect(server, f"a request got no answer in {waited_s:.3g} s")
         raise RequestTimeoutError(
             f"request {attempt.rid} was not answered within {self._config.request_timeout_s:g} s "
             f"(engine.request_timeout_s), the last {waited_s:.3g} s of which {server.address} had it"

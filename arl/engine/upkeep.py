@@ -40,6 +40,7 @@ class Upkeep:
         self._greetings: dict[Server, Greeting] = {}
         self._probes: dict[Server, asyncio.Task[None]] = {}
         self._target: WeightUpdate | None = None
+        self._is_inspecting = False
         self._is_closed = False
 
     @property
@@ -58,8 +59,10 @@ class Upkeep:
 
     def abort(self, server: Server, rid: str) -> None:
         """Tell the server, in the background, that nobody waits for this request any more."""
-        if not self._is_closed and server.state != "fenced":
-            self._spawn(self._abort(server, rid))
+        holders = self._pool.serving if server is self._pool.router else [server]
+        for holder in holders:
+            if not self._is_closed and holder.state != "fenced":
+                self._spawn(self._abort(holder, rid))
 
     async def close(self) -> None:
         """End the tasks, abort what runs and leave no server paused. A few seconds at most."""
@@ -68,12 +71,14 @@ class Upkeep:
             task.cancel()
         try:
             async with asyncio.timeout(_CLEANUP_TIMEOUT_S), asyncio.TaskGroup() as group:
+                router = self._pool.router
                 for server in self._pool.servers:
-                    for attempt in server.attempts:
+                    for attempt in (router or server).attempts:
                         group.create_task(self._abort(server, attempt.rid))
-                    self._pool.lose_attempts(server, "the engine was closed")
                     if server.state != "serving":
                         group.create_task(self._leave_running(server))
+                for server in [router] if router else self._pool.servers:
+                    self._pool.lose_attempts(server, "the engine was closed")
         except TimeoutError:
             pass  # a server that does not answer is left as it is
 
@@ -81,6 +86,8 @@ class Upkeep:
 
     async def start(self, servers: Sequence[Server]) -> None:
         """Take in the first servers. Raises ServerError naming those that are not there, or do not fit together."""
+        if self._pool.router is not None:
+            await self._pool.router.client.check_health()
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(_greet(server)) for server in servers]
         answers = {server: call.result() for server, call in zip(servers, calls, strict=True)}
@@ -236,12 +243,40 @@ class Upkeep:
         if not self._is_closed and self._pool.fence(server, reason):
             self._probes[server] = self._spawn(self._probe(server))
 
+    def suspect(self, server: Server, reason: str) -> None:
+        """The server failed a request: fence it. A router: look which of the servers behind it is not what it was."""
+        if server is not self._pool.router:
+            self.fence(server, reason)
+        elif not self._is_closed and not self._is_inspecting:
+            self._is_inspecting = True
+            self._spawn(self._inspect_all())
+
+    async def _inspect_all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self._pool.serving:
+                    group.create_task(self._inspect(server))
+        finally:
+            self._is_inspecting = False
+
+    async def _inspect(self, server: Server) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S), server.busy:
+                label = await server.client.weight_label()
+                if label != (str(server.version) if server.is_updated else server.initial_label):
+                    self.fence(server, f"it lost its weights: it serves {label!r}, not version {server.version}")
+        except (ServerError, TimeoutError) as error:
+            self.fence(server, str(error) or f"{server.address} does not answer")
+
     def _lose(self, server: Server, reason: str) -> None:
-        """Fence a server that failed an update. If it was paused already, its requests will not end: they are lost."""
+        """Fence a server that failed an update. If it was paused already, its requests will not end: they are lost.
+
+        Behind a router nobody knows which are its: all are lost, and sent again.
+        """
         was_paused = server.state == "paused"
         self.fence(server, reason)
         if was_paused:
-            self._pool.lose_attempts(server, f"{server.address} failed: {reason}")
+            self._pool.lose_attempts(self._pool.router or server, f"{server.address} failed: {reason}")
 
     async def _probe(self, server: Server) -> None:
         """Bring a fenced server back, however long it takes."""
