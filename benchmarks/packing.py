@@ -3,8 +3,8 @@
     python benchmarks/packing.py --rounds 5
 
 A step is one `train_batch` (packing, forward, backward, AdamW) of the train engine on a CPU. Engines with and without
-`train.share_prefixes` take turns, and of several rounds the best of each counts. Tokens are those of the sequences,
-whether they are forwarded or not, so tokens/s compare what is trained.
+`train.share_prefixes` take turns on one thread, and of several rounds the best of each counts, in CPU seconds. Tokens
+are those of the sequences, whether they are forwarded or not, so tokens/s compare what is trained.
 """
 
 from __future__ import annotations
@@ -30,18 +30,8 @@ from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 
 VOCABULARY = 256
-MODELS = {
-    "quickstart": TinyShape(num_layers=4),
-    "larger": TinyShape(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=64,
-        context_length=2048,
-    ),
-}
+SHAPE = TinyShape(num_layers=4)
+"""Of the quickstart's model."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +109,17 @@ def step_s(engine: FSDPTrainEngine, sequences: list[TrainSequence], loss: PPOLos
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--model", choices=MODELS, default="quickstart")
     parser.add_argument("--budget", type=int, default=8192, help="train.max_tokens_per_microbatch")
     options = parser.parse_args()
     loss = PPOLoss.of(PPOConfig())
 
     table = Table("sequences", "tokens", "forwarded", "filled", "apart tok/s", "shared tok/s", "ratio", "tree ms")
     with tempfile.TemporaryDirectory() as directory:
-        model = write_tiny_model(Path(directory) / "model", shape=MODELS[options.model])
+        model = write_tiny_model(Path(directory) / "model", shape=SHAPE)
 
         def engine(share_prefixes: bool) -> FSDPTrainEngine:
             config = TrainConfig(
                 share_prefixes=share_prefixes,
-                num_threads=options.threads,
                 max_tokens_per_microbatch=options.budget,
             )
             return FSDPTrainEngine(model, config)
