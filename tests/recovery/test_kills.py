@@ -79,13 +79,15 @@ def check(run_dir: Path) -> int:
     return version
 
 
-def check_ledger(ledger: dict[str, Any], seen: list[list[int]], waiting: set[tuple[int, int]]) -> None:
+def check_ledger(
+    ledger: dict[str, Any], seen: list[list[int]], waiting: set[tuple[int, int]], num_examples: int = NUM_EXAMPLES
+) -> None:
     """Each example of an epoch ended once or is pending; those that ended as trained are what the weights have seen."""
     pending = {(epoch, index) for epoch, index, _ in ledger["pending"]}
     open_ones = {(epoch, i) for epoch, marks in enumerate(ledger["outcomes"]) for i, m in enumerate(marks) if m == "."}
     assert waiting <= pending <= open_ones
     assert all(epoch == ledger["epoch"] for epoch, _ in open_ones - pending), "an example of a past epoch is lost"
-    assert NUM_EXAMPLES - ledger["position"] == len(open_ones - pending), "an example of this epoch is lost"
+    assert num_examples - ledger["position"] == len(open_ones - pending), "an example of this epoch is lost"
     trained = Counter(i for marks in ledger["outcomes"] for i, mark in enumerate(marks) if mark == "t")
     assert trained == Counter(number for batch in seen for number in batch)
 

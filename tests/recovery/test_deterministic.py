@@ -1,0 +1,163 @@
+"""Synchronous training with seeded sampling: a run that was killed and resumed has the numbers of one that was not."""
+
+import asyncio
+import contextlib
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import arl.launch
+from arl.api import (
+    Config,
+    Example,
+    InferenceEngine,
+    ModelRequest,
+    ModelResponse,
+    RolloutWorkflow,
+    SamplingParams,
+    Trajectory,
+    UpdateStats,
+    WeightUpdate,
+)
+from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.metrics import read_jsonl
+
+STEPS, GROUP_SIZE = 7, 3
+
+
+class DirectSampler:
+    """Samples with the published weights, one request at a time, from the request's seed alone."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.version = -1
+        self._model: PreTrainedModel | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        async with self._one_at_a_time:
+            await asyncio.sleep(0)
+            return self._sample(request)
+
+    @torch.no_grad()
+    def _sample(self, request: ModelRequest) -> ModelResponse:
+        assert self._model is not None
+        assert request.sampling.seed is not None
+        generator = torch.Generator().manual_seed(request.sampling.seed)
+        ids, logprobs = list(request.input_ids), []
+        for _ in range(request.sampling.max_new_tokens):
+            distribution = self._model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(torch.multinomial(distribution.exp(), 1, generator=generator)))
+            logprobs.append(float(distribution[ids[-1]]))
+        new = len(logprobs)
+        return ModelResponse(
+            output_ids=tuple(ids[-new:]),
+            output_logprobs=tuple(logprobs),
+            output_versions=(self.version,) * new,
+            stop_reason="length",
+        )
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
+        server: Any = SimpleNamespace(address="here", load_directory=self._load)
+        await update.prepare(server)
+        await update.load(server, flush_cache=True)
+        return UpdateStats(pause_s=0.0, load_s=0.0)
+
+    async def _load(self, directory: Path, *, version: int, flush_cache: bool) -> None:
+        model = await asyncio.to_thread(AutoModelForCausalLM.from_pretrained, directory, dtype=torch.float32)
+        self._model, self.version = model.eval(), version
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+
+class Seeded(RolloutWorkflow):
+    """Each episode of an example has a seed of its own, the same whenever its group runs."""
+
+    def __init__(self) -> None:
+        self._episodes = Counter[int]()
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+        number = data["number"]
+        seed = number * GROUP_SIZE + self._episodes[number] % GROUP_SIZE
+        self._episodes[number] += 1
+        prompt = (5, number, 7)
+        response = await engine.agenerate(
+            ModelRequest(input_ids=prompt, sampling=SamplingParams(max_new_tokens=4, seed=seed))
+        )
+        return Trajectory(
+            token_ids=prompt + response.output_ids,
+            loss_mask=(0, 0, 0, 1, 1, 1, 1),
+            behavior_logprobs=(0.0, 0.0, 0.0, *response.output_logprobs),
+            versions=(-1, -1, -1, *response.output_versions),
+            reward=float(sum(token % 2 for token in response.output_ids) > 2),
+        )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", shape=shape)
+
+
+@contextlib.asynccontextmanager
+async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    async def no_addresses(*args: object) -> tuple[list[str], None]:
+        return [], None
+
+    monkeypatch.setattr(arl.launch, "RemoteSGLangEngine", lambda *args, **kwargs: DirectSampler())
+    monkeypatch.setattr(arl.launch, "_addresses", no_addresses)
+    config = Config.model_validate(
+        {
+            "model": str(model),
+            "run_dir": run_dir,
+            "steps": STEPS,
+            "rollout": {"batch_size": 2, "group_size": GROUP_SIZE, "max_staleness": 0, "drop_equal_rewards": True},
+            "train": {"optimizer": {"lr": 1e-2}},
+            "ppo": {"minibatches": 2},
+            "checkpoint": {"every": 2},
+            "log": {"console": False, "trajectories": 100},
+        }
+    )
+    examples = [{"number": n} for n in range(11)]
+    async with arl.launch.launch(config, workflow=Seeded(), dataset=examples) as trainer:
+        yield trainer
+
+
+def numbers(run_dir: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """What does not depend on the clock: of each step, and of each trajectory."""
+    names = ("version", "loss", "grad_norm", "reward", "entropy", "staleness/max", "episodes_trained")
+    metrics = [{name: row[name] for name in names} for row in read_jsonl(run_dir / "metrics.jsonl")]
+    return metrics, read_jsonl(run_dir / "trajectories.jsonl")
+
+
+async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(model, tmp_path / "whole", monkeypatch) as trainer:
+        async for step in trainer:
+            if step.version == 5:  # what a kill at this moment leaves on the disk
+                shutil.copytree(
+                    tmp_path / "whole", tmp_path / "killed", ignore=shutil.ignore_patterns(".writing-*", ".deleting-*")
+                )
+    async with running(model, tmp_path / "killed", monkeypatch) as trainer:
+        assert trainer.version in (2, 4)
+        _ = [step async for step in trainer]
+    whole, killed = numbers(tmp_path / "whole"), numbers(tmp_path / "killed")
+    assert len({row["loss"] for row in whole[0]}) == STEPS
+    assert killed == whole
