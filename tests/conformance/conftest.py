@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from protocol_client import Client
 from reference import Reference
-from servers import Server, serving
+from servers import Server, serving, sglang_python
 from transformers import PreTrainedTokenizerFast
 
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
@@ -45,12 +46,35 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def math_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The math agent's model after a short warm start: it answers a part of the questions."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "agents"))
+    import math_agent
+    import math_tasks
+    import warm_start
+
+    directory = tmp_path_factory.mktemp("math") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_start, "NUM_CAREFUL", 5000)
+        patch.setattr(warm_start, "NUM_MIXED", 1000)
+        return warm_start.warm_start(
+            directory, math_agent.prompt, math_agent.CALCULATOR, math_tasks.held_out(192), seed=0
+        )
+
+
 @pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def server(
     request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
+    """One at a time: stock SGLang keeps a core busy. A test can ask for `sglang-math`, which serves math_model."""
+    kind, _, is_math = request.param.partition("-")
+    if kind == "sglang":
+        sglang_python()
+    model = request.getfixturevalue("math_model") if is_math else models.directory_a
+    context_length = 1024 if is_math else CONTEXT_LENGTH
     log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
-    with serving(request.param, models.directory_a, CONTEXT_LENGTH, log) as running:
+    with serving(kind, model, context_length, log) as running:
         yield running
 
 
