@@ -1,4 +1,4 @@
-"""kill -9 of the trainer and of the embedded server, on the real engines, at random moments; run again until done."""
+"""kill -9 of trainer, rank and embedded server, on the real engines, at random moments; run again until done."""
 
 import json
 import os
@@ -19,6 +19,8 @@ from arl.group_file import read_groups
 from arl.metrics import read_jsonl
 
 HERE = Path(__file__).parent
+MARK = "ARL_TEST_RUN"
+COMMANDS = {"trainer": b"real_life.py", "server": b"arl.engine.local", "rank": b"ray::RankActor"}
 SETTINGS = {
     "rollout.batch_size": 2,
     "rollout.group_size": 2,
@@ -28,9 +30,10 @@ SETTINGS = {
 }
 
 
-def start(model: Path, run_dir: Path, steps: int) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
-    settings = {"model": model, "run_dir": run_dir, "steps": steps, **SETTINGS}
+def start(model: Path, run_dir: Path, steps: int, num_ranks: int) -> "subprocess.Popen[str]":
+    paths = f"{HERE.parents[1]}:{HERE.parent}"
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", MARK: str(run_dir)}
+    settings = {"model": model, "run_dir": run_dir, "steps": steps, "train.num_ranks": num_ranks, **SETTINGS}
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, str(HERE / "real_life.py"), *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -46,16 +49,16 @@ def until_it_trains(process: "subprocess.Popen[str]") -> None:
     raise AssertionError(f"it never trained; it said:\n{''.join(seen)}")
 
 
-def server_of(trainer: int) -> int:
-    """The process id of the embedded server that `trainer` started."""
+def process_of(run_dir: Path, command: bytes) -> int:
+    """The process id of one of the run's processes, by a part of its command line."""
+    mark = f"{MARK}={run_dir}\0".encode()
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            command, status = (path / "cmdline").read_bytes(), (path / "status").read_text()
+            if command in (path / "cmdline").read_bytes() and mark in (path / "environ").read_bytes():
+                return int(path.name)
         except OSError:
             continue
-        if b"arl.engine.local" in command and f"\nPPid:\t{trainer}\n" in status:
-            return int(path.name)
-    raise AssertionError("no embedded server is running")
+    raise AssertionError(f"no process of the run is called {command!r}")
 
 
 def check(run_dir: Path) -> int:
@@ -76,21 +79,22 @@ def check(run_dir: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim", ["trainer", "server"])
+@pytest.mark.parametrize("victim", ["trainer", "server", "rank"])
 def test_killed_at_random_moments(tmp_path: Path, victim: str) -> None:
     model, run_dir = write_tiny_model(tmp_path / "model", ["Say a number"]), tmp_path / "run"
+    num_ranks = 2 if victim == "rank" else 1
     moments, versions = random.Random(victim), [0]
-    for _ in range(4):
-        with start(model, run_dir, steps=10**6) as process:
+    for _ in range(3):
+        with start(model, run_dir, 10**6, num_ranks) as process:
             until_it_trains(process)
             time.sleep(moments.uniform(0, 1.5))
-            os.kill(process.pid if victim == "trainer" else server_of(process.pid), signal.SIGKILL)
+            os.kill(process_of(run_dir, COMMANDS[victim]), signal.SIGKILL)
             said, _ = process.communicate(timeout=120)
         assert process.returncode == (-signal.SIGKILL if victim == "trainer" else 1), said
         versions.append(check(run_dir))
     assert versions == sorted(versions)
     steps = versions[-1] + 3
-    with start(model, run_dir, steps) as process:
+    with start(model, run_dir, steps, num_ranks) as process:
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert check(run_dir) == steps
