@@ -1,8 +1,11 @@
 """Tensors end to end: how they are split, and which rows of them a rank has."""
 
+import pytest
 import torch
 
 from arl.api import TensorSpec
+from arl.engine.local.weight_group import _one_buffer
+from arl.engine.local.weights import WeightsError
 from arl.engine.weight_layout import byte_size, ranges, rows_of, views
 
 
@@ -38,3 +41,10 @@ def test_ranks_have_rows_as_torch_chunks_them():
             chunks = torch.arange(num_rows).chunk(num_ranks) if num_rows else ()
             expected = [chunk.tolist() for chunk in chunks] + [[]] * (num_ranks - len(chunks))
             assert [list(rows_of(num_rows, rank, num_ranks)) for rank in range(num_ranks)] == expected
+
+
+def test_a_server_refuses_a_bucket_in_which_a_tensor_would_begin_between_two_numbers():
+    (flat,), tensors = _one_buffer([("a", "float32", [2]), ("b", "bfloat16", [3])], "cpu")
+    assert (flat.nbytes, tensors["b"].shape) == (14, (3,))
+    with pytest.raises(WeightsError, match="b would begin at byte 6"):
+        _one_buffer([("a", "bfloat16", [3]), ("b", "float32", [2])], "cpu")
