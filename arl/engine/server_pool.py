@@ -55,7 +55,7 @@ class Attempt:
 
         The server was then restarted, or given weights, behind this engine's back.
         """
-        labels = {answer.label, *(span.label for span in answer.spans)} - {""}
+        labels = [span.label for span in answer.spans] or [answer.label] * bool(answer.label)
         return next((label for label in labels if not self._is_known(label)), None)
 
     def versions(self, answer: Answer) -> list[int]:
