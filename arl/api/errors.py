@@ -42,7 +42,7 @@ class TrainingError(ArlError):
 
 
 class TransportError(ArlError):
-    """A snapshot of the weights could not be written where the servers would find it."""
+    """A snapshot of the weights could not be put together, or not written or sent to where servers would find it."""
 
 
 class RequestTimeoutError(ArlError, TimeoutError):
