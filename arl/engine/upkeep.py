@@ -119,6 +119,8 @@ class Upkeep:
         finally:
             if server.state == "fenced":
                 self._drop(server)
+                if server.pauses:
+                    await self._leave_running(server)
 
     async def remove(self, server: Server, drain_timeout_s: float) -> None:
         """Let its requests end, hand on those that do not end in time, and drop it."""
@@ -163,8 +165,9 @@ class Upkeep:
 
     async def _leave_running(self, server: Server) -> None:
         try:
-            await server.client.resume()
-        except ServerError as error:
+            async with asyncio.timeout(_CLEANUP_TIMEOUT_S):
+                await server.client.resume()
+        except (ServerError, TimeoutError) as error:
             server.reason = str(error)
 
     # Weight updates

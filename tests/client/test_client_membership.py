@@ -87,6 +87,18 @@ async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(
         other.load_gate.set()
 
 
+async def test_a_server_whose_first_load_breaks_off_is_left_out_but_not_paused(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server]) as engine:
+        await engine.update_weights(ScriptedWeights(1, midway=raising(ServerError("it broke"), at=other.address)))
+        with pytest.raises(ServerError, match="it broke"):
+            await engine.add_server(other.address)
+        assert "pause_generation" in other.names()
+        assert other.pause_mode is None
+        assert [s.address for s in engine._pool.servers] == [server.address]
+
+
 async def test_a_server_of_another_model_cannot_join(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:
