@@ -61,6 +61,8 @@ class LocalEngineConfig(ClientConfig):
     """CPU threads for each server's model."""
     device: str = "cpu"
     """The torch device that the servers compute on: cpu, cuda, cuda:0, ..."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the servers hold weights in and compute in."""
     max_running_requests: PositiveInt = 128
     """How many requests one server decodes at once; more wait in its queue."""
     context_length: PositiveInt | None = None

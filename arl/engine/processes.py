@@ -69,7 +69,7 @@ async def sglang_servers(model: str, config: SGLangProcessesConfig, log_dir: Pat
 
 def _local_command(model: str, config: LocalEngineConfig, port: int) -> list[str]:
     command = [sys.executable, "-m", "arl.engine.local", "--model", model, "--port", str(port)]
-    command += ["--device", config.device, "--num-threads", str(config.num_threads)]
+    command += ["--device", config.device, "--dtype", config.dtype, "--num-threads", str(config.num_threads)]
     command += ["--max-running-requests", str(config.max_running_requests)]
     if config.context_length is not None:
         command += ["--context-length", str(config.context_length)]
