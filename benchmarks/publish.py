@@ -60,8 +60,8 @@ class Cost:
         return self.snapshot_s + self.deliver_s
 
 
-def loss(current: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
-    return TokenLosses(loss=-current * tokens.advantages, means={}, maxima={})
+def loss(current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
+    return TokenLosses(loss=-current_logprobs * tokens.advantages, means={}, maxima={})
 
 
 def random_batch(seed: int, length: int = 64) -> list[list[TrainSequence]]:

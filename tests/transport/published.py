@@ -47,8 +47,8 @@ def write_model(directory: Path, *, tied: bool = True, dtype: torch.dtype = torc
     return directory
 
 
-def towards_advantage(current: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
-    return TokenLosses(loss=-current * tokens.advantages, means={}, maxima={})
+def towards_advantage(current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
+    return TokenLosses(loss=-current_logprobs * tokens.advantages, means={}, maxima={})
 
 
 def sequence(token_ids: Sequence[int], seed: int = 0) -> TrainSequence:
