@@ -103,7 +103,9 @@ class CheckpointWriter:
         aside: Path | None = None
         try:
             aside = directory.parent / f".{directory.name}.{self._agree(uuid.uuid4().hex)}"
-            metadata = save_tensors(tensors, storage_writer=_Files(aside), process_group=self._group)
+            # The copies are on the CPU. Copying ahead, DCP would open a CUDA context on this thread's device, GPU 0.
+            files = _Files(aside, per_thread_copy_ahead=0)
+            metadata = save_tensors(tensors, storage_writer=files, process_group=self._group)
             self._on_rank_0(partial(_complete, aside, directory, progress, metadata))
         except (Exception, CheckpointException) as error:
             if aside is not None:
