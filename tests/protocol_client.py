@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class Client:
             # There is nothing to be woken by in a server that is asked over HTTP.
             while (await self.get("/v1/loads")).body["loads"][0][name] != count:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
+
+
+def fresh_rid() -> str:
+    """An id that no request had before. SGLang aborts those of a stream once more two seconds after its end."""
+    return uuid.uuid4().hex
 
 
 def spans(answer: Any) -> list[tuple[str, int, int]]:

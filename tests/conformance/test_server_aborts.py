@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from conftest import Models
-from protocol_client import Client, spans
+from protocol_client import Client, fresh_rid, spans
 
 PROMPT = [10, 11, 12, 13]
 GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -23,18 +23,19 @@ def is_aborted(answer: Any) -> bool:
 
 async def test_an_aborted_request_answers_what_it_has_and_others_go_on(client: Client, models: Models) -> None:
     body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "return_logprob": True}
-    other = asyncio.create_task(client.generate(**body, rid="other"))
-    async with client.stream("/generate", {**body, "rid": "mine"}) as events:
+    mine, another = fresh_rid(), fresh_rid()
+    other = asyncio.create_task(client.generate(**body, rid=another))
+    async with client.stream("/generate", {**body, "rid": mine}) as events:
         while len((await anext(events))["output_ids"]) < 5:
             pass
-        assert (await client.post("/abort_request", {"rid": "mine"})).status == 200
+        assert (await client.post("/abort_request", {"rid": mine})).status == 200
         *_, last, _ = [event async for event in events]
     assert is_aborted(last)
     logprobs = last["meta_info"]["output_token_logprobs"]
     assert [token for _, token, _ in logprobs] == last["output_ids"]
     assert last["output_ids"][:20] == models.a.greedy(PROMPT, 20)[: len(last["output_ids"])]
     assert not other.done()
-    await client.post("/abort_request", {"rid": "other"})
+    await client.post("/abort_request", {"rid": another})
     assert is_aborted(await other)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from conftest import Models
-from protocol_client import Client, spans
+from protocol_client import Client, fresh_rid, spans
 
 PROMPT = [10, 11, 12, 13]
 GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -62,7 +62,7 @@ async def test_n_samples_of_each_prompt_stand_side_by_side(client: Client) -> No
 
 async def test_a_stream_grows_and_ends_with_what_an_unstreamed_request_answers(client: Client) -> None:
     sampling = {**GREEDY, "max_new_tokens": 60}
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "rid": "same"}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "rid": fresh_rid()}
     whole = await client.generate(**body)
     async with client.stream("/generate", body) as events:
         *seen, done = [event async for event in events]

@@ -17,7 +17,8 @@ from arl.api.errors import PromptTooLongError
 from arl.engine.sglang import RemoteSGLangEngine
 
 PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]
-NUM_TOKENS = {"embedded": 600, "sglang": 90}
+NUM_TOKENS = {"embedded": 1000, "sglang": 100}
+"""Enough that both updates come in the middle."""
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Models
-from protocol_client import Client, spans
+from protocol_client import Client, fresh_rid, spans
 from safetensors.torch import load_file
 from servers import free_port
 
@@ -187,10 +187,10 @@ async def test_a_group_serves_update_after_update(
 async def test_requests_in_flight_go_on_while_weights_are_sent_to_a_paused_server(
     client: Client, models: Models, buckets: list[dict[str, torch.Tensor]]
 ) -> None:
-    sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "rid": fresh_rid()}
     async with (
         trainer_of(client) as trainer,
-        client.stream("/generate", {"input_ids": PROMPT, "sampling_params": sampling, "rid": "mine"}) as events,
+        client.stream("/generate", body) as events,
     ):
         await anext(events)
         await client.post("/pause_generation", {"mode": "in_place"})
@@ -202,7 +202,7 @@ async def test_requests_in_flight_go_on_while_weights_are_sent_to_a_paused_serve
         async for event in events:
             if event["meta_info"]["weight_version"] == "b":
                 break
-        await client.post("/abort_request", {"rid": "mine"})
+        await client.post("/abort_request", {"rid": body["rid"]})
         *_, last, _ = [event async for event in events]
     (old, start, seam), (new, resumed, end) = spans(last)
     assert (old, start, new, resumed, end) == ("a", 0, "b", seam, len(last["output_ids"]))
