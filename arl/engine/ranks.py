@@ -17,7 +17,8 @@ from arl.engine.ray_cluster import Placement
 
 _GRACE_S = 3.0
 """How long other ranks may take to end, one way or the other, once one has failed; the rest sit in a collective."""
-_CLOSING_S = 10.0
+_CLOSING_S = 300.0
+"""How long ranks may take to end by themselves: they finish checkpoints that they are writing."""
 
 
 class RankTracebackError(Exception):

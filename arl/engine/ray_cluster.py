@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import logging
@@ -61,14 +62,12 @@ class RayLease:
         cls = type(self)
         cls._holders -= 1
         if cls._holders == 0:
-            self._ray.shutdown()
-            if cls._directory:
-                shutil.rmtree(cls._directory, ignore_errors=True)
-                cls._directory = None
+            self._stop()
 
     def _start(self, num_cpus: int, num_gpus: int) -> None:
         base = tempfile.gettempdir()
         directory = tempfile.mkdtemp(prefix="arl-ray-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+        type(self)._directory = directory
         try:
             self._ray.init(
                 address="local",
@@ -81,12 +80,19 @@ class RayLease:
                 _temp_dir=directory,
             )
         except BaseException as error:
-            self._ray.shutdown()
-            shutil.rmtree(directory, ignore_errors=True)
+            self._stop()
             if isinstance(error, Exception):
                 raise TrainingError(f"Ray could not be started on this machine: {error}") from error
             raise
-        type(self)._directory = directory
+        atexit.register(self._stop)  # for a script that ends without closing its engine
+
+    def _stop(self) -> None:
+        cls = type(self)
+        self._ray.shutdown()
+        if cls._directory:
+            shutil.rmtree(cls._directory, ignore_errors=True)
+            cls._directory = None
+        atexit.unregister(self._stop)
 
     def _connect(self, address: str) -> None:
         host, _, port = address.rpartition(":")

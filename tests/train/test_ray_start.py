@@ -16,7 +16,7 @@ import pytest
 from arl.api.config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, TrainingError
 from arl.engine.ray import RayTrainEngine
-from arl.engine.ray_cluster import RayLease
+from arl.engine.ray_cluster import Placement, RayLease
 
 pytestmark = pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
 LISTEN = "0A"
@@ -27,6 +27,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A place of this test's own for what Ray writes: not in tmp_path, whose name is too long for Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("RAY_TMPDIR", directory)  # where `auto` looks for a cluster, and clusters are noted
         yield Path(directory)
 
 
@@ -100,19 +101,47 @@ def test_a_cluster_that_is_not_there_is_an_error_with_its_address(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_takes_its_ray_along(temporary: Path):
+def test_rank_0_is_on_this_node_where_there_is_room(temporary: Path):
+    from ray.cluster_utils import Cluster
+
+    lease = None
+    (temporary / "ray").mkdir()  # Ray notes its address in it and does not make it
+    cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False, "temp_dir": str(temporary)})
+    try:
+        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2")
+        cluster.wait_for_nodes()
+        lease = RayLease(cluster.address, num_cpus=2, num_gpus=0)
+        deadline = time.monotonic() + 30
+        here = Placement(2, num_cpus=1, num_gpus=0, deadline=deadline)
+        assert here.address != "127.0.0.2"  # though both have room there
+        elsewhere = Placement(1, num_cpus=1, num_gpus=0, deadline=deadline)
+        assert elsewhere.address == "127.0.0.2"
+    finally:
+        if lease:
+            lease.release()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["killed", "without closing"])
+def test_a_process_takes_its_ray_along(temporary: Path, end: str):
     script = (
         f"import tempfile; tempfile.tempdir = {str(temporary)!r}\n"
-        "from arl.engine.ray_cluster import RayLease\n"
+        "from arl.engine.ray_cluster import Placement, RayLease\n"
         "RayLease(None, num_cpus=1, num_gpus=0)\n"
         "print('there', flush=True)\n"
-        "import time; time.sleep(600)\n"
+        "input()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         assert processes_of(temporary)
-        process.kill()
+        if end == "killed":
+            process.kill()
+        else:
+            process.communicate("\n")
+            assert list(temporary.iterdir()) == []
     deadline = time.monotonic() + 60
     while processes_of(temporary) and time.monotonic() < deadline:
         time.sleep(0.2)
