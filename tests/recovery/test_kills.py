@@ -67,6 +67,9 @@ def check(run_dir: Path) -> int:
     version = Checkpoints(run_dir / "checkpoints", 2, {}).newest_version()
     if version is None:
         return 0
+    for path in (run_dir / "checkpoints").glob("version-*"):
+        files = {str(file.relative_to(path)) for file in path.rglob("*.*")}
+        assert files == {"state.json", "groups.npz", "engine/engine.json"}, "half of a checkpoint has a name"
     directory = run_dir / "checkpoints" / f"version-{version:08d}"
     state = json.loads((directory / "state.json").read_text())
     ledger = state["rollout"]["ledger"]

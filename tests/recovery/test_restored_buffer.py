@@ -30,6 +30,13 @@ async def test_restored_groups_are_taken_in_the_order_of_their_ids() -> None:
     assert [g.group_id for g in await buffer.take_batch(4)] == [0, 1, 2, 3]
 
 
+async def test_a_group_that_runs_again_stands_in_its_batch_where_it_stood() -> None:
+    buffer = ReplayBuffer(2, 0, version=4)
+    buffer.restore([group(1, 4)])
+    await buffer.finish(await buffer.admit(), group(0, 4))
+    assert [g.group_id for g in await buffer.take_batch(4)] == [0, 1]
+
+
 async def test_the_oldest_are_taken_first() -> None:
     buffer, _ = restored([4, 3, 4, 3], at=4, batch_size=2, max_staleness=1)
     assert [g.group_id for g in await buffer.take_batch(4)] == [1, 3]
