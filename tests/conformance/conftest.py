@@ -15,6 +15,7 @@ from reference import Reference
 from servers import Server, serving, sglang_python
 from transformers import PreTrainedTokenizerFast
 
+from arl.api.config import TrainConfig
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 
 CONTEXT_LENGTH = 8192
@@ -58,6 +59,8 @@ def math_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm_start, "NUM_CAREFUL", 5000)
         patch.setattr(warm_start, "NUM_MIXED", 1000)
+        # Two threads wait for each other at every matmul where other processes want the cores too.
+        patch.setattr(warm_start, "TrainConfig", lambda **settings: TrainConfig(**{**settings, "num_threads": 1}))
         return warm_start.warm_start(
             directory, math_agent.prompt, math_agent.CALCULATOR, math_tasks.held_out(192), seed=0
         )
