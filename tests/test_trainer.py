@@ -66,6 +66,8 @@ class DirectTransport:
             await self._before_delivery(update)
         return await engine.update_weights(update)
 
+    def discard(self, update: WeightUpdate) -> None: ...
+
     def close(self) -> None: ...
 
 

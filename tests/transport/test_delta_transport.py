@@ -271,6 +271,14 @@ async def test_what_nobody_prepared_for_breaks_the_row_and_nothing_else(setup: S
     assert (await publish(setup, model, 0)).num_bytes > FULL
 
 
+async def test_a_discarded_snapshot_leaves_the_row_of_deltas_as_it_was(setup: Setup, model: Model) -> None:
+    await publish(setup, model, 0)
+    model.step()
+    setup.transport.discard(setup.transport.snapshot(model))
+    model.step()
+    assert (await publish(setup, model, 0)).num_bytes < FULL / 50
+
+
 async def test_loading_comes_after_preparing(setup: Setup, model: Model) -> None:
     update = setup.transport.snapshot(model)
     with pytest.raises(TransportError, match="prepare comes before load"):
@@ -280,7 +288,7 @@ async def test_loading_comes_after_preparing(setup: Setup, model: Model) -> None
 async def test_weights_that_were_removed_behind_its_back_are_an_error_in_a_sentence(setup: Setup, model: Model) -> None:
     update = setup.transport.snapshot(model)
     await update.prepare(setup.servers[3])  # type: ignore[arg-type]
-    shutil.rmtree(update._written.directory or "")
+    shutil.rmtree(update.written.directory or "")
     with pytest.raises(TransportError, match="version 0 can't be read any more"):
         await update.prepare(setup.servers[0])  # type: ignore[arg-type]
 

@@ -174,6 +174,14 @@ async def test_a_snapshot_that_was_skipped_lets_go_of_its_memory(transport: Disk
     assert (skipped.num_writes, skipped.is_released) == (0, True)
 
 
+def test_a_discarded_snapshot_lets_go_of_its_memory_at_once(transport: DiskTransport, engine: Exporter) -> None:
+    kept, discarded = transport.snapshot(engine), transport.snapshot(engine)
+    for _ in range(2):
+        transport.discard(discarded)
+    assert engine.newest.is_released
+    assert transport._updates == [kept]
+
+
 async def test_a_delivery_that_failed_stays_for_servers_that_come_back(
     transport: DiskTransport, engine: Exporter
 ) -> None:

@@ -274,6 +274,18 @@ async def test_snapshots_before_a_delivered_one_are_released_and_it_stays(
         await again.leave_group(name)
 
 
+def test_a_discarded_snapshot_is_released_at_once(
+    transport: DistributedTransport, trainer: Trainee, tmp_path: Path
+) -> None:
+    kept, discarded = transport.snapshot(trainer.engine), transport.snapshot(trainer.engine)
+    for _ in range(2):
+        transport.discard(discarded)
+    with pytest.raises(TransportError, match="released"):
+        discarded.snapshot.write(tmp_path / "discarded")
+    assert kept.snapshot.write(tmp_path / "kept") > 0
+    assert transport._updates == [kept]
+
+
 async def test_a_closed_transport_says_so(transport: DistributedTransport, trainer: Trainee, server: Receiver) -> None:
     update = transport.snapshot(trainer.engine)
     transport.close()

@@ -54,6 +54,11 @@ class DeltaTransport:
         """Bring the servers to `update`, then remove the snapshots before it."""
         return await self._disk.deliver(update, engine)
 
+    def discard(self, update: WeightUpdate) -> None:
+        """Let go of a snapshot that will not be delivered: the next delta starts from what was. Idempotent."""
+        if isinstance(update, DeltaWeights):
+            self._disk.discard(update.written)
+
     def close(self) -> None:
         """Remove what is on this machine; mirrors keep what they hold. Idempotent."""
         self._worker.shutdown(cancel_futures=True)
@@ -73,7 +78,7 @@ class DeltaWeights:
     ) -> None:
         """mirrors: by the address of the server."""
         self.version = written.version
-        self._written = written
+        self.written = written
         self._mirrors = mirrors
         self._worker = worker
         self._deltas = deltas
@@ -85,11 +90,11 @@ class DeltaWeights:
     @property
     def num_bytes(self) -> int:
         """What was sent to mirrors, and the whole directory if servers of this machine load it."""
-        return self._num_bytes + (self._written.num_bytes if self._is_loaded_here else 0)
+        return self._num_bytes + (self.written.num_bytes if self._is_loaded_here else 0)
 
     async def prepare(self, server: WeightServer) -> None:
         """Bring the server's mirror to this version. Raises TransportError; ServerError if the mirror is at fault."""
-        await self._written.prepare(server)
+        await self.written.prepare(server)
         if (mirror := self._mirrors.get(server.address)) is None:
             self._is_loaded_here = True
             return
@@ -99,7 +104,7 @@ class DeltaWeights:
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         if (mirror := self._mirrors.get(server.address)) is None:
-            await self._written.load(server, flush_cache=flush_cache)
+            await self.written.load(server, flush_cache=flush_cache)
         elif mirror in self._mirrored:
             await server.load_directory(self._mirrored[mirror], version=self.version, flush_cache=flush_cache)
         else:
@@ -107,7 +112,7 @@ class DeltaWeights:
 
     async def _survey(self) -> Replica:
         """The written directory, compared with the one before it."""
-        if (directory := self._written.directory) is None:
+        if (directory := self.written.directory) is None:
             raise TransportError(f"version {self.version} was not written")
         if self._replica is None:
             try:

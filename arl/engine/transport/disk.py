@@ -12,6 +12,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from arl.api.config import DiskWeightsConfig
@@ -67,6 +68,13 @@ class DiskTransport:
         finally:
             await asyncio.to_thread(self._prune, update.version)
 
+    def discard(self, update: WeightUpdate) -> None:
+        """Let go of a snapshot that will not be delivered. Idempotent."""
+        if isinstance(update, WrittenWeights):
+            update.discard()
+            with suppress(ValueError):  # it was let go of before
+                self._updates.remove(update)
+
     def close(self) -> None:
         """Remove everything. Idempotent."""
         self._writer.shutdown(cancel_futures=True)
@@ -113,8 +121,7 @@ class DiskTransport:
 
     def _prune(self, version: int) -> None:
         for old in [update for update in self._updates if update.version < version]:
-            old.discard()
-            self._updates.remove(old)
+            self.discard(old)
 
 
 class WrittenWeights:

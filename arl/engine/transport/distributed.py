@@ -68,8 +68,14 @@ class DistributedTransport:
             return await engine.update_weights(update)
         finally:
             for old in [old for old in self._updates if old.version < update.version]:
-                old.snapshot.release()
-                self._updates.remove(old)
+                self.discard(old)
+
+    def discard(self, update: WeightUpdate) -> None:
+        """Let go of a snapshot that will not be delivered. Idempotent."""
+        if isinstance(update, DistributedWeights):
+            update.snapshot.release()
+            with contextlib.suppress(ValueError):  # it was let go of before
+                self._updates.remove(update)
 
     def close(self) -> None:
         """Leave all groups. Idempotent."""
