@@ -87,9 +87,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
-    """Weights that wait for their delivery. snapshot_s: how long training stood still for them."""
+    """Weights that wait for their delivery. taken: when, on the monotonic clock. snapshot_s: training stood still."""
 
     update: WeightUpdate
+    taken: float
     snapshot_s: float
 
 
@@ -117,6 +118,7 @@ class Trainer:
         self._undelivered: _Snapshot | None = None
         self._delivery: asyncio.Task[None] | None = None
         self._published: PublishStats | None = None
+        self._publication = asyncio.Condition()
         self._evaluation: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._is_evaluation_due = False
@@ -195,7 +197,10 @@ class Trainer:
         """Snapshot the weights, which are delivered beside the next step; a newer snapshot replaces one that waits."""
         began = time.monotonic()
         update = await self.thread(self.transport.snapshot, self.train_engine)
-        self._undelivered = _Snapshot(update=update, snapshot_s=time.monotonic() - began)
+        if self._undelivered:
+            self.transport.discard(self._undelivered.update)
+        now = time.monotonic()
+        self._undelivered = _Snapshot(update=update, taken=now, snapshot_s=now - began)
         if self._delivery is None or self._delivery.done():
             self._delivery = self._tasks.create_task(self._deliver())
         if self.config.rollout.max_staleness == 0:
@@ -204,16 +209,23 @@ class Trainer:
     async def _deliver(self) -> None:
         """Bring the newest snapshot to the servers, one delivery at a time, until there is none left."""
         while self._undelivered:
-            (snapshot, self._undelivered), began = (self._undelivered, None), time.monotonic()
+            snapshot, self._undelivered = self._undelivered, None
             cost = await self.transport.deliver(snapshot.update, self.inference_engine)
             await self.buffer.published(snapshot.update.version)
             self._published = PublishStats(
                 version=snapshot.update.version,
                 snapshot_s=snapshot.snapshot_s,
-                transfer_s=time.monotonic() - began,
+                transfer_s=time.monotonic() - snapshot.taken,
                 pause_s=cost.pause_s,
                 num_bytes=snapshot.update.num_bytes,
             )
+            async with self._publication:
+                self._publication.notify_all()
+
+    async def _served(self, version: int) -> None:
+        """Wait until the servers hold `version` or a newer one; woken by the delivery."""
+        async with self._publication:
+            await self._publication.wait_for(lambda: self._published is not None and self._published.version >= version)
 
     async def _delivered(self) -> None:
         if self._delivery:
@@ -256,7 +268,7 @@ class Trainer:
         """Run the held-out examples on the newest published weights. Raises ConfigError where there are none."""
         if self.evaluator is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
-        await self._delivered()
+        await self._served(self.version)
         evaluation = await self.evaluator.evaluate()
         await self.thread(self.log.evaluation, evaluation)
         return evaluation
@@ -308,7 +320,7 @@ class Trainer:
         except BaseException as error:
             try:
                 await self.save()
-            except ArlError as failure:
+            except (ArlError, OSError) as failure:
                 log.error("the run's end could not be saved either: %s", failure)
                 error.add_note(str(failure))
             raise

@@ -57,6 +57,7 @@ class DirectTransport:
 
     def __init__(self, before_delivery: Callable[[WeightUpdate], Any] | None = None) -> None:
         self._before_delivery = before_delivery
+        self.discarded: list[int] = []
 
     def snapshot(self, engine: TrainEngine) -> WeightUpdate:
         return DiskWeights(version=engine.version, directory=Path("/none"))
@@ -66,7 +67,8 @@ class DirectTransport:
             await self._before_delivery(update)
         return await engine.update_weights(update)
 
-    def discard(self, update: WeightUpdate) -> None: ...
+    def discard(self, update: WeightUpdate) -> None:
+        self.discarded.append(update.version)
 
     def close(self) -> None: ...
 
@@ -174,11 +176,32 @@ async def test_a_slow_delivery_holds_training_up_by_the_bound_alone_and_the_newe
             await as_far_as_the_bound.wait()
         delivered.append(update.version)
 
-    async with running(tmp_path, ScriptedTrainEngine(), DirectTransport(until_the_bound), steps=4) as trainer:
+    transport = DirectTransport(until_the_bound)
+    async with running(tmp_path, ScriptedTrainEngine(), transport, steps=4) as trainer:
         async for step in trainer:
             if step.version == 3:  # batches 0, 1 and 2 are what max_staleness 2 admits at version 0
                 as_far_as_the_bound.set()
     assert delivered == [0, 1, 3, 4]
+    assert transport.discarded == [2]
+
+
+async def test_an_evaluation_waits_for_its_version_and_not_for_a_moment_without_deliveries(tmp_path: Path) -> None:
+    trained, evaluated = {v: asyncio.Event() for v in range(1, 7)}, asyncio.Event()
+
+    async def until_there_is_a_newer_one(update: WeightUpdate) -> None:
+        if 0 < update.version < 6 and not evaluated.is_set():
+            await trained[update.version + 1].wait()
+
+    transport = DirectTransport(until_there_is_a_newer_one)
+    async with running(tmp_path, transport=transport, steps=6, evaluate=True) as trainer:
+        assert (await anext(trainer)).version == 1
+        evaluation = asyncio.create_task(trainer.evaluate())
+        for version in range(2, 6):
+            assert (await anext(trainer)).version == version
+            trained[version].set()
+        assert (await evaluation).version < 5
+        evaluated.set()
+        trained[6].set()
 
 
 async def test_with_max_staleness_0_a_step_ends_when_its_weights_are_served(tmp_path: Path) -> None:
