@@ -44,6 +44,7 @@ from arl.api.errors import (
     PromptTooLongError,
     RequestTimeoutError,
     ServerError,
+    first_error,
 )
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.continuation import PartialResponse
@@ -121,8 +122,7 @@ class RemoteSGLangEngine:
         try:
             await self.aclose()
         finally:
-            # Without the block's own error, which the group would wrap into an ExceptionGroup.
-            await self._tasks.__aexit__(None, None, None)
+            await self._end_tasks(error)
 
     @property
     def version(self) -> int:
@@ -214,6 +214,17 @@ class RemoteSGLangEngine:
             await self._upkeep.close()
         finally:
             await self._session.close()
+
+    async def _end_tasks(self, block_error: BaseException | None) -> None:
+        """Leave the group; a task's error, which cancelled the block, is raised unless the block had one of its own."""
+        try:
+            # Without the block's own error, which the group would wrap into an ExceptionGroup.
+            await self._tasks.__aexit__(None, None, None)
+        except BaseExceptionGroup as errors:
+            failure = first_error(errors)
+            if block_error is None or isinstance(block_error, asyncio.CancelledError):
+                raise failure from None
+            block_error.add_note(f"at the same time: {failure!r}")
 
     async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
         """A server that is serving, another than `avoid` if there is one; waits for it until the deadline."""

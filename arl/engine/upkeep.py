@@ -8,7 +8,7 @@ from typing import Any
 
 from arl.api.config import ClientConfig
 from arl.api.engine import UpdateStats, WeightUpdate
-from arl.api.errors import ServerError, TransportError, first_error
+from arl.api.errors import ArlError, ServerError, TransportError, first_error
 from arl.engine.greeting import Greeting, difference, greet
 from arl.engine.loading import Loading
 from arl.engine.server_client import ServerFailedError
@@ -268,7 +268,7 @@ class Upkeep:
                 label = await server.client.weight_label()
                 if label != (str(server.version) if server.is_updated else server.initial_label):
                     self.fence(server, f"it lost its weights: it serves {label!r}, not version {server.version}")
-        except (ServerError, TimeoutError) as error:
+        except (ArlError, TimeoutError) as error:
             self.fence(server, str(error) or f"{server.address} does not answer")
 
     def _lose(self, server: Server, reason: str) -> None:
@@ -288,11 +288,13 @@ class Upkeep:
             try:
                 if await self._restore(server):
                     return
-            except TransportError as error:
-                server.reason = str(error)  # it is no fault of the server's, which may end what it runs
             except (ServerError, TimeoutError) as error:
                 server.reason = str(error) or f"{server.address} does not answer"
                 self._pool.lose_attempts(server, f"{server.address} failed: {server.reason}")
+            except ArlError as error:
+                # No fault of the server's, which may end what it runs. If the weights have no sender any more, whoever
+                # trains learns it from a call of its own.
+                server.reason = str(error)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
@@ -331,8 +333,13 @@ class Upkeep:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
         return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._is_closed = True  # the group ends with it, and takes no more tasks
 
 
 async def _greet(server: Server) -> Greeting | ServerError:

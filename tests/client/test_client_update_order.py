@@ -7,7 +7,9 @@ from protocol_server import Engines, ProtocolServer, ask, assert_seamless
 from scripted_weights import ScriptedWeights, raising, waiting, weights
 
 from arl.api import WeightServer
-from arl.api.errors import ServerError, TransportError
+from arl.api.config import ClientConfig
+from arl.api.errors import ConfigError, ServerError, TrainingError, TransportError
+from arl.engine.sglang import RemoteSGLangEngine
 
 
 async def test_preparing_disturbs_no_request(server: ProtocolServer, engine_over: Engines) -> None:
@@ -201,3 +203,53 @@ async def test_an_error_of_the_update_itself_passes_and_no_server_serves_what_it
         response = await engine.agenerate(ask())
         assert len(other.requests) == 1
         assert_seamless(response, 4)
+
+
+async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_the_next(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    asked = asyncio.Event()
+
+    async def prepare(at: WeightServer) -> None:
+        if at.address == server.address:
+            if asked.is_set():
+                raise TrainingError("rank 0 died")
+            asked.set()
+            raise TransportError("it broke off")
+
+    async with engine_over([server, other]) as engine:
+        await engine.update_weights(ScriptedWeights(1, before=prepare))
+        await server.until(lambda: "rank 0 died" in engine._pool.report())
+        await engine.update_weights(weights(2))
+        await server.until(lambda: server.label == "2")
+        assert_seamless(await engine.agenerate(ask()), 4)
+
+
+@pytest.mark.parametrize("block_error", [None, ConfigError("the block's own")])
+async def test_an_error_in_a_background_task_is_raised_as_it_is_unless_the_block_had_its_own(
+    server: ProtocolServer, other: ProtocolServer, block_error: Exception | None
+) -> None:
+    async def prepare(at: WeightServer) -> None:
+        if at.address == server.address:
+            if not engine._upkeep._probes:
+                raise TransportError("it broke off")
+            raise ZeroDivisionError("in the probe")
+
+    async def block() -> None:
+        try:
+            await engine.update_weights(ScriptedWeights(1, before=prepare))
+            await asyncio.wait_for(asyncio.Event().wait(), 5)
+        finally:
+            if block_error is not None:
+                raise block_error
+
+    engine = RemoteSGLangEngine([server.address, other.address], ClientConfig())
+    try:
+        async with engine:
+            await block()
+    except (ZeroDivisionError, ConfigError) as error:
+        raised = error
+    else:
+        pytest.fail("nothing was raised")
+    assert isinstance(raised, ZeroDivisionError if block_error is None else ConfigError)
+    assert "in the probe" in str(raised) + str(getattr(raised, "__notes__", ""))
