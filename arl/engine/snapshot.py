@@ -146,9 +146,10 @@ class RankSnapshot:
     def _served(self, name: str) -> torch.Tensor:
         """The bytes of a tensor that has to be made from those of the model, all at once when the first is wanted."""
         with self._converting:
-            if not self._converted:
-                self._converted = self._writer.served(self._own_tensors())
-            return self._converted[name].contiguous().view(-1).view(torch.uint8)
+            converted = self._converted  # which `release` may replace at any time
+            if not converted:
+                converted.update(self._writer.served(self._own_tensors()))
+            return converted[name].contiguous().view(-1).view(torch.uint8)
 
     def _held_chunks(self) -> Sequence[Future[torch.Tensor]]:
         if self._rank or not (chunks := self._chunks):

@@ -77,7 +77,8 @@ def test_it_has_the_dtype_and_the_names_of_the_files(tmp_path: Path, tied: bool)
         assert same(sent(snapshot, 1 << 20), load_file(model / "model.safetensors"))
 
 
-def test_fused_experts_are_sent_apart_as_files_have_them(tmp_path: Path) -> None:
+def write_model_with_experts(directory: Path) -> dict[str, torch.Tensor]:
+    """Returns what is in its file."""
     tokenizer = tiny_tokenizer()
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -91,12 +92,36 @@ def test_fused_experts_are_sent_apart_as_files_have_them(tmp_path: Path) -> None
         num_experts=4,
         num_experts_per_tok=2,
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    stored = load_file(tmp_path / "model" / "model.safetensors")
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def test_fused_experts_are_sent_apart_as_files_have_them(tmp_path: Path) -> None:
+    stored = write_model_with_experts(tmp_path / "model")
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in stored
     with trainee(tmp_path / "model", tmp_path) as trainer:
         assert same(sent(trainer.engine.snapshot(), 2_000), stored)
+
+
+def test_what_is_being_sent_while_it_is_released_is_still_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = write_model_with_experts(tmp_path / "model")
+    with trainee(tmp_path / "model", tmp_path) as trainer:
+        snapshot = trainer.engine.snapshot()
+        served = snapshot._writer.served
+
+        def released_meanwhile(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            converted = served(tensors)
+            snapshot.release()
+            return converted
+
+        monkeypatch.setattr(snapshot._writer, "served", released_meanwhile)
+        (spec,) = snapshot.specs[:1]
+        assert torch.equal(views([spec], snapshot._bytes(0, 1))[0], stored[spec.name])
+        with pytest.raises(TransportError, match="released"):
+            snapshot._bytes(0, 1)
 
 
 def test_one_that_was_released_says_so(trainer: Trainee, tmp_path: Path) -> None:
