@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -298,6 +299,14 @@ async def test_a_full_memory_directory_gives_way_to_the_run_directory(
     transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
     assert (await prepared(transport, engine)).is_relative_to(tmp_path / "run")
     transport.close()
+
+
+def test_directories_of_a_host_with_a_longer_name_are_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / f"arl-weights-{socket.gethostname()}-2-1234-abc_1234"
+    theirs.mkdir()
+    (theirs / ".lock").touch()  # as of a process whose lock is not seen over the network
+    DiskTransport(DiskWeightsConfig(directory=tmp_path), tmp_path).close()
+    assert theirs.is_dir()
 
 
 def test_leftovers_of_a_killed_run_are_removed_and_a_living_ones_are_not(tmp_path: Path) -> None:

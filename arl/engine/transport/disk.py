@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -213,6 +214,8 @@ class _Home:
 def _remove_leftovers(base: Path, prefix: str) -> None:
     """Remove the directories of this host's processes that no longer hold their lock."""
     for path in base.glob(f"{prefix}*"):
+        if not re.fullmatch(r"\d+-\w+", path.name.removeprefix(prefix)):
+            continue  # of a host whose name begins with this one's, and whose locks may not be seen here
         try:
             lock = os.open(path / _LOCK, os.O_RDWR)
         except OSError:
