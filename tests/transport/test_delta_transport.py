@@ -18,6 +18,7 @@ from arl.api import ModelResponse, ScriptedEngine, ScriptedTrainEngine, UpdateSt
 from arl.api.config import DeltaWeightsConfig
 from arl.api.errors import ServerError, TransportError
 from arl.engine.delta import PackageHeader
+from arl.engine.mirror_client import Held, MirrorClient, WrongBaseError
 from arl.engine.server_client import ServerFailedError
 from arl.engine.transport import delta
 from arl.engine.transport.delta import DeltaTransport, DeltaWeights
@@ -232,6 +233,21 @@ async def test_a_base_that_was_lost_between_question_and_delta_costs_all_of_it(
     monkeypatch.setattr(delta.DeltaChain, "row", lambda *_: (lost,))
     model.step()
     assert (await publish(setup, model, 0)).num_bytes > FULL
+
+
+async def test_a_whole_package_that_a_mirror_refuses_may_be_taken_later(
+    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(self: MirrorClient, num_bytes: int, pieces: object) -> Held:
+        raise WrongBaseError("version 0 came out with another checksum than the package has")
+
+    update = setup.transport.snapshot(model)
+    monkeypatch.setattr(MirrorClient, "put", refuse)
+    with pytest.raises(ServerFailedError, match="another checksum"):
+        await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+    monkeypatch.undo()
+    await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+    assert setup.mirrors[0].versions == [0]
 
 
 async def test_a_server_without_a_mirror_loads_this_machines_directory(setup: Setup, model: Model) -> None:

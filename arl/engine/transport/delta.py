@@ -23,6 +23,7 @@ from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightServ
 from arl.api.errors import TransportError
 from arl.engine.mirror_client import MirrorClient, WrongBaseError
 from arl.engine.replica import Replica, delta_package, survey, whole_package
+from arl.engine.server_client import ServerFailedError
 from arl.engine.transport.disk import DiskTransport, WrittenWeights
 
 _MAX_DELTAS = 8
@@ -132,7 +133,10 @@ class DeltaWeights:
             pass  # it lost what it held meanwhile
         if held.directory is None or held.checksum != replica.checksum:
             num_bytes, pieces = whole_package(replica, self.version)
-            held = await mirror.put(num_bytes, pieces)
+            try:
+                held = await mirror.put(num_bytes, pieces)
+            except WrongBaseError as error:  # a package without a base came out wrong: files or bytes were damaged
+                raise ServerFailedError(str(error)) from error
             self._num_bytes += num_bytes
         return mirror.checked(held, replica.checksum)
 
