@@ -127,7 +127,8 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
+        for name in os.environ.keys() - environment.keys():  # no other: threads may be reading them
+            del os.environ[name]
         os.environ.update(environment)
         logging.getLogger("ray").setLevel(level)
         if is_main:

@@ -16,7 +16,7 @@ import pytest
 from arl.api.config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, TrainingError
 from arl.engine.ray import RayTrainEngine
-from arl.engine.ray_cluster import Placement, RayLease
+from arl.engine.ray_cluster import Placement, RayLease, _as_ray_starts
 
 pytestmark = pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
 LISTEN = "0A"
@@ -86,6 +86,18 @@ def test_a_ray_that_is_there_is_used_and_left_as_it_was(
         lease.release()
     assert not ray.is_initialized()
     assert processes_of(temporary) == []
+
+
+def test_what_a_ray_does_not_change_of_the_environment_is_there_all_the_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CHANGED", "before")
+    before, unset = dict(os.environ), list[bytes]()
+    unsetenv = os.unsetenv
+    monkeypatch.setattr(os, "unsetenv", lambda name: (unset.append(name), unsetenv(name)))
+    with _as_ray_starts(private=True):
+        os.environ.update(CHANGED="by Ray", ADDED="by Ray")
+    assert dict(os.environ) == before
+    assert b"ADDED" in unset
+    assert {os.fsdecode(name) for name in unset}.isdisjoint(before)
 
 
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
