@@ -21,11 +21,15 @@ _PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """label: of the weights that it holds. num_ranks: its tensor-parallel size. traits: None where it does not say."""
+    """label: of the weights that it holds. num_ranks: its tensor-parallel size. traits: None where it does not say.
+
+    num_late: tokens of a request that may still be on their way out of the model when a pause in place takes effect.
+    """
 
     address: str
     label: str
     num_ranks: int
+    num_late: int
     traits: Mapping[str, Any]
 
 
@@ -45,6 +49,7 @@ async def greet(client: ServerClient) -> Greeting:
         address=client.address,
         label=str(info.get("weight_version", "default")),
         num_ranks=int(settings.get("tp_size") or 1),
+        num_late=_num_late(settings),
         traits={
             "model type": info.get("model_type"),
             "architecture": info.get("architectures"),
@@ -52,6 +57,12 @@ async def greet(client: ServerClient) -> Greeting:
             f"tokenization of {_PROBE_TEXT!r}": tokens,
         },
     )
+
+
+def _num_late(settings: Mapping[str, Any]) -> int:
+    """One step's, of a server that launches the next step before it reads what the last one gave."""
+    runs_ahead = settings.get("disable_overlap_schedule") is False
+    return int(settings.get("speculative_num_draft_tokens") or 1) if runs_ahead else 0
 
 
 async def _probe_tokens(client: ServerClient) -> list[int] | None:

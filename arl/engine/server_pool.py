@@ -31,14 +31,15 @@ class Attempt:
     """One /generate call in flight, and what was true of its server when it was sent.
 
     version: of the server's weights. was_updated: the weights came from this engine. initial_labels: what weights that
-    did not are called. pauses: how many there had been. sent_at: the event loop's time. `scope` is the call's timeout,
-    which `lose` ends early; `lost` says why.
+    did not are called. num_late: most tokens that an update may label too new. pauses: how many there had been.
+    sent_at: the event loop's time. `scope` is the call's timeout, which `lose` ends early; `lost` says why.
     """
 
     rid: str
     version: int
     was_updated: bool
     initial_labels: frozenset[str]
+    num_late: int
     pauses: int
     sent_at: float
     scope: asyncio.Timeout
@@ -59,12 +60,12 @@ class Attempt:
         return next((label for label in labels if not self._is_known(label)), None)
 
     def versions(self, answer: Answer) -> list[int]:
-        """The policy version of each of the answer's tokens."""
+        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be."""
         versions = [self.version] * len(answer.output_ids)
         for span in answer.spans:
             end = min(span.end, len(versions))
             versions[span.start : end] = [self._version_of(span.label)] * (end - span.start)
-        return versions
+        return _held_back(versions, self.version, self.num_late) if self.num_late else versions
 
     def _is_known(self, label: str) -> bool:
         return not self.was_updated or (label.isdecimal() and int(label) >= self.version)
@@ -74,12 +75,25 @@ class Attempt:
         return int(label) if label.isdecimal() and not is_first else self.version
 
 
+def _held_back(versions: list[int], sent_under: int, num_late: int) -> list[int]:
+    """The first `num_late` tokens of each version are given the version before."""
+    out: list[int] = []
+    before = current = sent_under
+    start = 0
+    for index, version in enumerate(versions):
+        if version != current:
+            before, current, start = current, version, index
+        out.append(before if index - start < num_late else version)
+    return out
+
+
 @dataclass(slots=True, eq=False)
 class Server:
     """A server's state. version: of the weights it holds. is_updated: they came from this engine.
 
     is_whole: the last load, if any, went through to its end; what the server holds otherwise has no version.
-    initial_label: what the server called the weights that it started with. reason: why it is fenced. pauses: how often
+    initial_label: what the server called the weights that it started with. num_late: most tokens of a request that it
+    samples under one version and labels with the next (Greeting.num_late). reason: why it is fenced. pauses: how often
     it was paused so far. load_number: of the load that gave it its weights, of all loads of the pool. is_leaving: it
     gets no new requests and will be dropped. attempts: the calls in flight. busy: held by whoever pauses, loads and
     resumes it.
@@ -90,6 +104,7 @@ class Server:
     is_updated: bool = False
     is_whole: bool = True
     initial_label: str = "default"
+    num_late: int = 0
     state: State = "serving"
     reason: str = ""
     pauses: int = 0
@@ -173,6 +188,7 @@ class ServerPool:
             version=min(holder.version for holder in holders),
             was_updated=all(holder.is_updated for holder in holders),
             initial_labels=frozenset(holder.initial_label for holder in holders),
+            num_late=max(holder.num_late for holder in holders),
             pauses=self.pauses(server),
             sent_at=asyncio.get_running_loop().time(),
             scope=scope,

@@ -5,11 +5,12 @@
                         |          fault: fence the server            | no: cut short by a pause
                         +------------------+--------------------------+
 
-**Versions.** A token's version is what the server's spans say. Servers without spans: the version the server held
-before the request was sent. Labels are str(version); what a server called its weights before this engine first
-updated them stands for the version that the engine started with. After that, a label that is no version, or one older
-than what the server held when the request was sent, means that the server was restarted behind our back: its answer is
-thrown away, and it is fenced until it holds the current weights.
+**Versions.** A token's version is what the server's spans say; of a server that runs ahead of its results (SGLang does
+on a GPU) the first token after an update in place bears the version before, as it may have been sampled under it.
+Servers without spans: the version the server held before the request was sent. Labels are str(version); what a server
+called its weights before this engine first updated them stands for the version that the engine started with. After
+that, a label that is no version, or one older than what the server held when the request was sent, means that the
+server was restarted behind our back: its answer is thrown away, and it is fenced until it holds the current weights.
 
 **A router in front** (config.router) gets the requests and chooses among the servers; weights, pauses and aborts go to
 each server itself. So a request may be answered by any of them. It carries a cache key that changes with each load of

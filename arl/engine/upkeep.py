@@ -147,6 +147,8 @@ class Upkeep:
             raise ServerError(f"the servers do not serve the same model: {sentence}")
         self._greetings[server] = greeting
         server.initial_label, server.client.num_ranks = greeting.label, greeting.num_ranks
+        # The other modes wait for what is on its way, or have it sampled again.
+        server.num_late = greeting.num_late if self._config.pause_mode == "in_place" else 0
 
     def _drop(self, server: Server) -> None:
         self._greetings.pop(server, None)

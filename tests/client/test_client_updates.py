@@ -92,6 +92,44 @@ async def test_what_a_server_calls_its_first_weights_is_the_engines_first_versio
         assert (await call).output_versions == (2, 3, 3, 3)
 
 
+@pytest.mark.parametrize(
+    ("told", "mode", "versions"),
+    [
+        ({"disable_overlap_schedule": False}, "in_place", (0, 0, 1, 1)),
+        ({"disable_overlap_schedule": False, "speculative_num_draft_tokens": 2}, "in_place", (0, 0, 0, 1)),
+        ({"disable_overlap_schedule": False}, "retract", (0, 1, 1, 1)),
+        ({"disable_overlap_schedule": True}, "in_place", (0, 1, 1, 1)),
+        ({}, "in_place", (0, 1, 1, 1)),
+    ],
+)
+async def test_where_a_server_runs_ahead_a_token_after_an_update_may_be_of_the_version_before(
+    server: ProtocolServer, engine_over: Engines, told: dict[str, object], mode: str, versions: tuple[int, ...]
+) -> None:
+    server.is_automatic, server.tells["server_info"] = False, told
+    async with engine_over([server], pause_mode=mode) as engine, asyncio.TaskGroup() as group:
+        call = group.create_task(engine.agenerate(ask()))
+        await server.until(lambda: len(server.running) == 1)
+        server.advance(1)
+        await engine.update_weights(weights(1))
+        server.advance(3)
+        assert (await call).output_versions == versions
+
+
+async def test_where_a_server_runs_ahead_the_first_token_may_be_of_the_version_that_the_request_was_sent_under(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    server.is_automatic, server.tells["server_info"] = False, {"disable_overlap_schedule": False}
+    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+        await engine.update_weights(weights(3))
+        call = group.create_task(engine.agenerate(ask()))
+        await server.until(lambda: len(server.running) == 1)
+        await engine.update_weights(weights(4))
+        server.advance(2)
+        await engine.update_weights(weights(5))
+        server.advance(2)
+        assert (await call).output_versions == (3, 4, 4, 5)
+
+
 async def test_a_server_that_fails_an_update_is_fenced_and_the_others_go_on(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:
