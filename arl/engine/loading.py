@@ -38,7 +38,7 @@ class Loading:
         paused = now()
         self._pool.begin_load(server)
         await update.load(server.client, flush_cache=self._pause_mode != "in_place")
-        server.end_load(update.version)
+        self._pool.end_load(server, update.version)
         loaded = now()
         if not self.is_paused:
             await self.resume(server)

@@ -113,9 +113,6 @@ class Server:
     attempts: set[Attempt] = field(default_factory=set)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def end_load(self, version: int) -> None:
-        self.version, self.is_updated, self.is_whole = version, True, True
-
     def holds(self, version: int, label: str) -> bool:
         """Whether what it calls `label` is this version. A label alone proves nothing: a load that broke off may have
         set it, and so may another run have."""
@@ -145,7 +142,6 @@ class ServerPool:
     @property
     def version(self) -> int:
         """The newest version that every serving server holds; while none serves, what it was before."""
-        self._version = min((server.version for server in self.serving), default=self._version)
         return self._version
 
     @property
@@ -217,6 +213,10 @@ class ServerPool:
         self._num_loads += 1
         server.is_whole, server.load_number = False, self._num_loads
 
+    def end_load(self, server: Server, version: int) -> None:
+        server.version, server.is_updated, server.is_whole = version, True, True
+        self._note_version()
+
     def resume(self, server: Server) -> None:
         if server.state == "paused":
             server.state = "serving"
@@ -262,7 +262,12 @@ class ServerPool:
         """Let everyone who waits look again (the engine was resumed or closed)."""
         self._notify()
 
+    def _note_version(self) -> None:
+        """At each change, whether or not anybody looks: the last server's version outlasts its fencing."""
+        self._version = min((server.version for server in self.serving), default=self._version)
+
     def _notify(self) -> None:
+        self._note_version()
         self._changed.set()
         self._changed = asyncio.Event()
 

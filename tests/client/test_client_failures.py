@@ -92,6 +92,20 @@ async def test_a_server_that_comes_back_without_the_weights_gets_them_before_any
     assert response.output_versions == (1, 1, 1, 1)
 
 
+async def test_the_version_is_the_last_that_was_served_also_if_nobody_looked_while_it_was(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+        await engine.update_weights(WEIGHTS)
+        server.is_healthy = False
+        server.faults.append(500)
+        call = group.create_task(engine.agenerate(ask()))
+        await server.until(lambda: not engine._pool.serving)
+        assert engine.version == 1
+        server.is_healthy = True
+        await call
+
+
 async def test_a_server_that_lost_its_weights_unnoticed_has_its_answer_thrown_away(
     server: ProtocolServer, engine_over: Engines
 ) -> None:
