@@ -66,19 +66,9 @@ class WeightSender:
             raise TransportError("weights.backend is nccl, but the trainer computes on a CPU: use gloo, or auto")
         name = f"arl-{new_id()}"
         address = address or _own_address(server)
-        listening = _listen(address)
-        port = listening.getsockname()[1]
-        store = TCPStore(
-            address,
-            port,
-            world_size=1 + num_ranks,
-            is_master=True,
-            timeout=timedelta(seconds=_JOIN_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+        store = _open_store(address, 1 + num_ranks)
         self._links[name] = _Link(store, num_keys=store.num_keys(), is_nccl=backend == "nccl")
-        return WeightGroup(name=name, address=address, port=port, world_size=1 + num_ranks, backend=backend)
+        return WeightGroup(name=name, address=address, port=store.port, world_size=1 + num_ranks, backend=backend)
 
     def join(self, group: WeightGroup) -> None:
         """Wait until the server's ranks have joined. Raises ServerFailedError if they do not in time."""
@@ -179,6 +169,26 @@ def _own_address(server: str) -> str:
             return probe.getsockname()[0]
     except OSError as error:
         raise ServerFailedError(f"no way to {server} was found: {error}") from error
+
+
+def _open_store(address: str, world_size: int) -> TCPStore:
+    """A store at a free port that these ranks can meet through. Raises TransportError."""
+    try:
+        listening = _listen(address)
+        return TCPStore(
+            address,
+            listening.getsockname()[1],
+            world_size=world_size,
+            is_master=True,
+            timeout=timedelta(seconds=_JOIN_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    except (OSError, RuntimeError) as error:  # it reaches itself under its address, or raises torch's RuntimeError
+        raise TransportError(
+            f"servers cannot meet the trainer at {address}: {first_line(error)}; set weights.address to an address of "
+            "the trainer's machine"
+        ) from error
 
 
 def _listen(address: str) -> socket.socket:

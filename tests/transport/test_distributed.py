@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from arl.api import ScriptedEngine, ScriptedTrainEngine, TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.config import DistributedWeightsConfig
 from arl.api.errors import ServerError, TransportError
+from arl.engine import weight_sender
 from arl.engine.server_client import NoSuchPathError, ServerFailedError
 from arl.engine.transport.distributed import DistributedTransport
 from arl.engine.weight_layout import byte_size, views
@@ -253,6 +254,16 @@ def test_an_engine_that_has_nothing_to_send_is_refused(transport: DistributedTra
 async def test_nccl_from_a_cpu_is_refused(trainer: Trainee, server: Receiver) -> None:
     transport = DistributedTransport(DistributedWeightsConfig(backend="nccl"))
     with pytest.raises(TransportError, match=r"weights\.backend is nccl"):
+        await publish(transport, trainer, server)
+    transport.close()
+
+
+async def test_an_address_that_is_not_the_trainers_is_refused(
+    trainer: Trainee, server: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sender, "_JOIN_TIMEOUT_S", 0.5)
+    transport = DistributedTransport(DistributedWeightsConfig(address="192.0.2.1"))
+    with pytest.raises(TransportError, match=r"at 192\.0\.2\.1: .*; set weights\.address"):
         await publish(transport, trainer, server)
     transport.close()
 
