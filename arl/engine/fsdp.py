@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from arl.algorithm.packing import pack
 from arl.algorithm.prefix_tree import prefix_order
@@ -81,11 +80,14 @@ class FSDPTrainEngine:
         """Logprobs under the current weights, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
         self._enter()
         logprobs = [torch.zeros(len(sequence)) for sequence in sequences]
-        for members, batch in self._microbatches(sequences):
-            current, _ = self._policy(batch)
-            for index, values in zip(members, batch.unpack(current), strict=False):
-                logprobs[index] = values
-        self._release_weights()
+        try:
+            batches = self._microbatches(sequences)
+            current = [self._policy(batch)[0] for _, batch in batches]
+        finally:
+            self._release_weights()
+        for (members, batch), values in zip(batches, current, strict=True):
+            for index, row in zip(members, batch.unpack(values.cpu()), strict=False):
+                logprobs[index] = row
         return logprobs
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
@@ -151,6 +153,9 @@ class FSDPTrainEngine:
                 tally.add(batch, weighted.detach(), losses)
             tally.reduce(self._device, self._group)
             self._update(tally)
+        except BaseException:
+            self._release_weights()
+            raise
         finally:
             # Also when the loss raised: the next step must not begin with the gradients of this one.
             self._optimizer.zero_grad()
@@ -196,11 +201,14 @@ class FSDPTrainEngine:
     def _enter(self) -> None:
         if self._closed:
             raise EngineClosedError("the train engine was closed")
-        # torch's thread count is a property of the calling thread.
+        # torch's thread count and its current GPU are properties of the calling thread.
         torch.set_num_threads(self._config.num_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def _release_weights(self) -> None:
-        """Drop the gathered weights, which a forward without backward leaves behind at the root."""
-        for module in self._policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """Drop gathered weights, which a forward without backward leaves behind, and one that raised, anywhere.
+
+        Asking for the state does it, for each layer in whatever state it is; reshard() leaves out interrupted ones.
+        """
+        self._policy.state_dict()

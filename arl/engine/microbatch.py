@@ -21,7 +21,7 @@ class Microbatch:
     token comes after are left out; positions count from each sequence's beginning. predictors int64[M]: the places in
     the row whose hidden states predict the trained tokens, which several may share; targets int64[M]: those tokens;
     temperatures float32[M]. All [M] are in the order of the sequences. lengths: of the sequences. trained bool[U]:
-    their loss masks end to end.
+    their loss masks end to end, on the CPU.
     """
 
     input_ids: torch.Tensor
@@ -45,10 +45,10 @@ class Microbatch:
         return self.input_ids.shape[1]
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Values of the trained tokens, float32[M] -> float32[T_i] on the CPU for each sequence, 0.0 elsewhere."""
-        row = torch.zeros(self.num_tokens, dtype=torch.float32, device=values.device)
+        """Values of the trained tokens, float32[M] on the CPU -> float32[T_i] for each sequence, 0.0 elsewhere."""
+        row = torch.zeros(self.num_tokens, dtype=torch.float32)
         row[self.trained] = values
-        return list(row.cpu().split(list(self.lengths)))
+        return list(row.split(list(self.lengths)))
 
 
 def build_microbatch(
@@ -66,11 +66,12 @@ def build_microbatch(
         input_ids[places] = sequence.token_ids[: len(places)]
         predictors[index] = places[sequence.loss_mask.nonzero()[:, 0] - 1]
 
-    trained = torch.cat([s.loss_mask for s in sequences]).to(device)
+    # Selected before it is copied: on a GPU, each selection by a mask would wait for all that is queued there.
+    trained = torch.cat([s.loss_mask for s in sequences])
     num_trained = torch.tensor([len(p) for p in predictors])
 
     def of_trained(name: str) -> torch.Tensor:
-        return torch.cat([getattr(s, name) for s in sequences]).to(device)[trained]
+        return torch.cat([getattr(s, name) for s in sequences])[trained].to(device)
 
     def of_sequences(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(num_trained).to(device)

@@ -14,6 +14,7 @@ from arl.algorithm.losses import PPOLoss, SFTLoss
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.errors import ConfigError, EngineClosedError
+from arl.engine.model import transformer_layers
 from arl.engine.optimizer import learning_rate
 
 LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
@@ -98,6 +99,30 @@ def test_a_step_whose_loss_raised_leaves_no_gradients_behind(make_engine: MakeEn
         engine.train_batch([sequences], failing)
     assert engine.version == 0
     assert engine.train_batch([sequences], LOSS) == untouched.train_batch([sequences], LOSS)
+
+
+@pytest.mark.parametrize("interrupted", ["between the passes", "within the forward pass"])
+def test_what_raised_amid_a_step_can_be_saved_and_gone_on_from(
+    make_engine: MakeEngine, tmp_path: Path, interrupted: str, monkeypatch: pytest.MonkeyPatch
+):
+    def failing(*args: object, **kwargs: object) -> TokenLosses:
+        raise RuntimeError("out of memory")
+
+    sequences = random_sequences(4)
+    engine = make_engine()
+    before = engine.forward(sequences)
+    with monkeypatch.context() as patch:
+        if interrupted == "within the forward pass":
+            patch.setattr(transformer_layers(engine._policy.model)[1].mlp, "forward", failing)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.forward(sequences)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.train_batch([sequences], failing)
+    engine.save(tmp_path / "checkpoint").wait()
+    again = make_engine()
+    again.load(tmp_path / "checkpoint")
+    for trained in (engine, again):
+        assert all(torch.equal(a, b) for a, b in zip(trained.forward(sequences), before, strict=True))
 
 
 def test_a_minibatch_without_trained_tokens_leaves_the_weights_alone(make_engine: MakeEngine):
