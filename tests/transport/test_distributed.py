@@ -6,10 +6,12 @@ The server is a thread of this process that joins the group for real and receive
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from arl.api.config import DistributedWeightsConfig
 from arl.api.errors import ServerError, TransportError
 from arl.engine import weight_sender
 from arl.engine.server_client import NoSuchPathError, ServerFailedError
+from arl.engine.snapshot import SendableSnapshot
 from arl.engine.transport.distributed import DistributedTransport
 from arl.engine.weight_layout import byte_size, views
 
@@ -105,6 +108,32 @@ class Servers(ScriptedEngine):
         return await super().update_weights(update)
 
 
+@dataclass
+class SlowlyOpened:
+    """What opens and leaves groups as its snapshot does, once it may. names: of what was opened, and then left."""
+
+    snapshot: SendableSnapshot
+    is_opening: threading.Event = field(default_factory=threading.Event)
+    may_open: threading.Event = field(default_factory=threading.Event)
+    has_left: threading.Event = field(default_factory=threading.Event)
+    names: list[str] = field(default_factory=list[str])
+
+    def open_group(self, *arguments: Any) -> WeightGroup:
+        self.is_opening.set()
+        self.may_open.wait(10)
+        group = self.snapshot.open_group(*arguments)
+        self.names.append(group.name)
+        return group
+
+    def leave(self, group: str) -> None:
+        self.names.append(group)
+        self.snapshot.leave(group)
+        self.has_left.set()
+
+    def release(self) -> None:
+        self.snapshot.release()
+
+
 @pytest.fixture
 async def server() -> AsyncIterator[Receiver]:
     server = Receiver()
@@ -179,6 +208,34 @@ async def test_a_group_in_which_something_failed_is_left_and_another_is_met(
     assert holds(server, trainer)
     assert (server.calls.count("join"), server.calls.count("leave")) == (2, 1)
     assert len(server.groups) == 1
+
+
+async def test_a_server_that_did_not_answer_is_told_again_to_leave(
+    transport: DistributedTransport, trainer: Trainee, server: Receiver
+) -> None:
+    server.errors = {"receive": ServerFailedError("it broke"), "leave": ServerFailedError("it is away")}
+    with pytest.raises(ServerFailedError, match="it broke"):
+        await publish(transport, trainer, server)
+    await publish(transport, trainer, server)
+    assert (server.calls.count("leave"), len(server.groups)) == (1, 2)
+    for _ in range(2):
+        await publish(transport, trainer, server)
+    assert (server.calls.count("leave"), len(server.groups)) == (2, 1)
+
+
+async def test_a_group_that_is_being_opened_when_the_time_is_over_is_left(
+    transport: DistributedTransport, trainer: Trainee, server: Receiver
+) -> None:
+    update = transport.snapshot(trainer.engine)
+    slow = SlowlyOpened(update.snapshot)
+    update.snapshot = slow  # type: ignore[assignment]
+    preparing = asyncio.create_task(update.prepare(server))
+    assert await asyncio.to_thread(slow.is_opening.wait, 10)
+    preparing.cancel()
+    await asyncio.wait([preparing])
+    slow.may_open.set()
+    assert await asyncio.to_thread(slow.has_left.wait, 10)
+    assert slow.names[0] == slow.names[1]
 
 
 async def test_a_refusal_by_a_server_that_was_just_met_is_one(

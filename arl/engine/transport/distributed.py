@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -111,9 +111,15 @@ class DistributedWeights:
 
     async def prepare(self, server: WeightServer) -> None:
         """Meet the server in a group, unless there is one already."""
-        for name in self._links.broken.pop(server.address, []):
-            with contextlib.suppress(ServerError):  # it may not know of it
+        broken = self._links.broken.get(server.address, [])
+        for name in list(broken):
+            try:
                 await server.leave_group(name)
+            except ServerFailedError:
+                continue  # without an answer it is told again the next time
+            except ServerError:
+                pass  # it does not know of it
+            broken.remove(name)
         if server.address not in self._links.groups:
             self._links.groups[server.address] = await self._meet(server)
             self._met.add(server.address)
@@ -143,15 +149,22 @@ class DistributedWeights:
         self.num_bytes += sum(map(byte_size, specs))
 
     async def _meet(self, server: WeightServer) -> WeightGroup:
-        group = await self._in_thread(
-            self.snapshot.open_group, server.address, server.num_ranks, self._backend, self._address
-        )
+        opening = self._submit(self.snapshot.open_group, server.address, server.num_ranks, self._backend, self._address)
+        try:
+            group = await asyncio.wrap_future(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._leave_opened)  # the thread goes on
+            raise
         try:
             await _both(self._in_thread(self.snapshot.join, group), server.join_group(group))
         except BaseException:
             self._break(server, group)
             raise
         return group
+
+    def _leave_opened(self, opening: Future[WeightGroup]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self.snapshot.leave(opening.result().name)
 
     def _break(self, server: WeightServer, group: WeightGroup) -> None:
         """Leave a group at once, which ends what the server waits for; it is told when it is prepared again."""
@@ -161,8 +174,11 @@ class DistributedWeights:
             self._threads.submit(self.snapshot.leave, group.name)
 
     def _in_thread(self, call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
+        return asyncio.wrap_future(self._submit(call, *args))
+
+    def _submit(self, call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
         try:
-            return asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+            return self._threads.submit(call, *args)
         except RuntimeError as error:
             raise TransportError("the transport was closed") from error
 
