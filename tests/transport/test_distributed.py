@@ -25,6 +25,7 @@ from arl.api.errors import ServerError, TransportError
 from arl.engine import weight_sender
 from arl.engine.server_client import NoSuchPathError, ServerFailedError
 from arl.engine.snapshot import SendableSnapshot
+from arl.engine.transport import distributed
 from arl.engine.transport.distributed import DistributedTransport
 from arl.engine.weight_layout import byte_size, views
 
@@ -352,6 +353,27 @@ def test_a_discarded_snapshot_is_released_at_once(
         discarded.snapshot.write(tmp_path / "discarded")
     assert kept.snapshot.write(tmp_path / "kept") > 0
     assert transport._updates == [kept]
+
+
+@pytest.mark.timeout(30)
+async def test_closing_does_not_wait_for_what_is_stuck(
+    transport: DistributedTransport, trainer: Trainee, server: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "_LEAVING_S", 0.1)
+    await publish(transport, trainer, server)
+    update, goes_on, left = transport.snapshot(trainer.engine), threading.Event(), list[str]()
+
+    def stuck(name: str) -> None:
+        left.append(name)
+        goes_on.wait()
+
+    for each in transport._updates:
+        monkeypatch.setattr(each.snapshot, "leave", stuck)
+    transport.close()
+    assert left == list(server.groups)
+    with pytest.raises(TransportError, match="released"):
+        update.snapshot.send("", 0, 1)
+    goes_on.set()
 
 
 async def test_a_closed_transport_says_so(transport: DistributedTransport, trainer: Trainee, server: Receiver) -> None:

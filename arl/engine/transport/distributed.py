@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -26,6 +26,8 @@ from arl.engine.weight_layout import byte_size, ranges
 _MAX_THREADS = 256
 _EXPLANATION_S = 1.0
 """How long a server whose group broke has to say why."""
+_LEAVING_S = 5.0
+"""How long closing waits until groups were left: they are at once, but where a rank is stuck."""
 
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
@@ -78,11 +80,16 @@ class DistributedTransport:
                 self._updates.remove(update)
 
     def close(self) -> None:
-        """Leave all groups. Idempotent."""
+        """Leave all groups. Idempotent. What hangs ends with the train engine."""
+        # The sender is the engine's, so one snapshot can leave for all. In threads: a rank that is stuck never answers.
+        leaving = [
+            self._threads.submit(update.snapshot.leave, group.name)
+            for update in self._updates[-1:]
+            for group in self._links.groups.values()
+        ]
         self._threads.shutdown(wait=False)
+        wait(leaving, timeout=_LEAVING_S)
         for update in self._updates:
-            for group in self._links.groups.values():
-                update.snapshot.leave(group.name)
             update.snapshot.release()
         self._updates.clear()
         self._links.groups.clear()
