@@ -380,10 +380,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _mirrors_have_servers(self) -> Config:
-        if isinstance(self.weights, DeltaWeightsConfig) and not isinstance(self.engine, SGLangEngineConfig):
+        if not isinstance(self.weights, DeltaWeightsConfig):
+            return self
+        if not isinstance(self.engine, SGLangEngineConfig):
             raise ValueError(
                 "weights.transport is delta, which is for servers on other machines, and "
                 f"engine.kind={self.engine.kind} starts them on this one; use weights.transport=disk"
+            )
+        addresses = {address.rstrip("/") for address in self.engine.addresses}
+        if unknown := [server for server in self.weights.mirrors if server.rstrip("/") not in addresses]:
+            raise ValueError(
+                f"weights.mirrors has a mirror for {unknown[0]}, which is not among engine.addresses: "
+                f"{', '.join(self.engine.addresses)}"
             )
         return self
 

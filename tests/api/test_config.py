@@ -30,6 +30,14 @@ IMPOSSIBLE = [
     ({"weights": {"transport": "distributed", "directory": "x"}}, "weights.distributed.directory", "not permitted"),
     ({"weights": {"transport": "delta"}}, "weights.delta", "mirrors is empty"),
     ({"weights": {"transport": "delta", "mirrors": {"http://a": "http://b"}}}, "", "use weights.transport=disk"),
+    (
+        {
+            "engine": {"kind": "sglang", "addresses": ["http://a:1", "http://b:1/"]},
+            "weights": {"transport": "delta", "mirrors": {"http://a:1/": "x", "http://b:1": "y", "http://c:1": "z"}},
+        },
+        "",
+        "weights.mirrors has a mirror for http://c:1, which is not among engine.addresses: http://a:1, http://b:1/",
+    ),
     ({"train": {"num_ranks": 4, "tensor_parallel": 3}}, "train", "it must divide num_ranks, which is 4"),
     ({"train": {"cpu_offload": True}}, "train", "cpu_offload is for train.device=cuda"),
     ({"train": {"context_parallel": 2}}, "train", "torch's ring attention knows no packed sequences"),
