@@ -33,13 +33,17 @@ class Greeting:
     traits: Mapping[str, Any]
 
 
-async def greet(client: ServerClient) -> Greeting:
-    """Ask a server who it is; one that a killed run left paused is set going. Raises ServerError, with its address."""
+async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
+    """Ask a server who it is. Raises ServerError, with its address.
+
+    sets_going: one that a killed run left paused is resumed, and has to generate.
+    """
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             info = await client.model_info()
-            await client.resume()
-            await client.check_health()
+            if sets_going:
+                await client.resume()
+                await client.check_health()
             settings = await client.look_up("server_info") or await client.look_up("get_server_info")
             models = (await client.look_up("v1/models")).get("data") or [{}]
             tokens = await _probe_tokens(client)

@@ -266,7 +266,7 @@ class Upkeep:
 
     async def _inspect(self, server: Server) -> None:
         try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S), server.busy:
+            async with server.busy, asyncio.timeout(_PROBE_TIMEOUT_S):  # an update may hold it for longer
                 label = await server.client.weight_label()
                 if label != (str(server.version) if server.is_updated else server.initial_label):
                     self.fence(server, f"it lost its weights: it serves {label!r}, not version {server.version}")
@@ -311,6 +311,11 @@ class Upkeep:
                 label = await server.client.weight_label()
             if target is None and label != server.initial_label:
                 raise ServerError(f"it serves weights {label!r}, where it began with {server.initial_label!r}")
+            if not server.is_updated or label != str(server.version):
+                # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
+                self._welcome(server, await greet(server.client, sets_going=False))
+            if self._target is not target:
+                return False  # before a load of weights that may be gone, which would count as the server's fault
             if target is not None and not server.holds(target.version, label):
                 async with asyncio.timeout(self._config.update_timeout_s):
                     await self._loading.load(server, target)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+from scripted_weights import ScriptedWeights, weights
 
-from arl.api import DiskWeights, ModelResponse
+from arl.api import DiskWeights, ModelResponse, WeightServer
 from arl.api.errors import RequestTimeoutError, ServerError
 from arl.engine.sglang import RemoteSGLangEngine
 
+ASKING = ("model_info", "health", "server_info", "get_server_info", "v1/models", "tokenize")
 WEIGHTS = DiskWeights(version=1, directory=Path("/weights/1"))
 
 
@@ -86,10 +88,69 @@ async def test_a_server_that_comes_back_without_the_weights_gets_them_before_any
         server.calls.clear()
         await server.start()
         await server.until(lambda: "continue_generation" in server.names())
-        assert server.names() == ["pause_generation", "update_weights_from_disk", "continue_generation"]
+        assert server.names(without=ASKING) == ["pause_generation", "update_weights_from_disk", "continue_generation"]
         assert server.label == "1"
         response = await _served_by(server, engine)
     assert response.output_versions == (1, 1, 1, 1)
+
+
+async def test_a_server_that_comes_back_as_another_model_stays_out(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    for each in (server, other):
+        each.info["model_type"] = "qwen3"
+    async with engine_over([server, other]) as engine:
+        await engine.update_weights(WEIGHTS)
+        server.label, server.info["model_type"] = "default", "llama"
+        server.faults.append(500)
+        server.calls.clear()
+        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(2)))
+        await server.until(lambda: server.names().count("tokenize") == 2)
+        assert "the model type is qwen3" in engine._pool.report()
+        assert [s.address for s in engine._pool.serving] == [other.address]
+    assert "update_weights_from_disk" not in server.names()
+
+
+async def test_a_server_that_comes_back_with_other_ranks_is_given_weights_as_such(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    num_ranks: list[int] = []
+
+    async def note(at: WeightServer) -> None:
+        if at.address == server.address:
+            num_ranks.append(at.num_ranks)
+
+    async with engine_over([server, other]) as engine:
+        await engine.update_weights(ScriptedWeights(1, before=note))
+        server.label, server.tells["server_info"] = "default", {"tp_size": 2}
+        server.faults.append(500)
+        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(2)))
+        await server.until(lambda: server.label == "1")
+    assert num_ranks == [1, 2]
+
+
+async def test_a_late_probe_loads_no_weights_that_newer_ones_have_replaced(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, gate = asyncio.Event(), asyncio.Event()
+
+    async def answer_late(body: dict[str, object]) -> dict[str, object]:
+        asked.set()
+        await gate.wait()
+        return {"model_path": "m", "weight_version": server.label}
+
+    async with engine_over([server, other]) as engine:
+        monkeypatch.setattr(server, "_on_model_info", answer_late)
+        server.load_works = False
+        await engine.update_weights(weights(1))
+        await asked.wait()
+        await engine.update_weights(weights(2))
+        server.load_works = True
+        server.calls.clear()
+        gate.set()
+        await server.until(lambda: server.label == "2")
+    loads = [body["model_path"] for name, body in server.calls if name == "update_weights_from_disk"]
+    assert loads == ["/weights/2"]
 
 
 async def test_the_version_is_the_last_that_was_served_also_if_nobody_looked_while_it_was(

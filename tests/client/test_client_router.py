@@ -14,6 +14,7 @@ from scripted_weights import ScriptedWeights, raising, weights
 
 from arl.api.config import SGLangEngineConfig
 from arl.api.errors import ServerError
+from arl.engine import upkeep
 from arl.engine.sglang import RemoteSGLangEngine
 
 
@@ -121,6 +122,26 @@ async def test_a_load_that_breaks_off_costs_what_runs_a_retry(server: ProtocolSe
         response = await call
     assert_seamless(response, 4)
     assert response.output_versions == (1, 1, 1, 1)
+
+
+async def test_a_fault_in_the_middle_of_an_update_fences_no_server_for_being_busy(
+    server: ProtocolServer, other: ProtocolServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "_PROBE_TIMEOUT_S", 0.05)
+    other.load_gate.clear()
+    async with engine_behind_router(server, other) as engine, asyncio.TaskGroup() as group:
+        updating = group.create_task(engine.update_weights(weights(1)))
+        await other.until(lambda: "update_weights_from_disk" in other.names())
+        server.faults.append(500)
+        server.calls.clear()
+        call = group.create_task(engine.agenerate(ask()))
+        await server.until(lambda: "model_info" in [name for name, _ in server.calls])
+        await asyncio.sleep(0.1)
+        assert len(engine._pool.serving) == 2
+        other.load_gate.set()
+        await updating
+        assert_seamless(await call, 4)
+    assert other.names().count("update_weights_from_disk") == 1
 
 
 async def test_a_router_that_is_not_there_is_named(server: ProtocolServer) -> None:
