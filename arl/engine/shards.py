@@ -65,12 +65,14 @@ class ShardGatherer:
         self._group = _group_of_all() if self._num_ranks > 1 else None
         # torch's thread count is a property of the thread: one, as the others are for training.
         self._thread = ThreadPoolExecutor(1, "arl-gather", initializer=torch.set_num_threads, initargs=(1,))
+        self._failure: TransportError | None = None
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> list[Future[torch.Tensor]]:
         """Copy this rank's part of each tensor aside; a collective.
 
         Returns, for each chunk, a future of all of its tensors, end to end as bytes. On ranks other than 0 there is
-        nothing in them.
+        nothing in them. With several ranks, once a gathering failed with TransportError all later ones do: what others
+        still send of the one that failed would be taken for the next one's.
         """
         chunks, parts = [], []
         for start, stop in self._ranges:
@@ -115,18 +117,25 @@ class ShardGatherer:
         futures: Sequence[Future[torch.Tensor]],
     ) -> None:
         try:
+            if self._failure is not None:
+                raise self._failure
             if copied is not None:
                 copied.synchronize()
             for chunk, future in zip(chunks, futures, strict=True):
                 future.set_result(self._whole(chunk, parts.pop(0)))
-        except Exception as error:
-            if self._rank:  # nobody asks this rank's futures
-                logger.exception("this rank's weights could not be brought to rank 0")
-            failure = TransportError(f"the weights could not be gathered from all ranks: {error}")
-            failure.__cause__ = error
+        except Exception as error:  # noqa: BLE001 (whoever asks the futures raises it)
+            failure = self._failure or self._failed(error)
             for future in futures:
                 if not future.done():
                     future.set_exception(failure)
+
+    def _failed(self, error: Exception) -> TransportError:
+        if self._rank:  # nobody asks this rank's futures
+            logger.error("this rank's weights could not be brought to rank 0", exc_info=error)
+        failure = TransportError(f"the weights could not be gathered from all ranks: {error}")
+        failure.__cause__ = error
+        self._failure = failure if self._num_ranks > 1 else None
+        return failure
 
     def _whole(self, chunk: _Chunk, mine: torch.Tensor) -> torch.Tensor:
         """The chunk's tensors, whole, on rank 0; an empty tensor on the others."""

@@ -148,6 +148,20 @@ def test_a_failure_beside_training_is_told_to_whoever_uses_it_and_the_next_is_we
     assert (tmp_path / "well" / "model.safetensors").is_file()
 
 
+def test_after_a_failure_with_several_ranks_no_later_one_takes_what_others_still_send_of_it(
+    trainer: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> torch.Tensor:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(shards.ShardGatherer, "_whole", fail)
+    monkeypatch.setattr(trainer.engine._snapshots._gatherer, "_num_ranks", 2)
+    for _ in range(2):
+        with pytest.raises(TransportError, match="no memory"):
+            trainer.engine.snapshot().write(tmp_path / "broken")
+        monkeypatch.setattr(shards.ShardGatherer, "_whole", lambda self, chunk, mine: mine)
+
+
 def test_a_spec_names_its_tensor_as_servers_do(trainer: Trainee) -> None:
     norm = TensorSpec(name="model.norm.weight", dtype="float32", shape=(32,))
     assert norm in trainer.engine.snapshot().specs
