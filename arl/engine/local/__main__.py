@@ -7,6 +7,7 @@ It speaks SGLang's HTTP protocol. For whoever starts it as a child:
   `--port 0` takes a free port; the line says which.
 - It logs to stderr. What cannot be served (no such model, a port in use, no API key on an open address) is one
   sentence there and exit code 2.
+- When the model thread dies of an error, which is in the log, so does the server, with exit code 1.
 - SIGTERM and SIGINT stop it, with exit code 0: running requests are aborted and answered with what they have.
 - `--parent-pid PID` ties its life to that process: it stops when PID is gone, however PID ended.
 - It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs an API key, by `--api-key` or the
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("arl.engine.local")
 
+_DIED = 1
 _BAD_START = 2
 _SHUTDOWN_S = 2.0
 
@@ -105,21 +107,26 @@ def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
         raise ModelError(f"cannot load the model in {args.model}: {error}") from error
 
 
-async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
-    """Load the model, answer until told to stop, and leave nothing running."""
+async def serve(args: argparse.Namespace, sock: socket.socket) -> int:
+    """Load the model, answer until told to stop, and leave nothing running. Returns the exit code."""
     from aiohttp import web
 
     from arl.engine.local.inflight import Inflight
 
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop, died = asyncio.Event(), asyncio.Event()
     inflight = Inflight(loop)
     scheduler = load_scheduler(args, inflight)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if args.parent_pid is not None:
         watch_parent(args.parent_pid, loop, stop)
-    scheduler.start()
+
+    def die() -> None:
+        died.set()
+        stop.set()
+
+    scheduler.start(on_death=lambda: loop.call_soon_threadsafe(die))
     runner = web.AppRunner(
         _application(args, scheduler, inflight),
         handler_cancellation=True,  # a client that goes away ends its handler, which aborts its jobs
@@ -135,9 +142,11 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
         sys.stdout.flush()
         await stop.wait()
     finally:
-        scheduler.abort(None)
+        if not died.is_set():
+            scheduler.abort(None)
         await runner.cleanup()
         scheduler.close()
+    return _DIED if died.is_set() else 0
 
 
 def _application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflight) -> web.Application:
@@ -171,11 +180,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_arguments(args)
         with bind(args.host, args.port) as sock:
-            asyncio.run(serve(args, sock))
+            return asyncio.run(serve(args, sock))
     except ArlError as error:
         sys.stderr.write(f"error: {error}\n")
         return _BAD_START
-    return 0
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ class Scheduler:
             weight_version=settings.weight_version,
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._on_death: Callable[[], object] = lambda: None
         self._is_paused = False
         self._is_closing = False
         self._has_ended = False
@@ -137,7 +138,9 @@ class Scheduler:
     def load_stats(self) -> Load:
         return Load(running=self._batch.num_running, queued=self._batch.num_waiting)
 
-    def start(self) -> None:
+    def start(self, on_death: Callable[[], object] = lambda: None) -> None:
+        """on_death: called on the model thread when an error has ended it, after which nothing is served any more."""
+        self._on_death = on_death
         self._thread.start()
 
     def close(self) -> None:
@@ -201,6 +204,13 @@ class Scheduler:
     # ---- on the model thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            _logger.exception("the model thread died")
+            self._on_death()
+
+    def _serve(self) -> None:
         self._set_threads(self._num_threads)
         try:
             while not self._is_closing:

@@ -11,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -62,6 +63,27 @@ async def test_sigint_ends_it_also_while_it_is_paused_and_waits_for_a_trainer(mo
             assert server.process.wait(DEADLINE_S) == 0
             with pytest.raises(aiohttp.ClientError):
                 await joining
+
+
+DYING = """
+import sys
+from arl.engine.local.__main__ import main
+from arl.engine.local.batch import Batch
+def broken(*_): raise RuntimeError("an illegal memory access")
+Batch.step = Batch.fail = broken
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_it_ends_with_its_model_thread(model_a: str) -> None:
+    argv = [sys.executable, "-c", DYING, "--model", model_a]
+    body = json.dumps({"input_ids": PROMPT, "sampling_params": ENDLESS}).encode()
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}/generate"
+        with suppress(OSError):
+            urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})).close()
+        assert process.wait(DEADLINE_S) == 1
 
 
 PARENT = """
