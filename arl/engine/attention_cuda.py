@@ -2,7 +2,8 @@
 
 Flash-attention is torch's own, through the operations behind torch.nn.attention.varlen; where flash-attention 3 is
 installed, on a GPU that it is made for, torch calls that instead. It computes in half precision. What it cannot do
-(float32, large heads, GPUs before Ampere) flex attention does.
+(float32, large heads, GPUs before Ampere) flex attention does, which in turn needs heads of at least 16: models with
+smaller ones get attention with masks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arl.engine.attention_blocks import masked_attention
 from arl.engine.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _MAX_FLASH_HEAD_SIZE = 256
+_MIN_FLEX_HEAD_SIZE = 16
+"""Triton multiplies no smaller matrices."""
 _BLOCK = 128
 
 
@@ -34,7 +38,9 @@ def cuda_attention(
     if _flash_can(query, value):
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return varlen_attention(query, key, value, layout, scaling, sliding_window).unsqueeze(0)
-    return flex_row_attention(query, key, value, layout, scaling, sliding_window).transpose(1, 2)
+    if min(query.shape[-1], value.shape[-1]) >= _MIN_FLEX_HEAD_SIZE:
+        return flex_row_attention(query, key, value, layout, scaling, sliding_window).transpose(1, 2)
+    return masked_attention(query, key, value, layout.stretches, scaling, sliding_window)
 
 
 def varlen_attention(

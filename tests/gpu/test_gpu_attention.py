@@ -34,8 +34,6 @@ def each_by_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch compiles flex attention
-@pytest.mark.timeout(300)
 def test_a_packed_row_attends_like_each_sequence_by_itself(dtype, heads: int, kv_heads: int, window: int | None):
     query, key, value, gradient = rows(dtype, heads, kv_heads)
     layout = PackedLayout.of(LENGTHS, torch.device("cuda"))

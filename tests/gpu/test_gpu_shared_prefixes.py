@@ -14,8 +14,6 @@ LENGTHS, SHARED = (300, 250, 280, 90, 200, 150), (0, 200, 240, 0, 60, 140)
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch compiles flex attention
-@pytest.mark.timeout(300)
 def test_outputs_and_gradients_are_those_of_a_cpu(dtype: torch.dtype, tolerance: float, window: int | None):
     plan = RowPlan.of(PrefixOrder(indices=tuple(range(len(LENGTHS))), lengths=LENGTHS, shared=SHARED))
     on_gpu = PackedLayout.of_plan(plan, torch.device("cuda"))

@@ -17,7 +17,7 @@ from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
 from arl.api.types import TrainSequence
 from arl.engine.attention import PACKED_ATTENTION
 from arl.engine.attention_blocks import block_attention, masked_attention
-from arl.engine.attention_cuda import block_mask, flex_row_attention, varlen_attention
+from arl.engine.attention_cuda import block_mask, cuda_attention, flex_row_attention, varlen_attention
 from arl.engine.microbatch import build_microbatch
 from arl.engine.model import Policy, load_model
 from arl.engine.packed_layout import PackedLayout
@@ -228,6 +228,15 @@ def test_flex_attention_is_masked_by_the_tree(window: int | None):
     query, key, value = (x.detach() for x in random_heads(len(layout.positions), torch.float32))
     ours = flex_row_attention(query, key, value, layout, 0.3, window).transpose(1, 2)
     torch.testing.assert_close(ours, twin_attention(layout, window, query, key, value), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_heads_too_small_for_flex_attention_go_without_it(window: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr("arl.engine.attention_cuda._flex")
+    layout = long_layout()
+    qkv = random_heads(len(layout.positions), torch.float32)
+    ours = cuda_attention(*qkv, layout, 0.3, window)
+    torch.testing.assert_close(ours, twin_attention(layout, window, *qkv), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -12,8 +12,8 @@ from arl.engine.tiny import tiny_tokenizer
 MakeEngine = Callable[..., FSDPTrainEngine]
 
 
-def write_model(directory: Path, *, tied: bool, dtype: torch.dtype = torch.float32) -> Path:
-    """A Qwen3 of two layers and 30,000 parameters with grouped queries, and a tokenizer."""
+def write_model(directory: Path, *, tied: bool, dtype: torch.dtype = torch.float32, head_dim: int = 8) -> Path:
+    """A Qwen3 of two layers and some 30,000 parameters with grouped queries, and a tokenizer."""
     tokenizer = tiny_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -22,7 +22,7 @@ def write_model(directory: Path, *, tied: bool, dtype: torch.dtype = torch.float
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         initializer_range=0.2,
         tie_word_embeddings=tied,
     )
