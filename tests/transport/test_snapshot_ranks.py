@@ -21,7 +21,9 @@ def whole_weights(engine: FSDPTrainEngine, dtype: torch.dtype) -> dict[str, torc
     """What torch itself gathers, a tensor at a time, on the training's own groups."""
     state = engine._policy.model.state_dict()
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
-    return {name: tensor.to(dtype).contiguous() for name, tensor in whole.items() if name != "lm_head.weight"}
+    return {
+        name: tensor.to(dtype, copy=True).contiguous() for name, tensor in whole.items() if name != "lm_head.weight"
+    }
 
 
 def run_rank(rank: int, num_ranks: int, dtype: torch.dtype, config: TrainConfig, directory: Path) -> None:
