@@ -115,6 +115,7 @@ class _Server:
         self.process: asyncio.subprocess.Process | None = None
         self._session = session
         self._startup_timeout_s = startup_timeout_s
+        self._is_killed = False
         self._log_start = 0
 
     async def start(self) -> None:
@@ -172,8 +173,9 @@ class _Server:
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all that it started, which it may have outlived."""
-        if self.process is not None:
+        """End it and all that it started, which it may have outlived. Once: later its id may be another's."""
+        if self.process is not None and not self._is_killed:
+            self._is_killed = True
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -191,6 +193,7 @@ class _Server:
                 env=self.program.environment,
                 start_new_session=True,  # Ctrl-C reaches us alone; and one signal reaches all that it starts
             )
+        self._is_killed = False
         return self.process
 
     async def _is_ready(self) -> bool:

@@ -180,6 +180,19 @@ async def test_when_one_of_two_dies_for_good_the_block_goes_on(
     assert len(pids(notes)) == 2
 
 
+async def test_a_process_that_is_long_gone_is_not_killed_again(
+    play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    kill_group = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda pid, number: (killed.append(pid), kill_group(pid, number)))
+    play(SERVE)
+    async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path):
+        os.kill(pids(notes)[0], signal.SIGKILL)
+        await warnings.get()
+    assert sorted(killed) == sorted(pids(notes))
+
+
 async def test_a_server_that_ignores_the_polite_signal_is_killed(
     play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
