@@ -24,6 +24,7 @@ _MAX_FLASH_HEAD_SIZE = 256
 _MIN_FLEX_HEAD_SIZE = 16
 """Triton multiplies no smaller matrices."""
 _BLOCK = 128
+_MOST_KERNELS = 64
 
 
 def cuda_attention(
@@ -144,6 +145,8 @@ def flex_row_attention(
         block_mask=layout.block_masks[sliding_window],
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        # Short rows too: the kernel for decoding would be one more to compile, and is made for other masks.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
 
 
@@ -152,10 +155,12 @@ def block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask
 
     stops, positions = layout.subtree_stops, layout.positions
+    # As a tensor it is an argument of the kernel, the same for all windows.
+    window = None if sliding_window is None else torch.full((), sliding_window, dtype=torch.int32, device=stops.device)
 
     def sees(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         seen = (k <= q) & (q < stops[k])
-        return seen if sliding_window is None else seen & (positions[q] - positions[k] < sliding_window)
+        return seen if window is None else seen & (positions[q] - positions[k] < window)
 
     some, every = _block_tables(stops, sliding_window)
     full = every & some
@@ -211,6 +216,15 @@ def _use_flash_attention_3(device: torch.device) -> None:
 
 @cache
 def _flex(compiled: bool) -> Any:
+    """For rows of any length one kernel. What is not compiled holds [H, T, T]: so on a GPU that is an error.
+
+    Few are compiled all the same: with a window or without, with gradients or without, for one block of a row or more.
+    torch's limit is 8 in all, which several models in one process would meet.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention) if compiled else flex_attention
+    if not compiled:
+        return flex_attention
+    limits = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    limits.recompile_limit = max(limits.recompile_limit, _MOST_KERNELS)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from arl.engine.attention import packed_attention
 from arl.engine.packed_layout import PackedLayout
@@ -50,3 +51,13 @@ def test_a_packed_row_attends_like_each_sequence_by_itself(dtype, heads: int, kv
     )
     for mine, reference in pairs:
         torch.testing.assert_close(mine.double(), reference.double(), rtol=2 * tolerance, atol=2 * tolerance)
+
+
+@torch.no_grad()
+def test_rows_of_many_lengths_share_few_kernels():
+    counters.clear()
+    for length in (70, 130, 200, 333, 400, 512, 640, 777, 1000, 1024, 1300, 2000):
+        query, key, value = (torch.randn(1, heads, length, 32, device="cuda") for heads in (4, 2, 2))
+        layout = PackedLayout.of((length // 2, length - length // 2), torch.device("cuda"))
+        packed_attention(nn.Module(), query, key, value, None, packed_layout=layout)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 4
