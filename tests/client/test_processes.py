@@ -220,10 +220,11 @@ async def test_errors_and_cancellation_of_the_block_stop_the_servers_and_pass(
 
 
 RUN = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
 from arl.engine import processes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 notes, tmp, script = sys.argv[1:]
 processes._local_command = lambda model, config, port: [sys.executable, "-c", script, str(port), notes]
 processes._sglang_command = lambda python, model, config, port: [python, "-c", script, str(port), notes]
