@@ -212,7 +212,8 @@ class TrainConfig(Section):
     ray_address: str | None = None
     """With several ranks: the Ray cluster to use, such as auto. Unset: one of this machine, for this run alone."""
     startup_timeout_s: PositiveFloat = 300.0
-    """With several ranks: longest time until all of them have a place on the cluster and hold the model."""
+    """With several ranks: longest time until all of them have a place on the cluster; then, for each of them, as those
+    of a machine load one after another, until it holds the model."""
     tensor_parallel: PositiveInt = 1
     """Split each layer of a Qwen or Llama over so many ranks; divides num_ranks, which are data-parallel otherwise."""
     context_parallel: PositiveInt = 1

@@ -60,7 +60,7 @@ class Ranks:
     def train(self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline: float | None = None) -> list[Any]:
         """Call `method` on the first ranks, each with its own arguments, and return what each returns.
 
-        deadline: of the monotonic clock.
+        deadline: of the monotonic clock, for what belongs to the start.
         """
         self._check()
         try:
@@ -155,7 +155,10 @@ class Ranks:
         if not failed:
             late = [rank for rank in range(len(self)) if rank not in outcomes]
             self.end(reason := f"{method} took too long on ranks {late} of {len(self)}")
-            raise TrainingError(reason)
+            raise TrainingError(
+                f"{reason}: longer than train.startup_timeout_s for each rank (those of a machine load the model one "
+                "after another). Set it higher if the model is large or its storage slow"
+            )
         # The dead explain the living, whose connections they broke; otherwise the first that failed is the cause.
         rank, first = min(failed.items(), key=lambda item: not item[1].is_dead)
         cause = RankTracebackError(f"on rank {rank}:\n{first.traceback}")

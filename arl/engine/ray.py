@@ -43,13 +43,16 @@ class RayTrainEngine:
     def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0) -> None:
         """model: a model directory or a name on the hub. seed: of torch's generator, on every rank.
 
-        Raises ModelError, ConfigError, and TrainingError where the ranks don't stand after config.startup_timeout_s.
+        Raises ModelError, ConfigError, and TrainingError where the ranks have no room on the cluster after
+        config.startup_timeout_s, or have not built the engine after as long for each of them.
         """
         self._config = config
         self._version = 0
         with ExitStack() as stack:
             deadline = time.monotonic() + config.startup_timeout_s
             self._ranks, address = _start_ranks(config, stack, deadline)
+            # Those of a machine load the model one after another.
+            deadline = time.monotonic() + config.startup_timeout_s * config.num_ranks
             (port,) = self._ranks.train("open_store", [(address,)], deadline=deadline)
             directory = str(Path(model).absolute()) if Path(model).is_dir() else str(model)
             self._ranks.train_alike("build", (address, port), directory, config, seed, deadline=deadline)
