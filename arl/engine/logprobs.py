@@ -87,8 +87,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """float32; of a product in another dtype, in one pass over it."""
-    logits = hidden @ weight.T
+    """float32. On a GPU the product is not rounded to half precision first; torch has that for no other device."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        logits = hidden @ weight.T
     return torch.div(logits, temperatures[:, None], out=logits if logits.dtype == torch.float32 else None)
 
 

@@ -36,7 +36,7 @@ def test_values_equal_a_full_log_softmax(dtype: torch.dtype):
     temperatures = 0.5 + torch.rand(300, device="cuda")
     logprobs, entropies = token_logprobs(hidden, weight, targets, temperatures, CHUNK)
     full = torch.log_softmax(hidden.double() @ weight.double().T / temperatures[:, None], dim=-1)
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-3  # logits rounded to bfloat16 would be off by more
     expected = full.gather(-1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
     for ours, theirs in zip((logprobs, entropies), expected, strict=True):
         assert ours.dtype == torch.float32
