@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +87,9 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 2, 16, 128, 512),
 }
 
+MICROBATCHES = {"qwen3-4b": 8192}
+"""Tokens forwarded at once, where all of a step's are too many for 140 GB: weights and optimizer take 72 GB of them."""
+
 Figures = dict[str, float]
 
 
@@ -95,25 +98,34 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Figures]:
     shape = SHAPES[args.shape]
     print(f"{args.shape} on {device_name(args.device)}, torch {torch.__version__}, {args.tokens} tokens")
     results: dict[str, Figures] = {}
+
+    def measure(part: str, run: Callable[[], Figures]) -> None:
+        if part in args.parts and (figures := unless_out_of_memory(part, run)) is not None:
+            results[part] = show(part, figures)
+        free_memory(args.device)
+
     with tempfile.TemporaryDirectory(prefix="arl-gpu-") as scratch:
-        model = write_model(shape, Path(scratch) / "model", args.device)
-        engine = build_engine(args, model) if {"train", "publish"} & set(args.parts) else None
-        if "train" in args.parts and engine is not None:
-            results["train"] = show("train", measure_training(args, shape, engine))
-        if "publish" in args.parts and engine is not None:
-            results["publish"] = show("publish", asyncio.run(measure_publishing(args, model, engine, Path(scratch))))
-        if engine is not None:
-            engine.close()
-        del engine
-        free_memory(args.device)
-        if "logprobs" in args.parts:
-            results["logprobs"] = show("logprobs", measure_logprobs(args, shape))
-        free_memory(args.device)
-        if "serve" in args.parts:
-            results["serve"] = show("serve", asyncio.run(measure_serving(args, model)))
+        directory = Path(scratch)
+        model = write_model(shape, directory / "model", args.device)
+        measure("train", lambda: measure_training(args, shape, model))
+        measure("publish", lambda: asyncio.run(measure_publishing(args, model, directory)))
+        measure("logprobs", lambda: measure_logprobs(args, shape))
+        measure("serve", lambda: asyncio.run(measure_serving(args, model)))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
     return results
+
+
+def unless_out_of_memory(part: str, run: Callable[[], Figures]) -> Figures | None:
+    """What `run` returns; nothing, said so, where the device's memory was too small for it."""
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        first_line = str(error).splitlines()[0]
+        print(
+            f"\n{part}: out of memory. A smaller --microbatch or --checkpointing needs less. {first_line}", flush=True
+        )
+        return None
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -124,7 +136,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", type=lambda text: text.split(","), default=list(PARTS), help="comma-separated")
     add("--tokens", type=int, default=16384, help="of a step")
     add("--sequence-length", type=int, default=2048)
-    add("--microbatch", type=int, default=16384, help="tokens forwarded at once")
+    add("--microbatch", type=int, help="tokens forwarded at once; by default as many as an H200 has memory for")
     add("--chunk", type=int, default=2048, help="tokens whose logits are held at once")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--compile", action="store_true")
@@ -138,6 +150,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"--parts names {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    args.microbatch = args.microbatch or MICROBATCHES.get(args.shape, 16384)
     return args
 
 
@@ -174,12 +187,13 @@ def build_engine(args: argparse.Namespace, model: Path) -> FSDPTrainEngine:
     return FSDPTrainEngine(model, config)
 
 
-def measure_training(args: argparse.Namespace, shape: Shape, engine: FSDPTrainEngine) -> Figures:
+def measure_training(args: argparse.Namespace, shape: Shape, model: Path) -> Figures:
     sequences = random_sequences(args, shape)
     loss = PPOLoss(clip_low=0.2, clip_high=0.2, proximal="current", behavior_weight_cap=5.0)
-    forward_s = best(lambda: engine.forward(sequences), args)
-    reset_peak(args.device)
-    step_s = best(lambda: engine.train_batch([sequences], loss), args)
+    with closing(build_engine(args, model)) as engine:
+        forward_s = best(lambda: engine.forward(sequences), args)
+        reset_peak(args.device)
+        step_s = best(lambda: engine.train_batch([sequences], loss), args)
     flops = shape.step_flops([len(sequence) for sequence in sequences])
     figures = {
         "step_s": step_s,
@@ -233,7 +247,14 @@ def measure_logprobs(args: argparse.Namespace, shape: Shape) -> Figures:
     }
 
 
-async def measure_publishing(args: argparse.Namespace, model: Path, engine: FSDPTrainEngine, scratch: Path) -> Figures:
+async def measure_publishing(args: argparse.Namespace, model: Path, scratch: Path) -> Figures:
+    with closing(build_engine(args, model)) as engine:
+        return await measure_publishing_of(engine, args, model, scratch)
+
+
+async def measure_publishing_of(
+    engine: FSDPTrainEngine, args: argparse.Namespace, model: Path, scratch: Path
+) -> Figures:
     began = time.perf_counter()
     num_bytes = engine.export(scratch / "export")
     figures = {"export_s": time.perf_counter() - began, "gigabytes": num_bytes / 1e9}

@@ -26,6 +26,17 @@ def test_training_and_logprobs_are_measured(tmp_path: Path):
     assert "mfu" not in figures["train"]  # nobody says what a CPU's peak is
 
 
+def test_a_part_without_the_memory_for_it_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+
+    monkeypatch.setitem(GPU["main"].__globals__, "measure_training", fail)
+    assert run("train,logprobs", tmp_path).keys() == {"logprobs"}
+    assert "train: out of memory" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_publishing_and_serving_are_measured(tmp_path: Path):
     figures = run("publish,serve", tmp_path)
