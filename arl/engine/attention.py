@@ -32,11 +32,14 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], no attention weights).
 
+    A list windows_seen is given the sliding window of each layer, for whoever wants to know what the model asks for.
     Raises ModelError when the model asks for something that would be left out: soft-capping, sinks, position biases.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses {name} in its attention, which arl cannot train with yet")
+    if isinstance(windows_seen := kwargs.get("windows_seen"), list):
+        windows_seen.append(sliding_window)
     if sliding_window is not None and sliding_window >= packed_layout.max_keys:
         sliding_window = None
     if query.is_cuda:

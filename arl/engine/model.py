@@ -166,14 +166,31 @@ def _check_supported(model: PreTrainedModel, name: str | Path) -> None:
 
 @torch.no_grad()
 def _check_logits(model: PreTrainedModel, name: str | Path) -> None:
-    """Compare with the model's own logits, so that a final scaling or soft-capping is refused, not left out."""
+    """Compare with the model's own logits, so that a final scaling or soft-capping is refused, not left out.
+
+    Nor are sliding windows: some models mean to have them from the mask alone, which a packed row does without.
+    """
     input_ids = torch.arange(4)[None] % model.config.vocab_size
     layout = PackedLayout.of((4,), input_ids.device)
     position_ids = torch.arange(4)[None]
-    theirs = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout).logits[0]
+    windows: list[int | None] = []
+    theirs = model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout, windows_seen=windows
+    ).logits[0]
     ours = decode(model, input_ids, position_ids, layout) @ head_weight(model).T
     if not torch.allclose(theirs.float(), ours, rtol=1e-3, atol=1e-4):
         raise ModelError(
             f"{name}: {type(model).__name__} transforms its logits after the head (soft-capping or scaling); arl "
             "computes log-probabilities from the head alone and cannot train it yet"
         )
+    if sum(window is not None for window in windows) < (num_sliding := _num_sliding_layers(model.config)):
+        raise ModelError(
+            f"{name}: its config gives {num_sliding} layers a sliding window, which {type(model).__name__} does not "
+            "tell its attention function; arl would train it without"
+        )
+
+
+def _num_sliding_layers(config: Any) -> int:
+    if types := getattr(config, "layer_types", None):
+        return list(types).count("sliding_attention")
+    return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0

@@ -4,7 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from arl.api.errors import ModelError
 from arl.engine.model import load_model
@@ -77,3 +84,21 @@ def test_a_layer_type_that_cannot_be_packed_is_refused(tmp_path: Path):
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="linear_attention"):
         load_model(tmp_path)
+
+
+def test_sliding_windows_that_the_attention_is_not_told_of_are_refused(tmp_path: Path):
+    options = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    config = Qwen2MoeConfig(**TINY, **options, use_sliding_window=True, sliding_window=2, max_window_layers=2)
+    assert "sliding_attention" in config.layer_types
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="sliding window"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_sliding_windows_that_the_attention_is_told_of_are_not(tmp_path: Path, window: int | None):
+    config = Qwen3Config(**TINY, use_sliding_window=bool(window), sliding_window=window, max_window_layers=1)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    load_model(tmp_path)
