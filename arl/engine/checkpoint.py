@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
@@ -105,8 +104,8 @@ class CheckpointWriter:
             aside = directory.parent / f".{directory.name}.{self._agree(uuid.uuid4().hex)}"
             # The copies are on the CPU. Copying ahead, DCP would open a CUDA context on this thread's device, GPU 0.
             files = _Files(aside, per_thread_copy_ahead=0)
-            metadata = save_tensors(tensors, storage_writer=files, process_group=self._group)
-            self._on_rank_0(partial(_complete, aside, directory, progress, metadata))
+            save_tensors(tensors, storage_writer=files, process_group=self._group)
+            self._on_rank_0(partial(_complete, aside, directory, progress))
         except (Exception, CheckpointException) as error:
             if aside is not None:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -202,9 +201,11 @@ def _copied(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]
     return copies
 
 
-def _complete(aside: Path, directory: Path, progress: Progress, metadata: Metadata) -> None:
+def _complete(aside: Path, directory: Path, progress: Progress) -> None:
     """Give what all ranks have written its name, once it is certain to be there after a power cut."""
-    files = {info.relative_path for info in metadata.storage_data.values()}
+    # As DCP wrote it: what its save returns does not name the files in every version of torch.
+    written = FileSystemReader(aside).read_metadata().storage_data
+    files = {info.relative_path for info in written.values()}
     if missing := sorted(name for name in files if not (aside / name).exists()):
         raise CheckpointError(
             f"rank 0 does not see {', '.join(missing)}, which another rank wrote; the run directory must be on storage "
