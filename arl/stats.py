@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from arl.api.engine import PublishStats
 from arl.api.types import Group, Trajectory
 
 
@@ -50,3 +51,16 @@ def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in trajectory.metrics.items():
             values.setdefault(f"episode/{name}", []).append(value)
     return {name: fmean(numbers) for name, numbers in values.items()}
+
+
+def publish_metrics(published: PublishStats | None) -> dict[str, float]:
+    """Of the newest publish that is complete, which with overlap is that of an earlier version."""
+    if published is None:
+        return {}
+    return {
+        "weights/version": published.version,
+        "weights/snapshot_s": published.snapshot_s,
+        "weights/transfer_s": published.transfer_s,
+        "weights/pause_s": published.pause_s,
+        "weights/bytes": published.num_bytes,
+    }

@@ -41,7 +41,7 @@ from arl.checkpoint import Checkpoints, RunState
 from arl.evaluation import Evaluator
 from arl.metrics import Evaluation, RunLog
 from arl.rollout import RolloutController
-from arl.stats import RunTotals, batch_metrics, episode_rewards
+from arl.stats import RunTotals, batch_metrics, episode_rewards, publish_metrics
 
 log = logging.getLogger(__name__)
 
@@ -358,7 +358,7 @@ class Trainer:
             "time/train_s": train_s,
             **numbers,
             **metrics,
-            **_publish_metrics(self._published),
+            **publish_metrics(self._published),
             **self.rollout.counters(),
         }
         return StepStats(
@@ -394,16 +394,3 @@ async def _written(saving: Saving) -> None:
         await asyncio.wait([call])
         call.result()
         raise
-
-
-def _publish_metrics(published: PublishStats | None) -> dict[str, float]:
-    """Of the newest publish that is complete, which with overlap is that of an earlier version."""
-    if published is None:
-        return {}
-    return {
-        "weights/version": published.version,
-        "weights/snapshot_s": published.snapshot_s,
-        "weights/transfer_s": published.transfer_s,
-        "weights/pause_s": published.pause_s,
-        "weights/bytes": published.num_bytes,
-    }

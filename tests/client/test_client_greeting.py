@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from protocol_server import Engines, ProtocolServer
+from protocol_server import Engines, ProtocolServer, ask
 
 from arl.api.config import ClientConfig
 from arl.api.errors import ServerError
@@ -66,16 +66,16 @@ async def test_what_one_server_does_not_tell_is_not_compared(
     server.info["model_type"] = "qwen3"
     server.tells["tokenize"] = {"tokens": [1, 2]}
     other.tells["tokenize"] = 400
-    async with engine_over([server, other]):
-        pass
+    async with engine_over([server, other]) as engine:
+        assert (await engine.agenerate(ask())).output_ids
 
 
 async def test_directories_of_the_same_model_may_differ(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:
     other.info["model_path"] = "/elsewhere/m"
-    async with engine_over([server, other]):
-        pass
+    async with engine_over([server, other]) as engine:
+        assert (await engine.agenerate(ask())).output_ids
 
 
 @pytest.mark.parametrize(("told", "num_ranks"), [({"tp_size": 4}, 4), ({"tp_size": None}, 1), (404, 1)])
