@@ -25,7 +25,7 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
 # SGLang pins other versions than arl's, and is spoken to over HTTP alone: an environment of its own.
-$(SGLANG_STAMP): $(wildcard scripts/sglang_cpu/*) $(wildcard scripts/sglang_cpu/shim/*/*)
+$(SGLANG_STAMP): $(wildcard scripts/sglang_cpu/* scripts/sglang_cpu/shim/*.pth scripts/sglang_cpu/shim/*/*)
 	PYTHON=$(PYTHON) scripts/sglang_cpu/install $(SGLANG_VENV)
 	touch $(SGLANG_STAMP)
 

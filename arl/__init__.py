@@ -1,5 +1,13 @@
 """arl trains language-model agents by fully asynchronous reinforcement learning."""
 
-from arl.api import Config, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory
+from arl.api import AlgorithmConfig, Config, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory, preset
 
-__all__ = ["Config", "RolloutWorkflow", "SamplingParams", "ScriptedEngine", "Trajectory"]
+__all__ = [
+    "AlgorithmConfig",
+    "Config",
+    "RolloutWorkflow",
+    "SamplingParams",
+    "ScriptedEngine",
+    "Trajectory",
+    "preset",
+]

@@ -179,7 +179,7 @@ class ReplayBuffer:
                 self._is_taking = False
                 self._notify()
         groups = sorted((entry.group for entry in batch if entry.group), key=_admission)
-        self._check_staleness(version, groups)
+        check_staleness(groups, version, self._max_staleness)
         return groups
 
     async def published(self, version: int) -> None:
@@ -275,13 +275,15 @@ class ReplayBuffer:
                 entry.blocking_since = now
         self._changed.notify_all()
 
-    def _check_staleness(self, version: int, groups: list[Group]) -> None:
-        for group in groups:
-            if version - group.oldest_version > self._max_staleness:
-                raise StalenessError(
-                    f"group {group.group_id} holds a token of version {group.oldest_version} in the batch for version "
-                    f"{version}; max_staleness is {self._max_staleness}. This is a defect of the buffer"
-                )
+
+def check_staleness(groups: Iterable[Group], version: int, max_staleness: int) -> None:
+    """At use: that a batch for `version` holds no token that is too old. Raises StalenessError."""
+    for group in groups:
+        if version - group.oldest_version > max_staleness:
+            raise StalenessError(
+                f"group {group.group_id} holds a token of version {group.oldest_version} in the batch for version "
+                f"{version}; max_staleness is {max_staleness}. This is a defect of arl's buffers"
+            )
 
 
 def _admission(group: Group) -> int:

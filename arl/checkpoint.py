@@ -2,6 +2,7 @@
 
 run_dir/checkpoints/version-00000040/state.json      totals, dataset cursor, ledger
                                      groups.npz      finished groups that wait for a batch
+                                     replay.npz      trained groups that may be trained again
                                      engine/         whatever the train engine saves
 """
 
@@ -32,11 +33,12 @@ _RETIRED = ".deleting-"
 class RunState:
     """What a checkpoint holds of a run beside the train engine, all of one moment between two steps.
 
-    values: as JSON holds them. groups: finished and not trained; see ReplayBuffer.untrained.
+    values: as JSON holds them. groups: finished and not trained; see ReplayBuffer.untrained. replay: see Replay.groups.
     """
 
     values: dict[str, Any]
     groups: Sequence[Group] = ()
+    replay: Sequence[Group] = ()
 
 
 class Checkpoints:
@@ -69,10 +71,11 @@ class Checkpoints:
         """Write what `begin` took aside, give it its name, and drop the oldest checkpoints past `keep`."""
         try:
             engine.wait()
-            with (aside / "groups.npz").open("wb") as file:
-                write_groups(file, state.groups)
-                file.flush()
-                os.fsync(file.fileno())
+            for name, groups in (("groups.npz", state.groups), ("replay.npz", state.replay)):
+                with (aside / name).open("wb") as file:
+                    write_groups(file, groups)
+                    file.flush()
+                    os.fsync(file.fileno())
             with (aside / "state.json").open("w") as file:
                 json.dump({"identity": self._identity, **state.values}, file)
                 file.flush()
@@ -120,10 +123,13 @@ class Checkpoints:
                     f"{path} was written with {name}={identity.get(name)!r}, this run has {value!r}; "
                     "use another run_dir, or the same settings"
                 )
-        file = path / "groups.npz"
+        groups, replay = (self._groups(path / name) for name in ("groups.npz", "replay.npz"))
+        return RunState(values=values, groups=groups, replay=replay)
+
+    def _groups(self, file: Path) -> list[Group]:
         try:
             with file.open("rb") as stream:
-                return RunState(values=values, groups=read_groups(stream))
+                return read_groups(stream)
         except UNREADABLE as error:
             raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
 

@@ -40,6 +40,7 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
     parser.add_argument("--config", type=Path)
     own, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     from_file = _read_yaml(own.config) if own.config else {}
+    _check_presets(flags, from_file, own.config)
     try:
         settings = _settings_class(config_class, flags, from_file)()
         return config_class.model_validate(settings.model_dump(exclude_unset=True))
@@ -47,6 +48,21 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
         raise ConfigError("\n".join(_sentence(config_class, detail) for detail in error.errors())) from None
     except SettingsError as error:
         raise ConfigError(_flag_sentence(config_class, str(error))) from None
+
+
+def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path | None) -> None:
+    """A flag's preset over a file's settings for another would be an algorithm that nobody has named."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--algorithm.preset", dest="preset")
+    flag, section = parser.parse_known_args(flags)[0].preset, from_file.get("algorithm")
+    if flag is None or not isinstance(section, dict):
+        return
+    others, preset = sorted(section.keys() - {"preset"}), section.get("preset", "the default")
+    if others and preset != flag:
+        raise ConfigError(
+            f"--algorithm.preset is {flag}, but {path} sets algorithm.{', algorithm.'.join(others)} for {preset}; "
+            "change the preset there, or leave these out"
+        )
 
 
 def _over_defaults(config_class: type[Config], given: dict[str, Any]) -> dict[str, Any]:
@@ -59,10 +75,11 @@ def _over_defaults(config_class: type[Config], given: dict[str, Any]) -> dict[st
 
 
 def _over(default: object, given: Any) -> Any:
-    """A section over its default; one of another kind than the default's stands alone, as does what is no section."""
+    """A section over its default; one of another kind or preset than the default's stands alone, as does what is no
+    section."""
     if not isinstance(default, BaseModel) or not isinstance(given, dict):
         return given
-    tags = {tag: getattr(default, tag) for tag in ("kind", "transport") if hasattr(default, tag)}
+    tags = {tag: getattr(default, tag) for tag in ("kind", "transport", "preset") if hasattr(default, tag)}
     if any(given.get(tag, value) != value for tag, value in tags.items()):
         return given
     said = {name: getattr(default, name) for name in default.model_fields_set}
@@ -193,13 +210,16 @@ def _sentence(config_class: type[Config], detail: Any) -> str:
         if options:
             model = next((option for option in options if _kind(option) == part), options[0])
         if options and _kind(model) == part:
-            variant = f" with {path[-1]}.kind={part}"
+            variant = f" with {path[-1]}.{_tag(model)}={part}"
             continue
         path.append(part)
     name, message = ".".join(path), detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         allowed = ", ".join(sorted(model.model_fields))
         return f"{name} is not a setting{variant}; allowed there: {allowed}"
+    if detail["type"] == "union_tag_invalid":
+        tag, allowed = detail["ctx"]["discriminator"].strip("'"), detail["ctx"]["expected_tags"].replace("'", "")
+        return f"{name}.{tag} is {detail['ctx']['tag']!r}; allowed there: {allowed}"
     if detail["type"] == "missing":
         return f"{name} is missing; give it as --{name} VALUE or in the --config file"
     if detail["type"] == "value_error":
@@ -207,8 +227,13 @@ def _sentence(config_class: type[Config], detail: Any) -> str:
     return f"{name} is {detail['input']!r}{variant}: {message}"
 
 
+def _tag(section: type[BaseModel]) -> str:
+    """The name of the field that tells variants of a section apart."""
+    return "transport" if "transport" in section.model_fields else "kind"
+
+
 def _kind(section: type[BaseModel]) -> str | None:
-    field = section.model_fields.get("kind")
+    field = section.model_fields.get(_tag(section))
     return field.default if field else None
 
 

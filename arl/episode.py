@@ -62,16 +62,19 @@ class EpisodeRunner:
         if isinstance(self.workflow, type):
             raise TypeError(f"workflow is the class {self.workflow.__name__}; pass an instance of it")
 
-    async def run(self, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
+    async def run(
+        self, example: Example, *, name: str, oldest_allowed: int = 0, engine: InferenceEngine | None = None
+    ) -> Episode:
         """Run one episode; whatever it raises, but a cancellation from outside, is recorded once and returned.
 
         name: what the log calls the episode. oldest_allowed: a trained token of an older version is malformed.
+        engine: what this episode samples from, where it is another than the others do.
         """
         clock = asyncio.get_running_loop()
         began = clock.time()
         attempts = 1
         while True:
-            result = await self._attempt(example, began + self.timeout_s, oldest_allowed)
+            result = await self._attempt(example, engine or self.engine, began + self.timeout_s, oldest_allowed)
             if not isinstance(result, Exception):
                 return Episode(trajectories=result, attempts=attempts, elapsed_s=clock.time() - began)
             log.warning("%s failed (attempt %d of %d)", name, attempts, self.retries + 1, exc_info=result)
@@ -79,11 +82,13 @@ class EpisodeRunner:
                 return Episode(error=result, attempts=attempts, elapsed_s=clock.time() - began)
             attempts += 1
 
-    async def _attempt(self, example: Example, until: float, oldest_allowed: int) -> tuple[Trajectory, ...] | Exception:
+    async def _attempt(
+        self, example: Example, engine: InferenceEngine, until: float, oldest_allowed: int
+    ) -> tuple[Trajectory, ...] | Exception:
         limit = asyncio.timeout_at(until)
         try:
             async with limit:
-                returned: object = await self.workflow.arun_episode(self.engine, example)
+                returned: object = await self.workflow.arun_episode(engine, example)
             trajectories = _checked(returned, oldest_allowed)
         except asyncio.CancelledError as error:
             if _is_cancelled_from_outside():

@@ -14,7 +14,10 @@ from arl.stats import mean_metrics
 
 
 class Evaluator:
-    """One episode for each held-out example, on whatever weights the engine serves meanwhile."""
+    """One episode for each held-out example, on whatever weights the engine serves meanwhile.
+
+    seed: each request has one of its own, the same in every evaluation. Unset: none but the workflow's.
+    """
 
     def __init__(
         self,
@@ -24,12 +27,14 @@ class Evaluator:
         config: EvaluationConfig,
         *,
         episode_timeout_s: float,
+        seed: int | None = None,
     ) -> None:
         self._engine = engine
         self._workflow = workflow
         self._dataset = dataset
         self._config = config
         self._episode_timeout_s = episode_timeout_s
+        self._seed = seed
 
     async def evaluate(self) -> Evaluation:
         """Failed and rejected episodes count as reward 0; `version` is the one published at the start."""
@@ -40,6 +45,7 @@ class Evaluator:
             self._dataset,
             max_concurrent=self._config.max_concurrent_episodes,
             timeout_s=self._episode_timeout_s,
+            seed=self._seed,
         )
         return Evaluation(
             version=version,

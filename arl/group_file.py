@@ -15,7 +15,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from arl.api.types import NOT_SAMPLED, Group, Trajectory
+from arl.api.types import NOT_SAMPLED, Group, Trajectory, TurnSpan
 
 Array = npt.NDArray[Any]
 
@@ -76,11 +76,15 @@ def _record(group: Group) -> dict[str, Any]:
         "example_id": group.example_id,
         "stamp": group.stamp,
         "episode_indices": group.episode_indices,
+        "greedy_rewards": dict(group.greedy_rewards),
         "trajectories": [
             {
                 "length": len(t.token_ids),
                 "has_token_rewards": t.token_rewards is not None,
                 "reward": t.reward,
+                "rewards": dict(t.rewards),
+                "turns": [[turn.start, turn.stop, turn.reward, turn.state] for turn in t.turns],
+                "is_truncated": t.is_truncated,
                 "metrics": dict(t.metrics),
                 "role": t.role,
                 "temperature": t.temperature,
@@ -97,6 +101,10 @@ def _group(record: Mapping[str, Any], tokens: _Cursor, rewards: _Cursor) -> Grou
         values.update(tokens.take(length))
         if values.pop("has_token_rewards"):
             values.update(rewards.take(length))
+        values["turns"] = tuple(
+            TurnSpan(start=start, stop=stop, reward=reward, state=state)
+            for start, stop, reward, state in values["turns"]
+        )
         trajectories.append(Trajectory(**values))
     return Group(
         group_id=record["group_id"],
@@ -104,6 +112,7 @@ def _group(record: Mapping[str, Any], tokens: _Cursor, rewards: _Cursor) -> Grou
         stamp=record["stamp"],
         trajectories=tuple(trajectories),
         episode_indices=tuple(record["episode_indices"]),
+        greedy_rewards=record["greedy_rewards"],
     )
 
 

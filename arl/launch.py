@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
+from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.config import (
+    AdapterWeightsConfig,
     Config,
     DiskWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
     SGLangEngineConfig,
+    TrainConfig,
 )
-from arl.api.engine import TrainEngine, WeightTransport
+from arl.api.curriculum import Curriculum
+from arl.api.engine import Head, TrainEngine, WeightTransport
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
@@ -30,16 +34,21 @@ from arl.checkpoint import Checkpoints
 from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.model import end_token_ids, load_tokenizer, local_directory
 from arl.engine.processes import local_servers, sglang_servers
-from arl.engine.ray import RayTrainEngine
+from arl.engine.ray import RayTrainEngine, check_gpus
 from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.transport.adapter import AdapterTransport, sglang_options
 from arl.engine.transport.delta import DeltaTransport
 from arl.engine.transport.disk import DiskTransport
 from arl.engine.transport.distributed import DistributedTransport
 from arl.evaluation import Evaluator
+from arl.group_run import GroupRules
+from arl.learner import Learner
 from arl.metrics import RunLog
+from arl.replay import Replay
 from arl.rollout import Dataset, RolloutController
 from arl.stats import RunTotals
-from arl.trainer import Trainer, TrainThread
+from arl.train_thread import TrainThread
+from arl.trainer import Trainer
 
 
 @asynccontextmanager
@@ -50,13 +59,15 @@ async def launch(
     dataset: Dataset,
     eval_dataset: Dataset | None = None,
     keep: Callable[[Group], bool] | None = None,
+    curriculum: Curriculum | None = None,
 ) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
     dataset, eval_dataset: anything with a length and integer indexing whose items are mappings; each item is what
     `arun_episode` receives as `data`. keep: a filter; a finished group for which it is false is rejected, and its
-    place refilled. Raises the ArlError of whatever could not start, and, out of the block, the
-    first error of any part of the run.
+    place refilled. curriculum: says which examples each stage hands out, in which order; without one, epochs of the
+    whole dataset. Raises the ArlError of whatever could not start, and, out of the block, the first error of any part
+    of the run.
     """
     for name, examples in (("dataset", dataset), ("eval_dataset", eval_dataset)):
         if examples is not None and len(examples) == 0:
@@ -67,7 +78,7 @@ async def launch(
             "eval_dataset, or leave evaluation.every unset"
         )
     async with AsyncExitStack() as stack:
-        trainer = await _build(stack, config, workflow, dataset, eval_dataset, keep)
+        trainer = await _build(stack, config, workflow, dataset, eval_dataset, keep, curriculum)
         async with trainer.running():
             yield trainer
 
@@ -79,18 +90,19 @@ async def _build(
     dataset: Dataset,
     eval_dataset: Dataset | None,
     keep: Callable[[Group], bool] | None,
+    curriculum: Curriculum | None,
 ) -> Trainer:
     """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
     thread = TrainThread()
     stack.callback(thread.close)
-    loading = thread.submit(_train_engine, config)
+    loading = thread.submit(_learner, config)
     stack.push_async_callback(_close, thread, loading)
     try:
         addresses, api_key = await _addresses(config, stack)
     except (ModelError, ServerError):
         await loading  # where the model is at fault, this says it better
         raise
-    train_engine = await loading
+    learner = await loading
     end_tokens = await asyncio.to_thread(end_token_ids, config.model)
     client = RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
     engine = await stack.enter_async_context(client)
@@ -99,22 +111,34 @@ async def _build(
 
     identity = {"model": config.model, "seed": config.seed, "num_examples": len(dataset)}
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
-    state = await thread(checkpoints.load_newest, train_engine.load)
+    state = await thread(checkpoints.load_newest, learner.load)
     log = RunLog(config.run_dir, config.log, decode=await asyncio.to_thread(_decoder, config))
     stack.callback(log.close)
-    log.resume(train_engine.version)
-    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
-    rollout = RolloutController(engine, workflow, dataset, config.rollout, buffer, seed=config.seed, keep=keep)
+    log.resume(learner.version)
+    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
+    rollout = RolloutController(
+        engine,
+        workflow,
+        dataset,
+        config.rollout,
+        buffer,
+        seed=config.seed,
+        rules=_group_rules(config.algorithm, keep),
+        curriculum=curriculum,
+    )
+    replay = _replay(config)
     if state is not None:
         rollout.load_state_dict(state.values["rollout"], state.groups)
-        log.say(f"continuing {config.run_dir} from version {train_engine.version}")
+        replay.restore(state.replay, learner.version)
+        log.say(f"continuing {config.run_dir} from version {learner.version}")
     evaluator = None
     if eval_dataset is not None:
         timeout_s = config.rollout.episode_timeout_s
-        evaluator = Evaluator(engine, workflow, eval_dataset, config.evaluation, episode_timeout_s=timeout_s)
+        seed = config.seed if config.rollout.seed_requests else None
+        evaluator = Evaluator(engine, workflow, eval_dataset, config.evaluation, episode_timeout_s=timeout_s, seed=seed)
     return Trainer(
         config=config,
-        train_engine=train_engine,
+        learner=learner,
         inference_engine=engine,
         transport=transport,
         buffer=buffer,
@@ -123,6 +147,7 @@ async def _build(
         checkpoints=checkpoints,
         log=log,
         thread=thread,
+        replay=replay,
         totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
     )
 
@@ -136,17 +161,65 @@ async def _addresses(config: Config, stack: AsyncExitStack) -> tuple[Sequence[st
     if isinstance(config.engine, LocalEngineConfig):
         servers = local_servers(directory, config.engine, logs)
     else:
-        servers = sglang_servers(directory, config.engine, logs)
+        arguments = (*sglang_options(config), *config.engine.arguments)  # the user's own prevail
+        servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
     return await stack.enter_async_context(servers), None
 
 
-def _train_engine(config: Config) -> TrainEngine:
+def _learner(config: Config) -> Learner:
+    """The engine of the policy, with the critic's head on it or an engine of the critic beside it, where there is one.
+
+    What was built is closed where something after it fails.
+    """
     kind = FSDPTrainEngine if config.train.num_ranks == 1 else RayTrainEngine
-    return kind(config.model, config.train, config.seed)
+    with ExitStack() as stack:
+        engines: list[TrainEngine] = []
+        for model, train, head in _engines(config):
+            engines.append(kind(model, train, config.seed, head))
+            stack.callback(engines[-1].close)
+        learner = Learner(
+            engines[0],
+            config.algorithm,
+            critic=engines[1] if len(engines) > 1 else None,
+            max_staleness=config.rollout.max_staleness,
+            seed=config.seed,
+        )
+        stack.pop_all()
+    return learner
 
 
-async def _close(thread: TrainThread, loading: asyncio.Future[TrainEngine]) -> None:
-    """Close the train engine, also where something else failed while it was loading."""
+def _engines(config: Config) -> list[tuple[str, TrainConfig, Head]]:
+    """Of each train engine: what it loads, its settings, and its head."""
+    train, critic = config.train, config.algorithm.critic
+    if critic is None or critic.backbone == "shared":
+        return [(config.model, train, "policy_and_value" if critic else "policy")]
+    if train.num_ranks > 1:
+        check_gpus(train, num_engines=2)
+    optimizer = train.optimizer.model_copy(update={"lr": critic.lr})
+    own = train.model_copy(update={"optimizer": optimizer})
+    return [(config.model, train, "policy"), (critic.model or config.model, own, "value")]
+
+
+def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | None) -> GroupRules:
+    """What of a group's rewards its advantages will see."""
+    advantage = algorithm.advantage
+    return GroupRules(
+        keep=keep,
+        drop_equal_rewards=algorithm.dynamic_sampling,
+        compares_parts=isinstance(advantage, ReturnsAdvantage) and advantage.separate_rewards,
+        compares_turns=isinstance(advantage, GiGPOAdvantage),
+        compares_tokens=isinstance(advantage, DistillationAdvantage),
+        has_baseline=algorithm.needs_greedy_episode,
+    )
+
+
+def _replay(config: Config) -> Replay:
+    rollout = config.rollout
+    return Replay(rollout.replay_groups, min_reward=rollout.replay_min_reward, max_staleness=rollout.max_staleness)
+
+
+async def _close(thread: TrainThread, loading: asyncio.Future[Learner]) -> None:
+    """Close the train engines, also where something else failed while it was loading."""
     await asyncio.wait([loading])
     if not loading.cancelled() and loading.exception() is None:
         await thread(loading.result().close)
@@ -157,6 +230,8 @@ def _transport(config: Config) -> WeightTransport:
         return DiskTransport(config.weights, config.run_dir)
     if isinstance(config.weights, DistributedWeightsConfig):
         return DistributedTransport(config.weights)
+    if isinstance(config.weights, AdapterWeightsConfig):
+        return AdapterTransport(config.weights, config.run_dir)
     return DeltaTransport(config.weights, config.run_dir)
 
 

@@ -7,7 +7,6 @@ stands once for each version. All calls are short and blocking; the trainer make
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,6 +91,7 @@ class RunLog:
                 "example_id": group.example_id,
                 "episode": group.episode_indices[i],
                 **asdict(group.trajectories[i]),
+                "greedy_rewards": dict(group.greedy_rewards),
             }
             if self._decode:
                 row["text"] = self._decode(group.trajectories[i].token_ids)
@@ -118,12 +118,12 @@ class StepTable:
             str(stats.version),
             f"{stats.reward:.3f}",
             f"{stats.mean_staleness:.1f} / {stats.max_staleness_seen}",
-            f"{metrics.get('samples_per_s', math.nan):.0f}",
+            f"{metrics['samples_per_s']:.0f}",
             f"{stats.wait_s:.2f}s",
             f"{stats.train_s:.2f}s",
             f"{metrics.get('weights/pause_s', 0.0) * 1000:.0f}ms",
-            f"{metrics.get('loss', math.nan):+.4f}",
-            f"{metrics.get('entropy', math.nan):.3f}",
+            f"{metrics['loss']:+.4f}" if "loss" in metrics else "-",
+            f"{metrics['entropy']:.3f}" if "entropy" in metrics else "-",
         )
         self._rows = [*self._rows[1 - ROWS_SHOWN :], row]
         if self._live:
@@ -193,7 +193,10 @@ def plot_run(run_dir: Path) -> Path:
     reward.plot(seconds, [row["reward"] for row in rows], label="training batch")
     at = [seconds_by_version.get(row["version"], 0.0) for row in evaluations]
     reward.plot(at, [row["reward"] for row in evaluations], "o", label="held out")
-    reward.set(ylabel="reward", ylim=(-0.02, 1.02), title="arl: reward, staleness and throughput over wall time")
+    shown = [row["reward"] for row in (*rows, *evaluations)]
+    if shown and min(shown) >= 0 and max(shown) <= 1:
+        reward.set(ylim=(-0.02, 1.02))
+    reward.set(ylabel="reward", title="arl: reward, staleness and throughput over wall time")
     reward.legend(loc="lower right")
     staleness.plot(seconds, [row["staleness/max"] for row in rows], label="oldest token")
     staleness.plot(seconds, [row["staleness/mean"] for row in rows], label="mean")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from itertools import compress
+from statistics import fmean, pstdev
 
 from arl.api.engine import PublishStats
 from arl.api.types import Group, Trajectory
@@ -29,19 +30,47 @@ def episode_rewards(groups: Sequence[Group]) -> list[float]:
     return rewards
 
 
-def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Staleness of the trained tokens against the trainer's `version`, lengths, and the workflow's own metrics."""
+def batch_metrics(
+    groups: Sequence[Group], version: int, replayed: Sequence[Group] = (), *, mask_truncated: bool = False
+) -> dict[str, float]:
+    """Staleness of the trained tokens against the trainer's `version`, lengths, and the workflow's own metrics.
+
+    replayed: groups that were trained beside the new ones. Their tokens have a staleness; all else was said of them
+    when they were new. mask_truncated: truncated trajectories are not trained.
+    """
+
+    def is_trained(trajectory: Trajectory) -> bool:
+        return not (mask_truncated and trajectory.is_truncated)
+
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    staleness = [
-        version - v for t in trajectories for v, trained in zip(t.versions, t.loss_mask, strict=True) if trained
-    ]
+    all_trained = [*trajectories, *(trajectory for group in replayed for trajectory in group.trajectories)]
+    staleness = [version - v for t in filter(is_trained, all_trained) for v in compress(t.versions, t.loss_mask)]
     return {
         "staleness/mean": fmean(staleness) if staleness else 0.0,
         "staleness/max": max(staleness, default=0),
+        "replayed_groups": len(replayed),
+        "equal_groups": fmean(map(_is_equal, groups)),
+        "truncated": fmean(t.is_truncated for t in trajectories),
         "length/tokens": fmean(len(t.token_ids) for t in trajectories),
-        "length/trained_tokens": fmean(t.num_trained_tokens for t in trajectories),
+        "length/tokens_max": max(len(t.token_ids) for t in trajectories),
+        "length/trained_tokens": fmean(t.num_trained_tokens * is_trained(t) for t in trajectories),
         **mean_metrics(trajectories),
     }
+
+
+def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
+    """Of a batch's episodes."""
+    return {
+        "reward": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+    }
+
+
+def _is_equal(group: Group) -> bool:
+    """Whether the outcomes of each role are all equal."""
+    return len({(t.role, t.reward) for t in group.trajectories}) == len({t.role for t in group.trajectories})
 
 
 def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

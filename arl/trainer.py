@@ -23,62 +23,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Self, TypeVar, TypeVarTuple
+from pathlib import Path
+from typing import Self
 
-from arl.algorithm.advantages import grpo_advantages, to_sequences
-from arl.algorithm.aggregation import weigh_tokens
-from arl.algorithm.losses import PPOLoss
 from arl.api.config import Config
-from arl.api.engine import InferenceEngine, PublishStats, Saving, TrainEngine, WeightTransport, WeightUpdate
+from arl.api.engine import InferenceEngine, PublishStats, Saving, WeightTransport, WeightUpdate
 from arl.api.errors import ArlError, ConfigError, first_error
-from arl.api.types import Group, StepStats, TrainSequence
+from arl.api.types import Group, StepStats
 from arl.buffer import ReplayBuffer
 from arl.checkpoint import Checkpoints, RunState
 from arl.evaluation import Evaluator
+from arl.learner import Learner
 from arl.metrics import Evaluation, RunLog
+from arl.replay import Replay
 from arl.rollout import RolloutController
-from arl.stats import RunTotals, batch_metrics, episode_rewards, publish_metrics
+from arl.stats import RunTotals, batch_metrics, episode_rewards, publish_metrics, reward_metrics
+from arl.train_thread import TrainThread
 
 log = logging.getLogger(__name__)
-
-ResultT = TypeVar("ResultT")
-ArgsT = TypeVarTuple("ArgsT")
-
-
-class TrainThread:
-    """The one thread on which the train engine lives. A cancelled caller still waits until its call is done."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-train")
-
-    def submit(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
-        """Begin a call without waiting for it."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-
-    async def __call__(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> ResultT:
-        return await self.finish(self.submit(function, *args))
-
-    async def finish(self, call: asyncio.Future[ResultT]) -> ResultT:
-        """Wait for a call that was begun, also when cancelled, so that its effects are known."""
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            await asyncio.wait([call])
-            raise
-
-    def close(self) -> None:
-        self._executor.shutdown()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Step:
-    """A batch from when it is taken until it is logged. Times are of the monotonic clock; call: its training."""
+    """A batch from when it is taken until it is logged. Times are of the monotonic clock; call: its training.
+
+    groups: new ones. replayed: those of earlier batches that are trained with them.
+    """
 
     groups: Sequence[Group]
+    replayed: Sequence[Group]
     began: float
     taken: float
     call: asyncio.Future[dict[str, float]] | None = None
@@ -99,7 +75,7 @@ class Trainer:
     """Trains `config.steps` batches, one for each iteration. Built by `launch`, which also closes its parts."""
 
     config: Config
-    train_engine: TrainEngine
+    learner: Learner
     inference_engine: InferenceEngine
     transport: WeightTransport
     buffer: ReplayBuffer
@@ -108,12 +84,12 @@ class Trainer:
     checkpoints: Checkpoints
     log: RunLog
     thread: TrainThread
+    replay: Replay = field(default_factory=Replay)
     totals: RunTotals = field(default_factory=RunTotals)
 
     def __post_init__(self) -> None:
-        self.version = self.train_engine.version
+        self.version = self.learner.version
         self._tasks = asyncio.TaskGroup()
-        self._loss = PPOLoss.of(self.config.ppo)
         self._rollout_task: asyncio.Task[None] | None = None
         self._undelivered: _Snapshot | None = None
         self._delivery: asyncio.Task[None] | None = None
@@ -153,50 +129,34 @@ class Trainer:
         return await self._step()
 
     async def _step(self) -> StepStats:
-        """take_batch -> advantages -> proximal logprobs -> train_batch -> publish."""
+        """take_batch -> train (logprobs -> advantages -> minibatches, in Learner.train) -> publish."""
         began = time.monotonic()
         groups = await self.buffer.take_batch(self.version)
-        step = _Step(groups=groups, began=began, taken=time.monotonic())
-        advantages = grpo_advantages(groups, scale_by_std=self.config.ppo.scale_by_std)
-        sequences = await self.thread(to_sequences, groups, advantages)
-        sequences = await self._with_proximal_logprobs(sequences)
-        await self._train(step, sequences)
+        step = _Step(groups=groups, replayed=self.replay.take(self.version), began=began, taken=time.monotonic())
+        await self._train(step)
         await self._publish()
         stats = await self._record()
         await self._beside_training()
         return stats
 
-    async def _with_proximal_logprobs(self, sequences: list[list[TrainSequence]]) -> list[list[TrainSequence]]:
-        """Logprobs under the weights that the batch is taken with, before any update on it. Lists are groups."""
-        if self._loss.proximal != "recomputed":
-            return sequences
-        flat = [sequence for group in sequences for sequence in group]
-        proximal = iter(await self.thread(self.train_engine.forward, flat))
-        return [[replace(sequence, proximal_logprobs=next(proximal)) for sequence in group] for group in sequences]
-
-    async def _train(self, step: _Step, sequences: list[list[TrainSequence]]) -> None:
-        """One optimizer step for each minibatch of equally many whole groups, in the batch's order."""
-        size = len(sequences) // self.config.ppo.minibatches
-        minibatches = [
-            weigh_tokens([s for group in sequences[i : i + size] for s in group], self.config.ppo.aggregation)
-            for i in range(0, len(sequences), size)
-        ]
-        step.call = self.thread.submit(self.train_engine.train_batch, minibatches, self._loss)
+    async def _train(self, step: _Step) -> None:
+        step.call = self.thread.submit(self.learner.train, step.groups, step.replayed)
         self._open_step = step
         await self.thread.finish(step.call)
         self._settle()
 
     def _settle(self) -> None:
         """Note the batch in training as trained once the engine has it, also after a cancellation in between."""
-        if self._open_step and self.train_engine.version > self.version:
-            self.version = self.train_engine.version
+        if self._open_step and self.learner.version > self.version:
+            self.version = self.learner.version
             self.rollout.trained(self._open_step.groups)
+            self.replay.add(self._open_step.groups, self.version)
             self._open_step.trained = time.monotonic()
 
     async def _publish(self) -> None:
         """Snapshot the weights, which are delivered beside the next step; a newer snapshot replaces one that waits."""
         began = time.monotonic()
-        update = await self.thread(self.transport.snapshot, self.train_engine)
+        update = await self.thread(self.transport.snapshot, self.learner.engine)
         if self._undelivered:
             self.transport.discard(self._undelivered.update)
         now = time.monotonic()
@@ -288,6 +248,17 @@ class Trainer:
         if saving := await self._begin_saving():
             await _written(saving)
 
+    async def export(self, directory: Path) -> None:
+        """Write the trained model as a Hugging Face directory, whole or not at all; between steps, at any version.
+
+        With adapters it is the merged model. Raises TransportError.
+        """
+        snapshot = await self.thread(self.learner.engine.snapshot)
+        try:
+            await asyncio.to_thread(snapshot.write, directory)
+        finally:
+            snapshot.release()
+
     async def _begin_saving(self) -> Saving | None:
         """Copy aside what a checkpoint holds, all of this moment; None where there is nothing to write.
 
@@ -302,12 +273,12 @@ class Trainer:
         failed_midway = self._open_step is not None
         if failed_midway or self.version in (0, self.checkpoints.newest_version()):
             return None
-        return await self.thread(self.checkpoints.begin, self.version, self.train_engine.save, self._state())
+        return await self.thread(self.checkpoints.begin, self.version, self.learner.save, self._state())
 
     def _state(self) -> RunState:
         totals = replace(self.totals, wall_s=self._wall_s())
         values = {"version": self.version, "totals": asdict(totals), "rollout": self.rollout.state_dict()}
-        return RunState(values=values, groups=self.buffer.untrained(self.version))
+        return RunState(values=values, groups=self.buffer.untrained(self.version), replay=self.replay.groups)
 
     @asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:
@@ -347,12 +318,17 @@ class Trainer:
     def _stats(self, step: _Step, metrics: dict[str, float]) -> StepStats:
         now, rewards = time.monotonic(), episode_rewards(step.groups)
         interval_s, self._recorded_at = now - self._recorded_at, now
-        numbers = batch_metrics(step.groups, self.version - 1)
+        numbers = batch_metrics(
+            step.groups,
+            self.version - 1,
+            step.replayed,
+            mask_truncated=self.config.algorithm.overlong.mask_truncated,
+        )
         wait_s, train_s = step.taken - step.began, (step.trained or now) - step.taken
         everything = {
             "version": self.version,
             "time_s": self._wall_s(),
-            "reward": sum(rewards) / len(rewards),
+            **reward_metrics(rewards),
             "samples_per_s": len(rewards) / max(interval_s, 1e-9),
             "time/wait_s": wait_s,
             "time/train_s": train_s,

@@ -40,7 +40,8 @@ from safetensors.torch import load_file, save_file
 from warm_start import demonstrated, warm_start
 
 from arl.algorithm.aggregation import weigh_tokens
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine import delta
@@ -128,14 +129,14 @@ def stored_as_bfloat16(model: Path, directory: Path, is_fresh: bool) -> Path:
 
 def train(model: Path, lr: float, steps: Sequence[list[TrainSequence]], scratch: Path) -> list[Measured]:
     engine = FSDPTrainEngine(model, TrainConfig(optimizer=OptimizerConfig(lr=lr)))
-    loss = PPOLoss(clip_low=0.2, clip_high=0.2, proximal="current")
+    loss = PolicyLoss.of(preset("decoupled_ppo", correction={"kind": "none"}))
     out = []
     try:
         with ThreadPoolExecutor(1) as pool:
             engine.export(scratch / "version-0")
             base = survey(scratch / "version-0", pool)
             for version, batch in enumerate(steps, start=1):
-                engine.train_batch([weigh_tokens(batch, "token_mean")], loss)
+                engine.train_batch([weigh_tokens([batch], "token_mean")], loss)
                 engine.export(scratch / f"version-{version}")
                 base, result = measured(base, scratch / f"version-{version}", pool)
                 out.append(result)

@@ -40,7 +40,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import WeightTransport
 from arl.api.types import ModelRequest, SamplingParams, TrainSequence
@@ -189,7 +190,7 @@ def build_engine(args: argparse.Namespace, model: Path) -> FSDPTrainEngine:
 
 def measure_training(args: argparse.Namespace, shape: Shape, model: Path) -> Figures:
     sequences = random_sequences(args, shape)
-    loss = PPOLoss(clip_low=0.2, clip_high=0.2, proximal="current", behavior_weight_cap=5.0)
+    loss = PolicyLoss.of(preset("decoupled_ppo"))
     with closing(build_engine(args, model)) as engine:
         forward_s = best(lambda: engine.forward(sequences), args)
         reset_peak(args.device)
@@ -265,7 +266,7 @@ async def measure_publishing_of(
         "distributed": DistributedTransport(gloo),
     }
     sequences = random_sequences(args, SHAPES[args.shape])[:1]
-    loss = PPOLoss(clip_low=0.2, clip_high=0.2, proximal="current")
+    loss = PolicyLoss.of(preset("decoupled_ppo", correction={"kind": "none"}))
     with serving(args, model, "--max-running-requests", "4", "--context-length", "256") as url:
         async with RemoteSGLangEngine([url], LocalEngineConfig(), version=engine.version) as client:
             for name, transport in transports.items():

@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from arl.algorithm.aggregation import weigh_tokens
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.prefix_tree import prefix_order
-from arl.api.config import PPOConfig, TrainConfig
+from arl.api.algorithm import preset
+from arl.api.config import TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -56,7 +57,7 @@ class Workload:
             prompt = _tokens(self.prompt, generator)
             for _ in range(self.group_size):
                 built += self._episode(prompt, generator)
-        return weigh_tokens(built, "token_mean")
+        return weigh_tokens([built], "token_mean")
 
     def _episode(self, prompt: torch.Tensor, generator: torch.Generator) -> Iterator[TrainSequence]:
         tokens, mask = [prompt], [torch.zeros(len(prompt))]
@@ -100,7 +101,7 @@ def _sequence(tokens: torch.Tensor, mask: torch.Tensor, generator: torch.Generat
     )
 
 
-def step_s(engine: FSDPTrainEngine, sequences: list[TrainSequence], loss: PPOLoss) -> tuple[float, dict[str, float]]:
+def step_s(engine: FSDPTrainEngine, sequences: list[TrainSequence], loss: PolicyLoss) -> tuple[float, dict[str, float]]:
     started = time.process_time()
     metrics = engine.train_batch([sequences], loss)
     return time.process_time() - started, metrics
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=int, default=8192, help="train.max_tokens_per_microbatch")
     options = parser.parse_args()
-    loss = PPOLoss.of(PPOConfig())
+    loss = PolicyLoss.of(preset("decoupled_ppo"))
 
     table = Table("sequences", "tokens", "forwarded", "filled", "apart tok/s", "shared tok/s", "ratio", "tree ms")
     with tempfile.TemporaryDirectory() as directory:

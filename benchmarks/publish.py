@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arl.api import ModelRequest, SamplingParams, TokenLosses, TrainSequence, WeightTransport
+from arl.api import ModelRequest, SamplingParams, TokenLosses, TokenOutputs, TrainSequence, WeightTransport
 from arl.api.config import (
     ClientConfig,
     DiskWeightsConfig,
@@ -60,8 +60,8 @@ class Cost:
         return self.snapshot_s + self.deliver_s
 
 
-def loss(current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
-    return TokenLosses(loss=-current_logprobs * tokens.advantages, means={}, maxima={})
+def loss(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+    return TokenLosses(loss=-outputs.logprobs * tokens.advantages)
 
 
 def random_batch(seed: int, length: int = 64) -> list[list[TrainSequence]]:

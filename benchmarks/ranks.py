@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from arl.algorithm.aggregation import weigh_tokens
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.config import TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.ray import RayTrainEngine
@@ -30,7 +31,7 @@ from arl.engine.ray_cluster import RayLease
 from arl.engine.shares import PackedSequences, divide
 from arl.engine.tiny import TinyShape, write_tiny_model
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.2, behavior_weight_cap=5.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", minibatches=2))
 PROMPT_TOKENS, MEDIAN_RESPONSE_TOKENS, GROUP_SIZE = 64, 120, 4
 VOCABULARY = 8000
 
@@ -112,7 +113,7 @@ def random_batch(groups: int, seed: int) -> list[TrainSequence]:
             length = int(MEDIAN_RESPONSE_TOKENS * torch.randn(1, generator=generator).mul(0.6).exp())
             length = min(max(length, 1), 2048)
             sequences.append(random_sequence(prompt, length, generator))
-    return weigh_tokens(sequences, "token_mean")
+    return weigh_tokens([sequences], "token_mean")
 
 
 def random_sequence(prompt: torch.Tensor, length: int, generator: torch.Generator) -> TrainSequence:

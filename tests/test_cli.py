@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import (
     Config,
     EngineConfig,
@@ -64,6 +65,35 @@ def test_a_section_of_another_kind_than_its_default_stands_alone() -> None:
     assert load_config(TunedConfig, ["--engine.kind", "local"]).engine == LocalEngineConfig()
 
 
+class ChosenConfig(AgentConfig):
+    algorithm: AlgorithmConfig = preset("dapo", loss={"clip_low": 0.125}, epochs=3)
+
+
+def test_an_algorithm_given_in_part_keeps_what_the_class_set_in_its_default() -> None:
+    algorithm = load_config(ChosenConfig, ["--algorithm.loss.clip_high", "0.5"]).algorithm
+    expected = preset("dapo", loss={"clip_low": 0.125, "clip_high": 0.5}, epochs=3)
+    assert algorithm.model_dump() == expected.model_dump()
+
+
+def test_another_preset_than_the_defaults_stands_alone() -> None:
+    flags = ["--algorithm.preset", "gspo", "--algorithm.loss.clip_high", "0.5"]
+    algorithm = load_config(ChosenConfig, flags).algorithm
+    assert algorithm.model_dump() == preset("gspo", loss={"clip_high": 0.5}).model_dump()
+
+
+def test_the_defaults_own_preset_by_name_changes_nothing() -> None:
+    algorithm = load_config(ChosenConfig, ["--algorithm.preset", "dapo"]).algorithm
+    assert algorithm.model_dump() == ChosenConfig().algorithm.model_dump()
+
+
+def test_flags_beside_a_preset_override_the_file_field_by_field(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("algorithm: {preset: dapo, loss: {clip_low: 0.125}, overlong: {max_tokens: 9}}\n")
+    algorithm = load_config(AgentConfig, ["--config", str(path), "--algorithm.overlong.buffer_tokens", "3"]).algorithm
+    expected = preset("dapo", loss={"clip_low": 0.125}, overlong={"max_tokens": 9, "buffer_tokens": 3})
+    assert algorithm.model_dump() == expected.model_dump()
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -73,12 +103,28 @@ def test_a_section_of_another_kind_than_its_default_stands_alone() -> None:
             "rollout.max_staleness is '-1': Input should be greater than or equal to 0",
         ),
         (["--engine.kind", "sglang"], "engine: addresses is empty; name at least one server"),
-        (["--engine.kind", "vllm"], "expected tags: 'local', 'sglang'"),
+        (["--engine.kind", "vllm"], "engine.kind is 'vllm'; allowed there: local, sglang, "),
+        (["--algorithm.loss.kind", "gspp"], "algorithm.loss.kind is 'gspp'; allowed there: ppo, reinforce, gspo, "),
+        (
+            ["--algorithm.loss.clip_low", "2"],
+            "algorithm.loss.clip_low is '2' with loss.kind=ppo: Input should be less than or equal to 1",
+        ),
+        (
+            ["--algorithm.preset", "gspo", "--algorithm.loss.dual_clip", "3"],
+            "algorithm.loss.dual_clip is not a setting with loss.kind=gspo; allowed there: clip_high, clip_low, kind",
+        ),
+        (["--algorithm.preset", "gropo"], "algorithm: no preset is named 'gropo'; did you mean grpo"),
+        (["--algorithm.advantage.kind", "gae"], "algorithm: advantage.kind is gae, which needs a critic's values"),
+        (["--algorithm.critic.lr", "0"], "algorithm.critic.lr is '0': Input should be greater than 0"),
         (["--engine.addresses", "http://a:1"], "engine.addresses is not a setting with engine.kind=local; allowed"),
         (["--rollout.min_group_size", "9", "--rollout.group_size", "4"], "min_group_size is 9; "),
-        (["--ppo.minibatches", "3"], "ppo.minibatches is 3; it must divide rollout.batch_size=32"),
+        (["--algorithm.minibatches", "3"], "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
         (["--train.optimizer.schedule", "cosine"], "train.optimizer: schedule is cosine; it needs total_steps"),
-        (["--ppo.proximal", "bypassed", "--ppo.behavior_weight_cap", "2"], "there is no weight to cap"),
+        (
+            ["--weights.transport", "distributed", "--weights.directory", "d"],
+            "with weights.transport=distributed; allowed",
+        ),
+        (["--algorithm.proximal", "bypassed"], "there is no weight exp(p - b)"),
         (["--train.optimizer.total_steps", "9"], "are for a decaying schedule; schedule is constant"),
         (["--steps", "many"], "steps is 'many': Input should be a valid integer"),
         (["--steps"], "--steps: expected one argument"),
@@ -151,3 +197,14 @@ def test_an_error_of_the_run_ends_the_script_with_its_sentence_and_code_1() -> N
     with _script("--model", "fails") as process:
         _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (1, "error: no server answers\n")
+
+
+def test_a_flags_preset_does_not_mix_with_a_files_settings_for_another(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: {preset: dapo, loss: {clip_high: 0.35}}\n")
+    flags = ["--model", "m", "--config", str(file), "--algorithm.preset"]
+    with pytest.raises(ConfigError, match=r"preset is gspo, but .*run\.yaml sets algorithm\.loss for dapo"):
+        load_config(AgentConfig, [*flags, "gspo"])
+    assert load_config(AgentConfig, [*flags, "dapo"]).algorithm.loss.clip_high == 0.35
+    file.write_text("algorithm: {preset: dapo}\n")
+    assert load_config(AgentConfig, [*flags, "gspo"]).algorithm.loss.clip_high == 4e-4

@@ -1,4 +1,4 @@
-"""The code in docs/workflows.md runs as it stands, each metric is explained, and links lead somewhere."""
+"""The code in docs/workflows.md runs as it stands; metrics, presets and kinds are explained; links lead somewhere."""
 
 import ast
 import inspect
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from guides import python_blocks
 from scripted_launch import use_fakes
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.value import ValueLoss
 from arl.api import (
     Config,
     Example,
@@ -19,21 +21,18 @@ from arl.api import (
     RolloutWorkflow,
     SamplingParams,
     ScriptedEngine,
+    TokenLosses,
+    TokenOutputs,
     Trajectory,
 )
-from arl.api.config import LogConfig, PPOConfig, RolloutConfig
+from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.config import LogConfig, RolloutConfig
+from arl.api.presets import PRESETS
 from arl.engine.tally import MinibatchTally, mean_of_minibatches
 from arl.launch import launch
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-
-
-def python_blocks(document: Path) -> list[str]:
-    """Each with as many empty lines before it as make its line numbers the document's."""
-    text = document.read_text()
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
 
 
 async def test_the_code_of_the_workflow_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +60,8 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
     async with launch(config, workflow=OneTurn(), dataset=[{}]) as trainer:
         *_, step = [step async for step in trainer]
     of_training = mean_of_minibatches([MinibatchTally(budget=1, trained_tokens=1)])
-    of_cutting = {"straggler_episode_s"}
-    table = (ROOT / "docs" / "algorithm.md").read_text().partition("## Metrics")[2].partition("**To watch.**")[0]
+    of_cutting = {"straggler_episode_s", "overtaken_episode_s"}
+    table = (ROOT / "docs" / "algorithms.md").read_text().partition("## Metrics")[2].partition("**To watch.**")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert explained - {"episode/NAME"} == step.metrics.keys() | of_training.keys() | names_of_the_loss() | of_cutting
@@ -81,17 +80,37 @@ class OneTurn(RolloutWorkflow):
 
 
 def names_of_the_loss() -> set[str]:
+    """What the losses of all presets report, with K for a staleness, and NAME for a critic's other metrics."""
     one, index = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    tokens = PackedTokens(
-        behavior_logprobs=one,
-        proximal_logprobs=one,
-        advantages=one,
-        loss_weights=one,
-        versions=index,
-        sequence_ids=index,
-    )
-    losses = PPOLoss.of(PPOConfig())(one, one, tokens)
-    return losses.means.keys() | losses.maxima.keys()
+    tokens = PackedTokens(behavior_logprobs=one, versions=index, sequence_ids=index)
+    outputs = TokenOutputs(logprobs=one, entropy=one, values=one)
+    names = set[str]()
+    for config in map(preset, PRESETS):
+        names |= reported(PolicyLoss.of(config, max_staleness=2)(outputs, tokens))
+        if config.critic is not None:
+            value = ValueLoss(value_clip=config.critic.value_clip)
+            names |= {f"critic/{name}" for name in reported(value(outputs, tokens))} | {"critic/NAME"}
+    return {re.sub(r"^staleness_\d/", "staleness_K/", name) for name in names}
+
+
+def reported(losses: TokenLosses) -> set[str]:
+    kinds = (losses.means, losses.maxima, losses.weighted, losses.quotients, losses.sample_sizes)
+    return {name for kind in kinds for name in kind}
+
+
+def test_every_preset_has_its_row() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    table = page.partition("## Presets")[2].partition("\n\nThree choices")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{name}` | {about.paper} | {about.about} |" for name, about in PRESETS.items()]
+
+
+def test_every_kind_of_every_part_is_explained() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    schema = AlgorithmConfig.model_json_schema()
+    fields = [field for part in (schema, *schema["$defs"].values()) for field in part["properties"].values()]
+    choices = {choice for field in fields for choice in (field.get("enum") or [field.get("const")])}
+    assert {choice for choice in choices if choice and f"`{choice}`" not in page} == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

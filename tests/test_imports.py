@@ -11,9 +11,32 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "aiohttp", "numpy")
-TRAINER = ("arl.trainer", "arl.evaluation", "arl.stats", "arl.metrics", "arl.checkpoint", "arl.group_file", "arl.sft")
-FLOW = ("arl.buffer", "arl.rollout", "arl.episode", "arl.ledger", "arl.lag")
-SETTINGS_AND_DATA = ("arl.cli", "arl.data")
+TRAINER = (
+    "arl.trainer",
+    "arl.evaluation",
+    "arl.stats",
+    "arl.metrics",
+    "arl.checkpoint",
+    "arl.group_file",
+    "arl.sft",
+    "arl.preference",
+    "arl.learner",
+    "arl.train_thread",
+)
+FLOW = (
+    "arl.buffer",
+    "arl.curriculum",
+    "arl.episode",
+    "arl.group_run",
+    "arl.lag",
+    "arl.ledger",
+    "arl.over_sampling",
+    "arl.replay",
+    "arl.rollout",
+    "arl.rollout_totals",
+    "arl.steered_engine",
+)
+SETTINGS_AND_DATA = ("arl.__main__", "arl.cli", "arl.data")
 IO = frozenset(
     (
         "asyncio", "concurrent", "ctypes", "fcntl", "http", "io", "logging", "mmap", "multiprocessing", "os", "pathlib",

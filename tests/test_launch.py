@@ -62,7 +62,7 @@ async def test_with_max_staleness_0_the_trainer_recomputes_the_samplers_logprobs
             "run_dir": tmp_path,
             "steps": 3,
             "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 0},
-            "ppo": {"minibatches": 2},
+            "algorithm": {"minibatches": 2},
             "train": {"optimizer": {"lr": 1e-3}},
             "log": {"console": False},
         }

@@ -1,15 +1,16 @@
 """What a run writes for its users: one line per version, also after a resume, and a picture."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from arl.api import Group, StepStats, Trajectory
+from arl.api import Group, StepStats, Trajectory, TurnSpan
 from arl.api.config import LogConfig
 from arl.metrics import Evaluation, RunLog, StepTable, plot_run, read_jsonl
-from arl.stats import batch_metrics, episode_rewards
+from arl.stats import batch_metrics, episode_rewards, reward_metrics
 
 QUIET = LogConfig(console=False, trajectories=3)
 
@@ -77,6 +78,15 @@ def test_trajectories_are_written_token_by_token_with_versions_and_text(tmp_path
     assert rows[0]["example_id"] == [0, 2]
 
 
+def test_trajectories_are_written_with_their_turns_and_their_groups_baseline(tmp_path: Path) -> None:
+    turn = TurnSpan(start=1, stop=3, reward=0.5, state="s")
+    of = replace(trajectory(), rewards={"form": 0.25}, turns=(turn,), is_truncated=True)
+    RunLog(tmp_path, QUIET).step(stats(1), [replace(group(of), greedy_rewards={"agent": 0.75})])
+    (row,) = read_jsonl(tmp_path / "trajectories.jsonl")
+    assert row["turns"] == [{"start": 1, "stop": 3, "reward": 0.5, "state": "s"}]
+    assert (row["rewards"], row["is_truncated"], row["greedy_rewards"]) == ({"form": 0.25}, True, {"agent": 0.75})
+
+
 def test_a_resume_cuts_back_to_its_version_and_keeps_evaluations(tmp_path: Path) -> None:
     log = RunLog(tmp_path, QUIET)
     log.evaluation(evaluation(0))
@@ -137,6 +147,33 @@ def test_staleness_is_of_trained_tokens_against_the_trainers_version() -> None:
     assert numbers["staleness/max"] == 3
 
 
+def test_replayed_groups_are_counted_and_only_their_staleness_is_added() -> None:
+    new, old = group(trajectory(versions=(-1, 4, 4))), group(trajectory(versions=(-1, 2, 2), calls=3.0))
+    metrics = batch_metrics([new], version=5, replayed=[old])
+    assert (metrics["replayed_groups"], metrics["staleness/mean"], metrics["staleness/max"]) == (1, 2.0, 3)
+    assert "episode/calls" not in metrics
+
+
 def test_workflow_metrics_are_averaged_over_those_that_have_them() -> None:
     numbers = batch_metrics([group(trajectory(calls=1.0), trajectory(calls=3.0), trajectory())], version=6)
     assert numbers["episode/calls"] == 2.0
+
+
+def test_a_step_tells_how_rewards_are_spread_and_which_groups_teach_nothing() -> None:
+    assert reward_metrics([0.0, 1.0, 1.0, 0.0]) == {
+        "reward": 0.5,
+        "reward_std": 0.5,
+        "reward_min": 0.0,
+        "reward_max": 1.0,
+    }
+    cut = replace(trajectory(), is_truncated=True)
+    numbers = batch_metrics([group(trajectory(), cut), group(trajectory(), trajectory(reward=0.0))], version=6)
+    assert numbers["equal_groups"] == 0.5
+    assert numbers["truncated"] == 0.25
+
+
+def test_trajectories_that_truncation_masks_are_not_among_the_trained() -> None:
+    cut = replace(trajectory(versions=(-1, 0, 0)), is_truncated=True)
+    numbers = batch_metrics([group(trajectory(versions=(-1, 5, 5)), cut)], version=6, mask_truncated=True)
+    assert numbers["staleness/max"] == 1
+    assert numbers["length/trained_tokens"] == 1.0

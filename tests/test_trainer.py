@@ -1,126 +1,24 @@
 """The training loop over the official fakes: what it waits for, what it overlaps, and what survives an interruption."""
 
 import asyncio
+import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_run import DirectTransport, running, trained_examples
 
 from arl.api import (
-    Config,
-    DiskWeights,
-    Example,
-    InferenceEngine,
-    ModelRequest,
-    RolloutWorkflow,
-    SamplingParams,
-    ScriptedEngine,
     ScriptedTrainEngine,
-    Trajectory,
-    UpdateStats,
     WeightUpdate,
 )
-from arl.api.engine import TrainEngine
+from arl.api.engine import Output
 from arl.api.errors import ConfigError, ServerError
-from arl.buffer import ReplayBuffer
 from arl.checkpoint import Checkpoints
-from arl.evaluation import Evaluator
 from arl.ledger import Outcome
-from arl.metrics import RunLog, read_jsonl
-from arl.rollout import RolloutController
-from arl.stats import RunTotals
-from arl.trainer import Trainer, TrainThread
-
-EXAMPLES = [{"number": n} for n in range(64)]
-
-
-class OneTurn(RolloutWorkflow):
-    """Answers with three tokens; the reward says which example it was."""
-
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
-        request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=3))
-        response = await engine.agenerate(request)
-        return Trajectory(
-            token_ids=(*request.input_ids, *response.output_ids),
-            loss_mask=(0, 0, 1, 1, 1),
-            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
-            versions=(-1, -1, *response.output_versions),
-            reward=float(data["number"]),
-        )
-
-
-class DirectTransport:
-    """Hands versions over without weights; `deliver` can be replaced to wait or fail."""
-
-    def __init__(self, before_delivery: Callable[[WeightUpdate], Any] | None = None) -> None:
-        self._before_delivery = before_delivery
-        self.discarded: list[int] = []
-
-    def snapshot(self, engine: TrainEngine) -> WeightUpdate:
-        return DiskWeights(version=engine.version, directory=Path("/none"))
-
-    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        if self._before_delivery:
-            await self._before_delivery(update)
-        return await engine.update_weights(update)
-
-    def discard(self, update: WeightUpdate) -> None:
-        self.discarded.append(update.version)
-
-    def close(self) -> None: ...
-
-
-@asynccontextmanager
-async def running(
-    run_dir: Path,
-    train_engine: ScriptedTrainEngine | None = None,
-    transport: DirectTransport | None = None,
-    *,
-    evaluate: bool = False,
-    **settings: Any,
-) -> AsyncGenerator[Trainer]:
-    """A trainer over fakes on `run_dir`, resumed from there, as `launch` would build it."""
-    rollout_settings = {"batch_size": 2, "group_size": 2, "max_staleness": 2, **settings.pop("rollout", {})}
-    config = Config.model_validate(
-        {"model": "none", "steps": 4, "rollout": rollout_settings, "log": {"console": False}, **settings}
-    )
-    engine = ScriptedEngine(lambda request: (7, 8, 9))
-    train_engine = train_engine or ScriptedTrainEngine()
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, {})
-    state = checkpoints.load_newest(train_engine.load)
-    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
-    rollout = RolloutController(engine, OneTurn(), EXAMPLES, config.rollout, buffer)
-    if state:
-        rollout.load_state_dict(state.values["rollout"], state.groups)
-    log, thread = RunLog(run_dir, config.log), TrainThread()
-    log.resume(train_engine.version)
-    evaluator = Evaluator(engine, OneTurn(), EXAMPLES[:4], config.evaluation, episode_timeout_s=10.0)
-    trainer = Trainer(
-        config=config,
-        train_engine=train_engine,
-        inference_engine=engine,
-        transport=transport or DirectTransport(),
-        buffer=buffer,
-        rollout=rollout,
-        evaluator=evaluator if evaluate else None,
-        checkpoints=checkpoints,
-        log=log,
-        thread=thread,
-        totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
-    )
-    try:
-        async with trainer.running():
-            yield trainer
-    finally:
-        thread.close()
-
-
-def trained_examples(engine: ScriptedTrainEngine) -> list[list[int]]:
-    """The example of each sequence, batch by batch."""
-    return [[int(s.token_ids[1]) for minibatch in batch for s in minibatch] for batch in engine.batches]
+from arl.metrics import read_jsonl
 
 
 async def test_each_iteration_trains_and_publishes_one_batch(tmp_path: Path) -> None:
@@ -301,7 +199,7 @@ async def test_evaluating_without_held_out_examples_says_what_to_give(tmp_path: 
 
 async def test_minibatches_are_of_whole_groups(tmp_path: Path) -> None:
     train_engine = ScriptedTrainEngine()
-    settings: dict[str, Any] = {"ppo": {"minibatches": 2}, "rollout": {"batch_size": 4}}
+    settings: dict[str, Any] = {"algorithm": {"minibatches": 2}, "rollout": {"batch_size": 4}}
     async with running(tmp_path, train_engine, steps=1, **settings) as trainer:
         _ = [step async for step in trainer]
     (batch,) = train_engine.batches
@@ -312,25 +210,25 @@ async def test_minibatches_are_of_whole_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ppo", "forwards"),
+    ("algorithm", "forwards"),
     [
         ({"proximal": "recomputed", "minibatches": 2}, 4),
         ({"proximal": "recomputed", "minibatches": 1}, 0),
-        ({"proximal": "bypassed", "minibatches": 2}, 0),
+        ({"proximal": "bypassed", "correction": {"kind": "none"}, "minibatches": 2}, 0),
     ],
 )
 async def test_proximal_logprobs_cost_a_forward_only_where_they_differ(
-    tmp_path: Path, ppo: dict[str, Any], forwards: int
+    tmp_path: Path, algorithm: dict[str, Any], forwards: int
 ) -> None:
     class Forwarding(ScriptedTrainEngine):
         calls = 0
 
-        def forward(self, sequences: Sequence[Any]) -> list[Any]:
+        def forward(self, sequences: Sequence[Any], output: Output = "logprobs") -> list[Any]:
             self.calls += 1
-            return super().forward(sequences)
+            return super().forward(sequences, output)
 
     train_engine = Forwarding()
-    async with running(tmp_path, train_engine, ppo=ppo) as trainer:
+    async with running(tmp_path, train_engine, algorithm=algorithm) as trainer:
         _ = [step async for step in trainer]
     assert train_engine.calls == forwards
 
@@ -358,3 +256,12 @@ async def test_giving_up_on_an_evaluation_does_not_cancel_the_delivery_it_waited
         may_deliver.set()
         assert [step.version async for step in trainer] == [2, 3]
         assert trainer.inference_engine.version == 3
+
+
+async def test_the_trained_model_is_exported_between_steps_and_after_the_last(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=2) as trainer:
+        async for step in trainer:
+            await trainer.export(tmp_path / f"model-{step.version}")
+        await trainer.export(tmp_path / "model")
+    versions = [json.loads((tmp_path / name / "weights.json").read_text()) for name in ("model-1", "model-2", "model")]
+    assert versions == [{"version": 1}, {"version": 2}, {"version": 2}]

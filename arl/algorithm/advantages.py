@@ -1,85 +1,139 @@
-"""Advantages from groups of trajectories, and the training sequences that carry them."""
+"""What is learned from each token: advantages, by any of the estimators, from groups of trajectories.
+
+Each is computed among a group's trajectories of the same role, in float64, and is the same to the last bit in whatever
+order trajectories, groups and roles come.
+"""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from arl.api.errors import TrajectoryError
-from arl.api.types import Group, TrainSequence, Trajectory
+from arl.algorithm.baselines import RELATIVE, centred, divisor_of, scaled_apart
+from arl.algorithm.gae import gae_advantages
+from arl.algorithm.pass_at_k import pass_at_k_advantages
+from arl.algorithm.peers import Peers, kl_penalties, peers_of
+from arl.algorithm.process_rewards import normalised_process_rewards, returns_to_go
+from arl.algorithm.sequences import Batch, flat, regrouped
+from arl.algorithm.spread import whitened
+from arl.algorithm.step_groups import gigpo_advantages
+from arl.api.algorithm import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    DistillationAdvantage,
+    GAEAdvantage,
+    GiGPOAdvantage,
+    KLConfig,
+    PassAtKAdvantage,
+    RejectionAdvantage,
+    ReturnsAdvantage,
+)
+from arl.api.types import Group
 
-_EPSILON = 1e-6
 
+def with_advantages(groups: Sequence[Group], batch: Batch, config: AlgorithmConfig) -> Batch:
+    """The batch's sequences with their advantages (and, with a critic, returns) filled in: 0 where nothing is trained.
 
-def grpo_advantages(groups: Sequence[Group], scale_by_std: bool) -> list[list[float]]:
-    """For each group, the advantage of each of its trajectories, in the order of `group.trajectories`.
-
-    GRPO (Shao et al. 2024, DeepSeekMath 2402.03300, section 4.1.2):
-
-        A_i = (R_i - mean(R)) / (std(R) + 1e-6)       without scale_by_std (Dr.GRPO, 2503.20783): A_i = R_i - mean(R)
-
-    R are the returns of the group's trajectories of the same role, as many as there are: agents of different roles
-    have rewards of their own, and a group from which episodes were dropped is normalised by those that remain. std is
-    the sample standard deviation (n - 1), as in verl, TRL and OpenRLHF. A trajectory that is alone in its role, or
-    whose role's rewards are all equal, has advantage 0 exactly.
-
-    Raises TrajectoryError if a trajectory has rewards per token, which would be lost.
+    `batch` holds the groups' sequences, with proximal and reference logprobs where a KL in the reward needs them, and
+    with values for GAE. A trajectory that is masked out counts in its group's statistics of rewards, but in none over
+    trained tokens. Raises TrajectoryError for rewards that the estimator needs and a group does not have.
     """
-    if any(trajectory.token_rewards is not None for group in groups for trajectory in group.trajectories):
-        raise TrajectoryError("GRPO gives a trajectory one advantage; add its token_rewards up into its reward")
-    return [_of_group(group.trajectories, scale_by_std) for group in groups]
+    sequences = flat(batch)
+    advantages = [torch.empty(0)] * len(sequences)
+    for peers in peers_of(groups, batch, config.overlong):
+        for place, values in zip(peers.places, _estimated(peers, config), strict=True):
+            advantages[place] = values.masked_fill(~sequences[place].loss_mask, 0.0)
+    if isinstance(config.advantage, GAEAdvantage):
+        pairs = zip(sequences, advantages, strict=True)
+        sequences = [replace(s, returns=torch.where(s.loss_mask, a + s.values, 0.0).float()) for s, a in pairs]
+    if _is_whitened(config.advantage):
+        masks = [s.loss_mask for s in sequences]
+        advantages = whitened(advantages, masks, each_sequence_once=_weighs_sequences(config.advantage))
+    filled = [replace(s, advantages=a.float()) for s, a in zip(sequences, advantages, strict=True)]
+    return regrouped(filled, batch)
 
 
-def to_sequences(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[list[TrainSequence]]:
-    """For each group the training sequences of its trajectories, advantages broadcast over their trained tokens.
+def _estimated(peers: Peers, config: AlgorithmConfig) -> list[torch.Tensor]:
+    """float64[T] for each of the peers, before anything that looks at the whole batch."""
+    settings = config.advantage
+    if isinstance(settings, ReturnsAdvantage):
+        return returns_advantages(peers, settings, config.kl)
+    if isinstance(settings, GAEAdvantage):
+        return gae_advantages(peers, settings, config.kl)
+    if isinstance(settings, GiGPOAdvantage):
+        return gigpo_advantages(peers, settings)
+    if isinstance(settings, DistillationAdvantage):
+        return distillation_advantages(peers, settings)
+    if isinstance(settings, PassAtKAdvantage):
+        return _over_tokens(peers, pass_at_k_advantages(peers.totals, settings.k))
+    return _over_tokens(peers, rejection_advantages(peers.totals, settings))
 
-    `advantages` is shaped as grpo_advantages gives it. Proximal logprobs begin as the behavior ones and loss weights
-    as 0: `dataclasses.replace` puts recomputed ones and the minibatch's shares in their place.
+
+def distillation_advantages(peers: Peers, settings: DistillationAdvantage) -> list[torch.Tensor]:
+    """float64[T]: coefficient (teacher logprob - p), each trained token's own, from what the workflow saw of it.
+
+    The reverse KL(student || teacher) of a policy pi has the gradient E[(log pi - log teacher) grad log pi], with pi
+    the policy that learns. The workflow could only compare the teacher with the sampler b: coefficient (b - p) is
+    added, or stale tokens would be pushed on after the student has reached its teacher.
     """
-    return [
-        [_sequence(trajectory, advantage) for trajectory, advantage in zip(group.trajectories, values, strict=True)]
-        for group, values in zip(groups, advantages, strict=True)
-    ]
-
-
-def _of_group(trajectories: Sequence[Trajectory], scale_by_std: bool) -> list[float]:
-    members: dict[str, list[int]] = defaultdict(list)
-    for index, trajectory in enumerate(trajectories):
-        members[trajectory.role].append(index)
-    advantages = [0.0] * len(trajectories)
-    for indices in members.values():
-        values = _normalised([trajectories[i].reward for i in indices], scale_by_std)
-        for index, value in zip(indices, values, strict=True):
-            advantages[index] = value
+    advantages: list[torch.Tensor] = []
+    for trajectory, sequence in zip(peers.trajectories, peers.sequences, strict=True):
+        given = torch.tensor(trajectory.token_rewards or [0.0] * len(sequence), dtype=torch.float64)
+        moved = sequence.behavior_logprobs.double() - sequence.proximal_logprobs.double()
+        advantages.append(given + settings.coefficient * moved)
     return advantages
 
 
-def _normalised(rewards: Sequence[float], scale_by_std: bool) -> list[float]:
-    # Compared before subtracting: the rounded mean of equal rewards may differ from each of them.
-    if min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    # fsum is exact, so the result does not depend on the order in which episodes finished.
-    mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not scale_by_std:
-        return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
-    return [c / (std + _EPSILON) for c in centred]
+def rejection_advantages(rewards: Sequence[float], settings: RejectionAdvantage) -> list[float]:
+    """RAFT (2304.06767) and RAFT++ (2504.11343): 1 for what is kept, and 0 for what is not."""
+    return [1.0 if reward > settings.threshold else 0.0 for reward in rewards]
 
 
-def _sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
-    loss_mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
-    behavior = torch.tensor(trajectory.behavior_logprobs, dtype=torch.float32)
-    return TrainSequence(
-        token_ids=torch.tensor(trajectory.token_ids, dtype=torch.int64),
-        loss_mask=loss_mask,
-        behavior_logprobs=behavior,
-        proximal_logprobs=behavior,
-        advantages=loss_mask * advantage,
-        loss_weights=torch.zeros(len(loss_mask)),
-        versions=torch.tensor(trajectory.versions, dtype=torch.int64),
-        temperature=trajectory.temperature,
-    )
+def returns_advantages(peers: Peers, settings: ReturnsAdvantage, kl: KLConfig) -> list[torch.Tensor]:
+    """float64[T]: (R - baseline) / scale, the same for each token, and the process rewards from each token on.
+
+    Outcome and process rewards are normalised apart and added (PRIME, 2502.01456). A KL in the reward is part
+    of a trajectory's outcome where the baseline is the peers' (RLOO, 2402.14740): R is R less all its tokens'
+    penalties. Else it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The scale
+    is that of R itself: in a group of equal rewards, penalties would be scaled up to 1.
+    """
+    penalties = kl_penalties(peers.sequences, kl)
+    rewards = peers.outcomes
+    totals = rewards if penalties is None else [r - float(p.sum()) for r, p in zip(rewards, penalties, strict=True)]
+    divisor = divisor_of(rewards, settings.scale)
+    is_relative = settings.baseline in RELATIVE
+    if settings.separate_rewards:
+        outcomes = scaled_apart(peers, settings)
+    else:
+        outcomes = [c / divisor for c in centred(totals if is_relative else rewards, peers, settings.baseline)]
+    advantages = _over_tokens(peers, outcomes)
+    process = normalised_process_rewards(peers, settings)
+    if penalties is not None and not is_relative:
+        process = [-p / divisor + (process[i] if process else 0.0) for i, p in enumerate(penalties)]
+    for i, later in enumerate(process or ()):
+        advantages[i] += returns_to_go(later, peers.sequences[i].loss_mask, peers.trajectories[i], settings)
+    return advantages
+
+
+def _over_tokens(peers: Peers, values: Sequence[float]) -> list[torch.Tensor]:
+    pairs = zip(peers.trajectories, values, strict=True)
+    return [torch.full((len(t.token_ids),), value, dtype=torch.float64) for t, value in pairs]
+
+
+def _is_whitened(settings: AdvantageConfig) -> bool:
+    """Whether the batch's mean is subtracted and its standard deviation divided by, once all else is done.
+
+    REINFORCE++ subtracts the mean (2501.03262, as do OpenRLHF and verl), and so does its variant with the
+    group's mean as a baseline: longer trajectories weigh more, so that the mean over tokens is not 0 there either, and
+    a group of equal rewards comes out at -mean / std.
+    """
+    if isinstance(settings, ReturnsAdvantage):
+        return settings.scale == "batch_std" or settings.separate_rewards
+    return isinstance(settings, GAEAdvantage) and settings.whiten
+
+
+def _weighs_sequences(settings: AdvantageConfig) -> bool:
+    """GDPO's mean and standard deviation are over trajectories (2601.05242, as in TRL); all others are over tokens."""
+    return isinstance(settings, ReturnsAdvantage) and settings.scale != "batch_std"

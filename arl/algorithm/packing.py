@@ -1,7 +1,8 @@
 """How sequences are grouped: into microbatches under a token budget, and into balanced shares for data-parallel ranks.
 
-Both count the tokens that are forwarded, so they keep together what shares a prefix. Both are deterministic functions
-of the token ids alone, so every rank and every rerun groups alike.
+Both count the tokens that are forwarded, so they keep together what shares a prefix; and whatever it costs, they keep
+units of sequences together. Both are deterministic functions of the token ids and units alone, so every rank and every
+rerun groups alike.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ _TOLERANCE = 0.01
 """How closely the smallest budget that gives few enough bins is searched for."""
 
 
-def pack(order: PrefixOrder, budget: int) -> list[list[int]]:
+def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[list[int]]:
     """Bins of the order's indices that forward at most `budget` tokens each; one longer than that gets its own bin.
+
+    units[i]: which unit the order's index i is of; those of one number >= 0 lie in one bin, as one piece: a unit larger
+    than the budget gets its own bin. None given: every sequence is for itself.
 
     From the leaves of the radix tree to its root, what lies below a node is packed first-fit-decreasing (Johnson 1973:
     at most 11/9 of the fewest possible bins, plus one) into bins that hold the node's own prefix once. What fits into
@@ -31,13 +35,15 @@ def pack(order: PrefixOrder, budget: int) -> list[list[int]]:
     """
     if budget < 1:
         raise ValueError(f"the token budget is {budget}; it must be at least 1")
-    return sorted(sorted(piece.indices) for piece in _bins(order, budget))
+    return sorted(sorted(piece.indices) for piece in _bins(_Parts.of(order, units), budget))
 
 
 def balanced_shares(
     sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool = True
 ) -> list[list[int]]:
     """Indices into `sequences` in `num_shares` shares that forward nearly equal numbers of tokens; some may be empty.
+
+    Sequences of one unit are in one share.
 
     share_prefixes: whether the tokens that sequences begin with are forwarded once in each share, as
     TrainConfig.share_prefixes says. Of several splits the one with the smallest largest share is taken: families whole
@@ -49,11 +55,12 @@ def balanced_shares(
     if num_shares < 1:
         raise ValueError(f"num_shares is {num_shares}; it must be at least 1")
     order = prefix_order(sequences, share_prefixes=share_prefixes)
+    parts = _Parts.of(order, [sequence.unit for sequence in sequences])
     ideal = order.num_tokens / num_shares
-    cuts = [_pieces(order, max(grain * ideal, 1)) for grain in _GRAINS]
+    cuts = [_pieces(parts, max(grain * ideal, 1)) for grain in _GRAINS]
     # A finer grain that cuts nothing more needs no second look.
     splits = [_dealt(pieces, order, num_shares) for pieces in {len(pieces): pieces for pieces in cuts}.values()]
-    splits.append(_fitted(order, num_shares))
+    splits.append(_fitted(parts, num_shares))
     # min takes the first of equals: the one that cuts least.
     best = min(splits, key=lambda shares: max(order.only(share).num_tokens for share in shares))
     return [sorted(share) for share in best]
@@ -67,11 +74,41 @@ class _Piece:
     indices: tuple[int, ...]
 
 
-def _bins(order: PrefixOrder, budget: float) -> list[_Piece]:
-    return _first_fit_decreasing(_pieces(order, budget), 0, budget)
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What there is to group: units of several sequences, which are never cut, and the order of all other sequences."""
+
+    units: tuple[_Piece, ...]
+    others: PrefixOrder
+
+    @classmethod
+    def of(cls, order: PrefixOrder, units: Sequence[int]) -> _Parts:
+        members: dict[int, list[int]] = {}
+        for index in sorted(order.indices):
+            if units and units[index] >= 0:
+                members.setdefault(units[index], []).append(index)
+        several = [indices for indices in members.values() if len(indices) > 1]
+        together = {index for indices in several for index in indices}
+        return cls(
+            tuple(_Piece(order.only(indices).num_tokens, tuple(indices)) for indices in several),
+            order.only(set(order.indices) - together) if together else order,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """At most so many are forwarded together: what units have in common with others counts for each."""
+        return sum(unit.num_tokens for unit in self.units) + self.others.num_tokens
 
 
-def _pieces(order: PrefixOrder, budget: float) -> list[_Piece]:
+def _bins(parts: _Parts, budget: float) -> list[_Piece]:
+    return _first_fit_decreasing(_pieces(parts, budget), 0, budget)
+
+
+def _pieces(parts: _Parts, budget: float) -> list[_Piece]:
+    return [*parts.units, *_families(parts.others, budget)]
+
+
+def _families(order: PrefixOrder, budget: float) -> list[_Piece]:
     """Families, cut to the budget: bottom up over the radix tree, what lies below a node is joined as far as it fits.
 
     What has nothing in common is not joined.
@@ -129,16 +166,16 @@ def _dealt(pieces: Sequence[_Piece], order: PrefixOrder, num_shares: int) -> lis
     return [[order.indices[k] for k in share] for share in shares]
 
 
-def _fitted(order: PrefixOrder, num_shares: int) -> list[list[int]]:
+def _fitted(parts: _Parts, num_shares: int) -> list[list[int]]:
     """The bins of about the smallest budget at which there are few enough of them."""
-    too_small, enough = 0, order.num_tokens
+    too_small, enough = 0, parts.num_tokens
     while enough - too_small > enough * _TOLERANCE:
         budget = (too_small + enough) / 2
-        if len(_bins(order, budget)) > num_shares:
+        if len(_bins(parts, budget)) > num_shares:
             too_small = budget
         else:
             enough = budget
-    bins = [list(piece.indices) for piece in _bins(order, enough)]
+    bins = [list(piece.indices) for piece in _bins(parts, enough)]
     return bins + [[]] * (num_shares - len(bins))
 
 

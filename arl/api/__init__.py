@@ -1,9 +1,13 @@
 """arl's contracts: records, protocols, configuration and errors. Imports nothing heavy, and nothing else of arl."""
 
+from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config
+from arl.api.curriculum import Curriculum, ExampleRecord
 from arl.api.engine import (
     DiskWeights,
+    Head,
     InferenceEngine,
+    Output,
     PackedTokens,
     PublishStats,
     Saving,
@@ -11,6 +15,7 @@ from arl.api.engine import (
     TensorSpec,
     TokenLoss,
     TokenLosses,
+    TokenOutputs,
     TrainEngine,
     UpdateStats,
     WeightGroup,
@@ -30,20 +35,26 @@ from arl.api.types import (
     StepStats,
     TrainSequence,
     Trajectory,
+    TurnSpan,
     new_id,
 )
 from arl.api.workflow import RolloutWorkflow
 
 __all__ = [
     "NOT_SAMPLED",
+    "AlgorithmConfig",
     "ArlError",
     "Config",
+    "Curriculum",
     "DiskWeights",
     "Example",
+    "ExampleRecord",
     "Group",
+    "Head",
     "InferenceEngine",
     "ModelRequest",
     "ModelResponse",
+    "Output",
     "PackedTokens",
     "PublishStats",
     "RolloutWorkflow",
@@ -56,13 +67,16 @@ __all__ = [
     "TensorSpec",
     "TokenLoss",
     "TokenLosses",
+    "TokenOutputs",
     "TrainEngine",
     "TrainSequence",
     "Trajectory",
+    "TurnSpan",
     "UpdateStats",
     "WeightGroup",
     "WeightServer",
     "WeightTransport",
     "WeightUpdate",
     "new_id",
+    "preset",
 ]

@@ -1,17 +1,15 @@
-"""Every knob, on one page. Frozen; unknown fields and contradictions are errors that name the field.
+"""Every knob. Frozen; unknown fields and contradictions are errors that name the field.
 
-Each component is given only its own section. Times are in seconds (`_s`). A variant is a type, chosen by `kind`.
+Each component is given only its own section. Times are in seconds (`_s`). A variant is a type, chosen by `kind`. The
+sections of servers, of the train engine and of the algorithm have files of their own.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -21,105 +19,44 @@ from pydantic import (
     model_validator,
 )
 
-PauseMode = Literal["in_place", "retract", "abort"]
+from arl.api.algorithm import AlgorithmConfig, PassAtKAdvantage, preset
+from arl.api.section import Section
+from arl.api.server_config import (
+    AdapterWeightsConfig,
+    ClientConfig,
+    DeltaWeightsConfig,
+    DiskWeightsConfig,
+    DistributedWeightsConfig,
+    EngineConfig,
+    LocalEngineConfig,
+    PauseMode,
+    SGLangEngineConfig,
+    SGLangProcessesConfig,
+    WeightsConfig,
+    check_fused,
+)
+from arl.api.train_config import LoRAConfig, OptimizerConfig, TrainConfig
 
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and strict about names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ClientConfig(Section):
-    """What every inference engine's client side shares."""
-
-    request_timeout_s: PositiveFloat = 600.0
-    """Longest time one agenerate may take, pauses and retries included."""
-    max_retries: NonNegativeInt = 3
-    """How often a request is sent again after its server failed, each time keeping the tokens it already has."""
-    pause_mode: PauseMode = "in_place"
-    """What a weight update does to running requests: in_place keeps their KV cache, retract recomputes it under the
-    new weights, abort returns partial outputs that the client continues."""
-    update_timeout_s: PositiveFloat = 120.0
-    """Longest time one server may take to load new weights before it is fenced off."""
-    update_order: Literal["all", "rolling"] = "all"
-    """all: a weight update reaches every server at once. rolling: one after another, while the others generate."""
-
-    @property
-    def absence_timeout_s(self) -> float:
-        """Longest time that a weight update waits for a server to come back where none is left."""
-        return self.update_timeout_s
-
-
-class LocalEngineConfig(ClientConfig):
-    """The embedded server: arl starts it, as processes of its own, and stops it."""
-
-    kind: Literal["local"] = "local"
-    num_servers: PositiveInt = 1
-    """How many server processes to start."""
-    num_threads: PositiveInt = 1
-    """CPU threads for each server's model."""
-    device: str = "cpu"
-    """The torch device that the servers compute on: cpu, cuda, cuda:0, ..."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the servers hold weights in and compute in."""
-    max_running_requests: PositiveInt = 128
-    """How many requests one server decodes at once; more wait in its queue."""
-    context_length: PositiveInt | None = None
-    """Longest prompt plus response in tokens; the model's own limit (at most 4096) when unset."""
-    max_restarts: NonNegativeInt = 3
-    """How often a server that died is started again. Its requests go to the others meanwhile."""
-    startup_timeout_s: PositiveFloat = 120.0
-    """Longest time a server may take until it answers /health."""
-
-    @property
-    def absence_timeout_s(self) -> float:
-        return self.startup_timeout_s + self.update_timeout_s
-
-
-class SGLangEngineConfig(ClientConfig):
-    """SGLang servers, already running."""
-
-    kind: Literal["sglang"] = "sglang"
-    addresses: tuple[str, ...] = ()
-    """Base URLs, such as http://127.0.0.1:30000; all must serve the same model."""
-    router: str | None = None
-    """Base URL of an sglang-router in front of exactly these addresses: requests go to it, weights to each address."""
-    api_key: str | None = None
-    """Sent as a bearer token, if the servers ask for one."""
-
-    @model_validator(mode="after")
-    def _has_addresses(self) -> SGLangEngineConfig:
-        if not self.addresses:
-            raise ValueError("addresses is empty; name at least one server, such as http://127.0.0.1:30000")
-        return self
-
-
-class SGLangProcessesConfig(ClientConfig):
-    """SGLang servers that arl starts on this machine, as processes of its own, and stops."""
-
-    kind: Literal["sglang_processes"] = "sglang_processes"
-    python: Path = Path(sys.executable)
-    """The Python interpreter that has sglang; its environment may be another than arl's."""
-    num_servers: PositiveInt = 1
-    """How many servers to start, each on a free port."""
-    gpus_per_server: NonNegativeInt = 1
-    """GPUs of this machine for each server, in order: its tensor-parallel size. 0: servers on the CPU."""
-    first_gpu: NonNegativeInt = 0
-    """The GPUs before this one are left alone, for the trainer."""
-    arguments: tuple[str, ...] = ()
-    """More arguments for each `python -m sglang.launch_server`, such as --mem-fraction-static 0.8."""
-    max_restarts: NonNegativeInt = 3
-    """How often a server that died is started again. Its requests go to the others meanwhile."""
-    startup_timeout_s: PositiveFloat = 600.0
-    """Longest time a server may take until it answers /health."""
-
-    @property
-    def absence_timeout_s(self) -> float:
-        return self.startup_timeout_s + self.update_timeout_s
-
-
-EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig | SGLangProcessesConfig, Field(discriminator="kind")]
+__all__ = [
+    "AdapterWeightsConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClientConfig",
+    "Config",
+    "DeltaWeightsConfig",
+    "DiskWeightsConfig",
+    "DistributedWeightsConfig",
+    "EvaluationConfig",
+    "LoRAConfig",
+    "LocalEngineConfig",
+    "LogConfig",
+    "OptimizerConfig",
+    "PauseMode",
+    "RolloutConfig",
+    "SGLangEngineConfig",
+    "SGLangProcessesConfig",
+    "TrainConfig",
+]
 
 
 class RolloutConfig(Section):
@@ -145,10 +82,21 @@ class RolloutConfig(Section):
     """Over how many finished episodes max_failure_rate is measured; before that many, the run goes on."""
     drop_stragglers_after_s: PositiveFloat | None = None
     """Time a running group may keep the trainer waiting before it is aborted and dropped. Unset: wait."""
-    drop_equal_rewards: bool = False
-    """Reject groups whose episodes all have the same reward: they carry no gradient, and their place is refilled."""
+    extra_episodes: NonNegativeInt = 0
+    """Over-sampling: start so many episodes more than group_size for each example."""
+    keep_episodes: Literal["first", "max_variance"] = "first"
+    """Which group_size of the episodes are trained. first: those that finish first, and the others are aborted, which
+    favours short ones. max_variance: all finish, and those whose rewards vary most are kept (PODS)."""
+    replay_groups: NonNegativeInt = 0
+    """Groups trained before that are added to each batch, as long as they are within max_staleness (0: none)."""
+    replay_min_reward: float = 0.0
+    """Groups are kept for replay when one of their trajectories has a reward above this."""
+    seed_requests: bool = False
+    """Give each request that has no seed one of its own, a function of `seed`, the group, the episode and the request's
+    number in it: episodes that run again ask for the same tokens. SGLang's servers look at seeds only with
+    --enable-deterministic-inference, and then give all requests without one the same."""
     shuffle: bool = True
-    """Shuffle the dataset anew each epoch (by seed); otherwise its order is kept."""
+    """Shuffle the dataset anew each epoch (by seed); otherwise its order is kept. A curriculum orders it itself."""
 
     @model_validator(mode="after")
     def _group_sizes_fit(self) -> RolloutConfig:
@@ -158,175 +106,31 @@ class RolloutConfig(Section):
             )
         return self
 
-
-class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
-
-    lr: PositiveFloat = 1e-5
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moments."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, on matrices alone (not on norms and biases)."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global L2 norm."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stay, or decay to min_lr_ratio * lr at total_steps."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from 0."""
-    total_steps: PositiveInt | None = None
-    """Optimizer steps until a decaying schedule ends. linear and cosine need it."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of lr that a decaying schedule ends at."""
-
     @model_validator(mode="after")
-    def _decay_has_an_end(self) -> OptimizerConfig:
-        if self.schedule != "constant" and self.total_steps is None:
-            raise ValueError(f"schedule is {self.schedule}; it needs total_steps, the optimizer steps until it ends")
-        if self.schedule == "constant" and self.model_fields_set & {"total_steps", "min_lr_ratio"}:
-            raise ValueError("total_steps and min_lr_ratio are for a decaying schedule; schedule is constant")
+    def _over_sampling_makes_sense(self) -> RolloutConfig:
+        if self.keep_episodes == "first":
+            return self
+        if self.extra_episodes == 0:
+            raise ValueError(
+                f"keep_episodes is {self.keep_episodes}, but extra_episodes is 0, so all are kept; set extra_episodes"
+            )
+        if self.group_size == 1:
+            raise ValueError("keep_episodes is max_variance, but group_size is 1, and one reward alone does not vary")
         return self
 
-
-class TrainConfig(Section):
-    """The train engine: FSDP2 over a Hugging Face model."""
-
-    optimizer: OptimizerConfig = OptimizerConfig()
-    max_tokens_per_microbatch: PositiveInt = 8192
-    """Sequences are packed into microbatches of at most this many tokens (one longer sequence goes alone). Those that
-    sequences share count once with share_prefixes."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matmuls compute in. Master weights, gradients' reduction and the optimizer stay float32."""
-    device: str = "cpu"
-    """The torch device to train on: cpu or cuda."""
-    num_threads: PositiveInt = 1
-    """CPU threads of the trainer's torch."""
-    logprob_chunk_size: PositiveInt = 1024
-    """Tokens whose [tokens, vocabulary] logits are held at once."""
-    share_prefixes: bool = True
-    """Forward the tokens with which sequences of a microbatch begin alike (a prompt, earlier turns) once."""
-    num_ranks: PositiveInt = 1
-    """Processes to train with. 1: this process. More: Ray actors, each with num_threads CPUs, and a GPU on cuda."""
-    ray_address: str | None = None
-    """With several ranks: the Ray cluster to use, such as auto. Unset: one of this machine, for this run alone."""
-    startup_timeout_s: PositiveFloat = 300.0
-    """With several ranks: longest time until all of them have a place on the cluster; then, for each of them, as those
-    of a machine load one after another, until it holds the model."""
-    tensor_parallel: PositiveInt = 1
-    """Split each layer of a Qwen or Llama over so many ranks; divides num_ranks, which are data-parallel otherwise."""
-    context_parallel: PositiveInt = 1
-    """Not supported above 1: torch's ring attention has no packed sequences. Longer ones need activation_checkpointing,
-    cpu_offload or tensor_parallel."""
-    activation_checkpointing: bool = False
-    """Keep each layer's input alone and compute the rest again in the backward pass: less memory, a third slower."""
-    cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in the CPU's memory between uses (device cuda)."""
-    compile: bool = False
-    """torch.compile each layer: faster after minutes of compiling. Not with tensor_parallel."""
-
     @model_validator(mode="after")
-    def _ranks_fit(self) -> TrainConfig:
-        if self.context_parallel > 1:
+    def _replay_makes_sense(self) -> RolloutConfig:
+        if self.replay_groups and self.max_staleness == 0:
             raise ValueError(
-                "context_parallel is above 1, which arl does not support: torch's ring attention knows no packed "
-                "sequences. Use activation_checkpointing, cpu_offload or tensor_parallel for long ones"
+                f"replay_groups is {self.replay_groups}, but max_staleness is 0: what was trained before is older than "
+                "that. Allow a staleness of 1 or more, or replay none"
             )
-        if self.num_ranks % self.tensor_parallel:
+        if self.replay_groups == 0 and self.replay_min_reward != 0:
             raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks, which is {self.num_ranks}"
-            )
-        if self.compile and self.tensor_parallel > 1:
-            raise ValueError(
-                "compile is set and tensor_parallel is above 1: torch cannot compile split layers for rows of varying "
-                "length. Choose one of them"
-            )
-        if self.cpu_offload and self.device.startswith("cpu"):
-            raise ValueError("cpu_offload is for train.device=cuda; on a CPU the weights are in its memory already")
-        if self.num_ranks == 1 and (of_ray := self.model_fields_set & {"ray_address", "startup_timeout_s"}):
-            raise ValueError(f"{min(of_ray)} is set, but num_ranks is 1, which trains in this process and without Ray")
-        if self.ray_address is not None and self.ray_address.startswith("ray://"):
-            raise ValueError(
-                "ray_address is a Ray client's; the trainer has to run on a node of the cluster: say auto, or host:port"
+                f"replay_min_reward is {self.replay_min_reward}, but replay_groups is 0, so none is replayed; set "
+                "replay_groups"
             )
         return self
-
-
-class PPOConfig(Section):
-    """Decoupled PPO with GRPO advantages. Letters: c current, p proximal, b behavior logprobs, A advantage."""
-
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio exp(c - p) is clipped to at least 1 - clip_low."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """The ratio exp(c - p) is clipped to at most 1 + clip_high."""
-    proximal: Literal["recomputed", "bypassed"] = "recomputed"
-    """recomputed: p by a forward pass when the batch is taken (with one minibatch by the same one that trains, as
-    p = c there). bypassed: p = b, so ratio = exp(c - b)."""
-    behavior_weight_cap: PositiveFloat | None = 5.0
-    """The weight exp(p - b) is truncated to at most this (TIS); unset leaves it as it is."""
-    scale_by_std: bool = True
-    """GRPO divides R - mean by the group's standard deviation; Dr.GRPO does not."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: every trained token of the minibatch weighs the same. sequence_mean: every trajectory does."""
-    minibatches: PositiveInt = 1
-    """Optimizer steps per batch: the batch's groups are split into this many minibatches."""
-
-    @model_validator(mode="after")
-    def _cap_has_a_weight(self) -> PPOConfig:
-        if self.proximal == "bypassed" and "behavior_weight_cap" in self.model_fields_set:
-            raise ValueError("behavior_weight_cap is set, but with proximal=bypassed there is no weight to cap")
-        return self
-
-
-class DiskWeightsConfig(Section):
-    """Servers load a model directory."""
-
-    transport: Literal["disk"] = "disk"
-    directory: Path | None = None
-    """Where model directories are written; must be visible to every server. Unset: a RAM-backed directory of this
-    machine, or the run directory where there is none."""
-
-
-class DistributedWeightsConfig(Section):
-    """Servers receive tensors through a process group that they share with the trainer: no file is written."""
-
-    transport: Literal["distributed"] = "distributed"
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl where the trainer is on CUDA, gloo where it is on a CPU. All servers have to support it."""
-    address: str | None = None
-    """Where servers on other machines reach the trainer. Unset: the trainer's own address as its network says it."""
-    bucket_bytes: PositiveInt = 256 << 20
-    """Tensors are sent in buckets of at most this size; a larger tensor is one of its own."""
-
-
-class DeltaWeightsConfig(Section):
-    """Servers on other machines get what changed since the version they hold, exact to the bit, and small at the
-    learning rates of RL. A mirror beside each server patches its copy of the model, which the server then loads."""
-
-    transport: Literal["delta"] = "delta"
-    mirrors: dict[str, str] = {}
-    """Server address -> address of the mirror on its machine, started there by `python -m arl.engine.mirror`. A server
-    without one has to see this machine's directory, as with disk."""
-    api_key: str | None = None
-    """Sent to the mirrors as a bearer token, if they ask for one."""
-    directory: Path | None = None
-    """Where model directories are written on this machine, as with disk."""
-
-    @model_validator(mode="after")
-    def _has_mirrors(self) -> DeltaWeightsConfig:
-        if not self.mirrors:
-            raise ValueError(
-                "mirrors is empty; without a mirror there is nobody to send a delta to. Servers of this machine load "
-                "whole directories from memory: use transport=disk"
-            )
-        return self
-
-
-WeightsConfig = Annotated[
-    DiskWeightsConfig | DistributedWeightsConfig | DeltaWeightsConfig, Field(discriminator="transport")
-]
-"""How weights reach the servers."""
 
 
 class EvaluationConfig(Section):
@@ -363,7 +167,7 @@ class Config(Section):
     engine: EngineConfig = LocalEngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
-    ppo: PPOConfig = PPOConfig()
+    algorithm: AlgorithmConfig = preset("decoupled_ppo")
     weights: WeightsConfig = DiskWeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -397,10 +201,53 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _minibatches_fit(self) -> Config:
-        if self.rollout.batch_size % self.ppo.minibatches:
+    def _adapters_can_be_published(self) -> Config:
+        if not isinstance(self.weights, AdapterWeightsConfig):
+            return self
+        if self.train.lora is None:
             raise ValueError(
-                f"ppo.minibatches is {self.ppo.minibatches}; it must divide "
-                f"rollout.batch_size={self.rollout.batch_size}"
+                "weights.transport is adapter, but train.lora is unset, so there are none; set train.lora, or use "
+                "weights.transport=disk"
             )
+        if self.engine.pause_mode != "in_place":
+            raise ValueError(
+                f"engine.pause_mode is {self.engine.pause_mode}, but weights.transport=adapter pauses nothing: a "
+                "request ends under the adapter that it began with. Leave it at in_place"
+            )
+        if not isinstance(self.engine, LocalEngineConfig) and self.train.lora.target_modules != "all-linear":
+            check_fused({name.rpartition(".")[2] for name in self.train.lora.target_modules})
+        return self
+
+    @model_validator(mode="after")
+    def _servers_look_at_seeds(self) -> Config:
+        flag = "--enable-deterministic-inference"
+        if not isinstance(self.engine, SGLangProcessesConfig) or flag in self.engine.arguments:
+            return self
+        if self.rollout.seed_requests:
+            raise ValueError(
+                f"rollout.seed_requests is set, but servers look at seeds only with {flag}; add it to engine.arguments"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit_the_algorithm(self) -> Config:
+        rollout, algorithm = self.rollout, self.algorithm
+        if rollout.batch_size % algorithm.minibatches:
+            raise ValueError(
+                f"algorithm.minibatches is {algorithm.minibatches}; it must divide "
+                f"rollout.batch_size={rollout.batch_size} (a preset has its paper's; set either)"
+            )
+        if rollout.group_size == 1 and algorithm.is_group_relative:
+            raise ValueError(
+                f"rollout.group_size is 1, but algorithm.preset={algorithm.preset} compares the episodes of a group: "
+                "all advantages would be 0. Set group_size to 2 or more, or algorithm.advantage to one that does not "
+                "compare, such as baseline=none"
+            )
+        if isinstance(algorithm.advantage, PassAtKAdvantage) and algorithm.advantage.k >= rollout.group_size:
+            raise ValueError(
+                f"algorithm.advantage.k is {algorithm.advantage.k}; it must be below rollout.group_size="
+                f"{rollout.group_size}, or all advantages are equal"
+            )
+        if algorithm.kl.reference == "moving" and algorithm.kl.coefficient == 0:
+            raise ValueError("algorithm.kl.reference is moving, but kl.coefficient is 0, so none is held")
         return self

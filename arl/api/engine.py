@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from arl.api.types import ModelRequest, ModelResponse, TrainSequence
+from arl.api.types import TOKEN_FIELDS, ModelRequest, ModelResponse, TrainSequence, fill_unset, unset
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,17 @@ class WeightServer(Protocol):
         """Serve what was received since begin_update."""
         ...
 
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """Hold an adapter (peft's files, an absolute path) beside the model, for requests that carry its name.
+
+        Generation goes on. A name stands for one adapter for ever; one that the server has is not loaded again.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that no request will carry any more; one that the server has not is no error."""
+        ...
+
 
 class WeightUpdate(Protocol):
     """New weights on their way to the servers. An inference engine calls both methods for each server it updates.
@@ -82,6 +93,14 @@ class WeightUpdate(Protocol):
 
     @property
     def version(self) -> int: ...
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that requests have to carry for this version; None where it is the server's own weights.
+
+        Such an update is there for requests as soon as it was prepared: the server is not paused.
+        """
+        ...
 
     @property
     def num_bytes(self) -> int:
@@ -105,10 +124,28 @@ class DiskWeights:
     directory: Path
     num_bytes: int = 0
 
+    @property
+    def adapter(self) -> None: ...
+
     async def prepare(self, server: WeightServer) -> None: ...
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         await server.load_directory(self.directory, version=self.version, flush_cache=flush_cache)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterWeights:
+    """A WeightUpdate that is there already: an adapter in a directory (an absolute path) of `num_bytes`."""
+
+    version: int
+    adapter: str
+    directory: Path
+    num_bytes: int = 0
+
+    async def prepare(self, server: WeightServer) -> None:
+        await server.load_adapter(self.adapter, self.directory)
+
+    async def load(self, server: WeightServer, *, flush_cache: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,41 +201,76 @@ class InferenceEngine(Protocol):
         ...
 
 
+Output = Literal["logprobs", "reference_logprobs", "values"]
+"""What a train engine's forward is asked for."""
+
+Head = Literal["policy", "value", "policy_and_value"]
+"""What a train engine's model ends in: the language-model head, a value head [H -> 1], or both on one backbone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenOutputs:
+    """What the model says of a microbatch's trained tokens: float32[M], with gradient; 0 where it has no such head.
+
+    logprobs: of the token, under the current weights. entropy: of the sampling distribution, in nats. values: of the
+    context that the token was sampled in, so without the token itself.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    values: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedTokens:
     """The trained tokens of one microbatch, flat: every field has length M = number of tokens with loss_mask 1.
 
-    behavior_logprobs, proximal_logprobs, advantages, loss_weights float32[M]; versions int64[M];
-    sequence_ids int64[M]: which sequence of the microbatch (0..S-1) each token belongs to, ascending.
+    Fields are TrainSequence's, and what is not given is 0. sequence_ids int64[M]: which sequence of the microbatch
+    (0..S-1) each token belongs to, ascending. unit_ids int64[M]: which unit of sequences, numbered 0..U-1 in the
+    microbatch; a sequence of unit -1 is a unit of its own.
     """
 
     behavior_logprobs: torch.Tensor
-    proximal_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    loss_weights: torch.Tensor
-    versions: torch.Tensor
-    sequence_ids: torch.Tensor
+    proximal_logprobs: torch.Tensor = field(default_factory=unset)
+    reference_logprobs: torch.Tensor = field(default_factory=unset)
+    advantages: torch.Tensor = field(default_factory=unset)
+    values: torch.Tensor = field(default_factory=unset)
+    returns: torch.Tensor = field(default_factory=unset)
+    selected: torch.Tensor = field(default_factory=unset)
+    loss_weights: torch.Tensor = field(default_factory=unset)
+    versions: torch.Tensor = field(default_factory=unset)
+    sequence_ids: torch.Tensor = field(default_factory=unset)
+    unit_ids: torch.Tensor = field(default_factory=unset)
+
+    def __post_init__(self) -> None:
+        names = (*TOKEN_FIELDS, "sequence_ids", "unit_ids")
+        fill_unset(self, names, len(self.behavior_logprobs), self.behavior_logprobs.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLosses:
     """What a loss gives back: loss float32[M] per trained token, not yet weighted by loss_weights, with gradient.
 
-    means: name -> float[M], detached, averaged over all trained tokens of the minibatch.
-    maxima: name -> float[M], detached, of which the largest value is reported.
+    The rest are metrics, detached, each a name -> float[M] and reported over all tokens of the minibatch, so that they
+    do not depend on how it was split: means: the mean. maxima: the largest. weighted: the sum, weighted as the loss is.
+    quotients: name -> (a, b), sum(a) / sum(b), and not reported where sum(b) is 0. sample_sizes: for weights w, the
+    effective sample size sum(w)^2 / (N sum(w^2)) of N tokens (Kish 1965), 1 where all weigh the same.
     """
 
     loss: torch.Tensor
-    means: Mapping[str, torch.Tensor]
-    maxima: Mapping[str, torch.Tensor]
+    means: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    maxima: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    weighted: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    quotients: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict[str, "tuple[torch.Tensor, torch.Tensor]"]
+    )
+    sample_sizes: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
 
 
 class TokenLoss(Protocol):
     """A loss as a pure, picklable function of one microbatch's trained tokens."""
 
-    def __call__(self, current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
-        """current_logprobs float32[M] with gradient, entropy float32[M] of the sampling distribution, in nats."""
-        ...
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses: ...
 
 
 class Snapshot(Protocol):
@@ -232,8 +304,19 @@ class TrainEngine(Protocol):
         """The number of batches trained."""
         ...
 
-    def forward(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
-        """Logprobs under the current weights, float32[T] for each sequence; 0.0 where loss_mask is 0. No gradient."""
+    def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
+        """What the model says of each token, float32[T] for each sequence; 0.0 where loss_mask is 0. No gradient.
+
+        logprobs and values under the current weights, reference_logprobs under the reference's. Raises ConfigError
+        where the engine has no such head or no reference.
+        """
+        ...
+
+    def update_reference(self, share: float = 1.0) -> None:
+        """Move the reference policy's weights towards the current ones: reference += share * (current - reference).
+
+        The first call makes it, a copy of the current weights. `save` keeps it. It costs the weights' memory once more.
+        """
         ...
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:

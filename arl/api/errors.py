@@ -21,6 +21,10 @@ class DatasetError(ArlError):
     """A dataset is missing, empty, or lacks a needed column."""
 
 
+class CurriculumError(ArlError):
+    """A curriculum raised, or named examples that there are not, one twice, or none."""
+
+
 class TrajectoryError(ArlError, ValueError):
     """A workflow returned a malformed trajectory."""
 

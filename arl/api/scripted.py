@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arl.api.engine import Saving, Snapshot, TokenLoss, UpdateStats, WeightUpdate
+from arl.api.engine import Output, Saving, Snapshot, TokenLoss, UpdateStats, WeightUpdate
 from arl.api.errors import EngineClosedError
 from arl.api.types import ModelRequest, ModelResponse, TrainSequence
 
@@ -78,9 +78,9 @@ class ScriptedEngine:
 
 
 class ScriptedTrainEngine:
-    """Counts batches instead of training; proximal logprobs are the behavior ones. `batches` keeps what was trained.
+    """Counts batches instead of training; all logprobs are the behavior ones, values 0.
 
-    on_train: called on the trainer's thread with each batch, to block, fail or look.
+    `batches` keeps what was trained. on_train: called on the trainer's thread with each batch, to block, fail or look.
     """
 
     def __init__(self, on_train: Callable[[Sequence[Sequence[TrainSequence]]], None] | None = None) -> None:
@@ -92,8 +92,10 @@ class ScriptedTrainEngine:
     def version(self) -> int:
         return self._version
 
-    def forward(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
-        return [sequence.behavior_logprobs for sequence in sequences]
+    def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
+        return [s.values if output == "values" else s.behavior_logprobs for s in sequences]
+
+    def update_reference(self, share: float = 1.0) -> None: ...
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         if self._on_train:

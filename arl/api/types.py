@@ -102,6 +102,26 @@ class ModelResponse:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpan:
+    """One turn of a trajectory: the tokens [start, stop) that the model sampled, and what became of them.
+
+    reward: what the environment gave for this turn, beside the trajectory's own reward. state: a key of the state that
+    the turn was taken in, equal for equal states of a group's episodes (GiGPO compares their turns); None: unlike all.
+    """
+
+    start: int
+    stop: int
+    reward: float = 0.0
+    state: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.start <= self.stop:
+            raise TrajectoryError(f"a turn spans tokens {self.start} to {self.stop}; it must begin after token 0")
+        if not _is_finite(self.reward):
+            raise TrajectoryError(f"the reward of the turn at token {self.start} is {self.reward!r}; it must be finite")
+
+
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
@@ -119,7 +139,9 @@ class Trajectory:
     loss_mask: 1 where a token is trained; only sampled tokens can be.
     behavior_logprobs: the sampler's logprob of each sampled token; 0.0 elsewhere.
     versions: the policy version that sampled each token; -1 where none did.
-    reward: the trajectory's return. token_rewards: optional finer rewards, per token.
+    reward: the trajectory's outcome reward. rewards: its named parts, where they are to be normalised apart (GDPO).
+    token_rewards: process rewards, one for each token, beside the outcome. turns: where each turn lies, in order, with
+    process rewards of their own. is_truncated: a length limit ended it.
     metrics: name -> number, averaged over episodes in logs. role: which agent, in multi-agent episodes.
     temperature: what logits are divided by before logprobs, the same for every sampled token.
 
@@ -131,7 +153,10 @@ class Trajectory:
     behavior_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     reward: float
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     token_rewards: tuple[float, ...] | None = None
+    turns: tuple[TurnSpan, ...] = ()
+    is_truncated: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     role: str = "agent"
     temperature: float = 1.0
@@ -140,6 +165,7 @@ class Trajectory:
         self._check_lengths()
         self._check_numbers()
         self._check_mask_and_versions()
+        self._check_turns()
         if self.loss_mask[0]:
             raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 
@@ -154,6 +180,15 @@ class Trajectory:
                 raise TrajectoryError(f"versions[{t}] is {version}; it must be -1 (not sampled) or a policy version")
             if trained and version == NOT_SAMPLED:
                 raise TrajectoryError(f"loss_mask[{t}] is 1 but versions[{t}] is -1: only sampled tokens are trained")
+
+    def _check_turns(self) -> None:
+        end = 0
+        for turn in self.turns:
+            if turn.start < end:
+                raise TrajectoryError(f"a turn begins at token {turn.start}, before the one before it ends at {end}")
+            end = turn.stop
+        if end > len(self.token_ids):
+            raise TrajectoryError(f"a turn ends at token {end}, but there are {len(self.token_ids)} token_ids")
 
     def _check_lengths(self) -> None:
         n = len(self.token_ids)
@@ -175,6 +210,7 @@ class Trajectory:
             "behavior_logprobs": self.behavior_logprobs,
             "token_rewards": self.token_rewards or (),
             **{f"metrics[{name!r}]": (value,) for name, value in self.metrics.items()},
+            **{f"rewards[{name!r}]": (value,) for name, value in self.rewards.items()},
         }
         for name, values in numbers.items():
             if _are_finite(values):
@@ -197,6 +233,11 @@ class Trajectory:
     def num_trained_tokens(self) -> int:
         return sum(self.loss_mask)
 
+    @property
+    def total_reward(self) -> float:
+        """Outcome and process rewards, added up."""
+        return math.fsum((self.reward, *(self.token_rewards or ()), *(turn.reward for turn in self.turns)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -204,6 +245,7 @@ class Group:
 
     group_id: unique in a run. example_id: (epoch, index in the dataset). stamp: the version published when the
     group was admitted. trajectories and episode_indices run in parallel: which episode returned each trajectory.
+    greedy_rewards: role -> reward of the episode that was decoded greedily as a baseline (ReMax), where there was one.
     """
 
     group_id: int
@@ -211,6 +253,7 @@ class Group:
     stamp: int
     trajectories: tuple[Trajectory, ...]
     episode_indices: tuple[int, ...]
+    greedy_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.episode_indices):
@@ -227,26 +270,73 @@ class Group:
         return min(versions, default=self.stamp)
 
 
+def unset() -> torch.Tensor:
+    """Default of a tensor field: replaced by zeros of the record's length when the record is built."""
+    import torch
+
+    return torch.empty(0)
+
+
+def fill_unset(record: object, names: Sequence[str], length: int, device: torch.device) -> None:
+    """Put zeros in the place of fields that were left unset, in the `__post_init__` of a frozen record."""
+    import torch
+
+    for name in names:
+        given = len(getattr(record, name))
+        if given not in (0, length):
+            raise ValueError(f"{name} has {given} entries for {length} tokens; they must be equal")
+        if given == 0:
+            kinds = {"versions": torch.int64, "unit_ids": torch.int64, "sequence_ids": torch.int64}
+            kind = torch.bool if name == "selected" else kinds.get(name, torch.float32)
+            object.__setattr__(record, name, torch.zeros(length, dtype=kind, device=device))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSequence:
     """A trajectory as the train engine takes it: 1-D tensors of length T, aligned with token_ids.
 
-    token_ids int64, loss_mask bool, behavior_logprobs / proximal_logprobs / advantages float32, versions int64.
-    loss_weights float32: the share of each token in the minibatch's loss (aggregation and global denominators are
-    in it already), so that loss = sum over all tokens of loss_weights * token loss, however the batch is split.
+    token_ids int64, loss_mask bool, versions int64, selected bool, the others float32. What is not given is 0.
+    behavior_logprobs, proximal_logprobs, reference_logprobs: under the sampler, under the weights that the batch was
+    taken with, and under the reference policy. values: the critic's, before any update on the batch; returns: what it
+    learns. selected: tokens that the loss treats apart (M2PO, Clip-Cov, KL-Cov).
+    loss_weights: the share of each token in the minibatch's loss (aggregation and global denominators are in it
+    already), so that loss = sum over all tokens of loss_weights * token loss, however the batch is split.
+    unit: sequences with the same number lie in one microbatch, for a loss that compares them; -1: with none.
     """
 
     token_ids: torch.Tensor
     loss_mask: torch.Tensor
-    behavior_logprobs: torch.Tensor
-    proximal_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    loss_weights: torch.Tensor
-    versions: torch.Tensor
+    behavior_logprobs: torch.Tensor = field(default_factory=unset)
+    proximal_logprobs: torch.Tensor = field(default_factory=unset)
+    reference_logprobs: torch.Tensor = field(default_factory=unset)
+    advantages: torch.Tensor = field(default_factory=unset)
+    values: torch.Tensor = field(default_factory=unset)
+    returns: torch.Tensor = field(default_factory=unset)
+    selected: torch.Tensor = field(default_factory=unset)
+    loss_weights: torch.Tensor = field(default_factory=unset)
+    versions: torch.Tensor = field(default_factory=unset)
     temperature: float = 1.0
+    unit: int = -1
+
+    def __post_init__(self) -> None:
+        fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
+
+
+TOKEN_FIELDS = (
+    "behavior_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "advantages",
+    "values",
+    "returns",
+    "selected",
+    "loss_weights",
+    "versions",
+)
+"""What TrainSequence says of each token beside its id and mask, and PackedTokens of each trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,15 +33,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.engine.export import replace_directory
+from arl.engine.lora import Adapters, LoRAOrigin
+from arl.engine.reference import Reference
 
 _PROGRESS_FILE = "progress.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a checkpoint holds beside tensors. parameters: name -> shape of each whole parameter.
+    """What a checkpoint holds beside tensors. parameters: name -> shape of each whole parameter that is trained.
 
     world_size, device: the ranks that wrote it, each with its random state, and what they computed on (cpu, cuda).
+    lora: what adapters belong to, whose model is not in the checkpoint; None where there are none. has_reference:
+    whether there is a reference policy in it.
     """
 
     version: int
@@ -49,6 +53,8 @@ class Progress:
     world_size: int
     device: str
     parameters: Mapping[str, list[int]]
+    lora: LoRAOrigin | None = None
+    has_reference: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +70,24 @@ class RankSaving:
 class CheckpointWriter:
     """Writes a train engine's checkpoints, one after the other. All ranks make the same calls, in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapters: Adapters | None) -> None:
         """A collective of the default process group."""
+        self._adapters = adapters
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-checkpoint")
         self._last: Future[None] | None = None
 
     def begin(
-        self, directory: Path, module: nn.Module, optimizer: torch.optim.AdamW, *, version: int, num_updates: int
+        self,
+        directory: Path,
+        module: nn.Module,
+        optimizer: torch.optim.AdamW,
+        reference: Reference,
+        *,
+        version: int,
+        num_updates: int,
     ) -> RankSaving:
-        """Copy weights, optimizer state and random state aside, and begin to write them to `directory`.
+        """Copy weights, optimizer state, reference and random state aside, and begin to write them to `directory`.
 
         Waits for the one before, so that there is one copy at a time. The directory gets its name when it is complete
         and on the disk; killed before, there is none of that name (or the older one), and what was written aside
@@ -81,14 +95,15 @@ class CheckpointWriter:
         """
         if self._last:
             wait([self._last])  # its error is for whoever waits for its saving
-        tensors = _copied(_tensors(module, optimizer, dist.get_rank()))
-        parameters = dict(module.named_parameters())
+        tensors = _copied(_tensors(module, optimizer, reference, dist.get_rank()))
         progress = Progress(
             version=version,
             num_updates=num_updates,
             world_size=dist.get_world_size(),
             device=_device_type(module),
-            parameters={name: list(p.shape) for name, p in parameters.items()},
+            parameters=_shapes(module),
+            lora=self._adapters.origin if self._adapters else None,
+            has_reference=reference.is_held,
         )
         self._last = self._thread.submit(self._write, Path(os.path.abspath(directory)), tensors, progress)
         return RankSaving(written=self._last)
@@ -129,17 +144,33 @@ class CheckpointWriter:
             raise CheckpointError(failure)
 
 
-def load_checkpoint(directory: Path, module: nn.Module, optimizer: torch.optim.AdamW) -> Progress:
-    """Read weights, optimizer state and random state in place; also with another number of ranks than it was saved.
+def load_checkpoint(
+    directory: Path,
+    module: nn.Module,
+    optimizer: torch.optim.AdamW,
+    adapters: Adapters | None,
+    reference: Reference,
+) -> Progress:
+    """Read weights, optimizer state, reference and random state in place; also with another number of ranks than it
+    was saved.
 
+    A reference that is there and not held is held from now on; one that is held has to be there.
     A rank that the checkpoint has no random state for keeps its own. Raises CheckpointError naming what is missing or
     does not fit. Where tensors turn out to be unreadable only while they are read, the engine is left half loaded and
     must not be used on.
     """
     progress = _read_progress(directory)
-    _check_parameters(directory, progress, {name: list(p.shape) for name, p in module.named_parameters()})
+    _check_origin(directory, progress.lora, adapters.origin if adapters else None)
+    _check_parameters(directory, progress, _shapes(module))
+    if reference.is_held and not progress.has_reference:
+        raise CheckpointError(
+            f"{directory} was written without a reference policy, which is held here: with algorithm.kl.coefficient at "
+            "0, say. Leave it there, or begin another run from the model itself"
+        )
+    if progress.has_reference and not reference.is_held:
+        reference.update(1.0)
     rank = dist.get_rank()
-    tensors = _tensors(module, optimizer, rank if rank < progress.world_size else None)
+    tensors = _tensors(module, optimizer, reference, rank if rank < progress.world_size else None)
     if progress.device != "cuda":
         tensors.pop("cuda_rng", None)
     try:
@@ -168,19 +199,30 @@ class _Files(FileSystemWriter):
             raise
 
 
-def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, rank: int | None) -> dict[str, Any]:
+def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Reference, rank: int | None) -> dict[str, Any]:
     """The checkpoint's tensors, sharing storage with the model's; with the random state of a rank that has one."""
-    named = dict(module.named_parameters())
+    named = _trained(module)
     tensors: dict[str, Any] = {
         "model": {name: p.detach() for name, p in named.items()},
         "exp_avg": {name: optimizer.state[p]["exp_avg"] for name, p in named.items()},
         "exp_avg_sq": {name: optimizer.state[p]["exp_avg_sq"] for name, p in named.items()},
     }
+    if reference.is_held:
+        tensors["reference"] = dict(reference.values)
     if rank is not None:
         tensors["rng"] = {str(rank): torch.get_rng_state()}
         if _device_type(module) == "cuda":
             tensors["cuda_rng"] = {str(rank): torch.cuda.get_rng_state()}
     return tensors
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What is not trained, beside adapters, is where it was loaded from."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _shapes(module: nn.Module) -> dict[str, list[int]]:
+    return {name: list(p.shape) for name, p in _trained(module).items()}
 
 
 def _device_type(module: nn.Module) -> str:
@@ -222,9 +264,28 @@ def _read_progress(directory: Path) -> Progress:
     if not file.is_file():
         raise DamagedCheckpointError(f"{directory} is not a train engine's checkpoint: it has no {_PROGRESS_FILE}")
     try:
-        return Progress(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        fields = json.loads(file.read_text())
+        lora = LoRAOrigin(**fields["lora"]) if fields.get("lora") else None
+        return Progress(**{**fields, "lora": lora})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_PROGRESS_FILE}: {error}") from error
+
+
+def _check_origin(directory: Path, stored: LoRAOrigin | None, expected: LoRAOrigin | None) -> None:
+    if stored is None and expected is None:
+        return
+    if stored is None or expected is None:
+        there, here, what = ("with", "unset", "set it alike") if stored else ("without", "set", "unset it")
+        raise CheckpointError(f"{directory} was written {there} train.lora, which is {here} here; {what} to load it")
+    for name in ("rank", "alpha", "target_modules"):
+        if (there := getattr(stored, name)) != (here := getattr(expected, name)):
+            raise CheckpointError(f"{directory} was written with train.lora.{name}={there}, and here it is {here}")
+    for name in sorted(stored.frozen.keys() | expected.frozen.keys()):
+        if stored.frozen.get(name) != expected.frozen.get(name):
+            raise CheckpointError(
+                f"{directory} holds adapters of another model: its {name} differs from this one's; load the model that "
+                "they were trained on"
+            )
 
 
 def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str, list[int]]) -> None:

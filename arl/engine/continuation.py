@@ -39,12 +39,16 @@ class PartialResponse:
     def num_tokens(self) -> int:
         return len(self._output_ids)
 
-    def payload(self, rid: str, cache_key: str) -> dict[str, Any]:
-        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone."""
+    def payload(self, rid: str, cache_key: str, adapter: str | None = None) -> dict[str, Any]:
+        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone.
+
+        adapter: the name of the one that the server is to sample under, beside its own weights.
+        """
         budget = self._sampling.max_new_tokens - self.num_tokens
         if _ends_with_beginning_of(self._sampling.stop, self._tail):
             budget = 1
         self._asked = budget
+        named = {} if adapter is None else {"lora_path": adapter}
         return {
             "rid": rid,
             "input_ids": self._prompt_ids + self._output_ids,
@@ -52,6 +56,7 @@ class PartialResponse:
             "return_logprob": True,
             "stream": False,
             "extra_key": cache_key,
+            **named,
         }
 
     def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:

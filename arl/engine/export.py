@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,30 +44,38 @@ class ModelWriter:
     def write(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> int:
         """Write `tensors` (as own_specs, on the CPU) and the rest to `directory`; returns the bytes written.
 
-        The directory appears complete or not at all: it is written aside and renamed. It is not forced to the disk,
-        which would make a step wait for it: a checkpoint is what survives a power cut.
+        The directory appears complete or not at all.
         """
-        directory = Path(os.path.abspath(directory))
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        try:
+        with whole_directory(directory) as aside:
             weights = {name: tensor.contiguous() for name, tensor in self.served(tensors).items()}
             save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
             for name, content in self._companions.items():
                 (aside / name).write_bytes(content)
-            num_bytes = sum(file.stat().st_size for file in aside.iterdir())
-            aside.chmod(0o755)
-            replace_directory(aside, directory)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-        return num_bytes
+            return sum(file.stat().st_size for file in aside.iterdir())
 
 
 def _specs(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
     return tuple(
         spec_of(name, tensor, dtype if tensor.is_floating_point() else tensor.dtype) for name, tensor in tensors.items()
     )
+
+
+@contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """A directory to write to, which is renamed to `directory` at the end, and deleted where that is not reached.
+
+    It is not forced to the disk, which would make a step wait for it: a checkpoint is what survives a power cut.
+    """
+    directory = Path(os.path.abspath(directory))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        yield aside
+        aside.chmod(0o755)
+        replace_directory(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def replace_directory(source: Path, target: Path) -> None:

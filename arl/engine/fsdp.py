@@ -2,8 +2,8 @@
 
 One optimizer step:
 
-    minibatch --pack--> microbatches --policy--> logprobs --TokenLoss--> sum(weight * loss) --backward--> clip, AdamW
-                             one after another, gradients summed                                    once
+    minibatch --pack--> microbatches --model--> logprobs, values --TokenLoss--> sum(weight * loss) --backward--> AdamW
+                             one after another, gradients summed                                       clipped, once
 
 Because loss weights hold the minibatch's denominators, gradients are summed over microbatches and over ranks, never
 averaged, and so the step does not depend on how the minibatch was split.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -22,35 +23,50 @@ import torch.distributed as dist
 from arl.algorithm.packing import pack
 from arl.algorithm.prefix_tree import prefix_order
 from arl.api.config import TrainConfig
-from arl.api.engine import TokenLoss
-from arl.api.errors import EngineClosedError
+from arl.api.engine import Head, Output, TokenLoss
+from arl.api.errors import ConfigError, EngineClosedError
 from arl.api.types import TrainSequence
 from arl.engine.checkpoint import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.export import ModelWriter
+from arl.engine.lora import Adapters
 from arl.engine.microbatch import Microbatch, build_microbatch, empty_microbatch
-from arl.engine.model import Policy, load_model
+from arl.engine.model import Critic, Policy, load_model, new_value_head
 from arl.engine.optimizer import build_optimizer, clip_gradients, learning_rate
 from arl.engine.parallel import loading_turn, rank_device, rank_mesh, shard
 from arl.engine.process_group import ProcessGroupLease
-from arl.engine.snapshot import RankSnapshot, SnapshotTaker
+from arl.engine.reference import Reference
+from arl.engine.snapshot import RankAdapter, RankSnapshot, SnapshotTaker
 from arl.engine.tally import MinibatchTally, mean_of_minibatches
+
+_OUTPUTS: dict[Head, tuple[Output, ...]] = {
+    "policy": ("logprobs", "reference_logprobs"),
+    "value": ("values",),
+    "policy_and_value": ("logprobs", "reference_logprobs", "values"),
+}
 
 logger = logging.getLogger(__name__)
 
 
 class FSDPTrainEngine:
-    """Trains a Hugging Face causal language model; see arl.api.engine.TrainEngine for the contract.
+    """Trains a Hugging Face model; see arl.api.engine.TrainEngine for the contract.
+
+    By its head it is a policy (a causal language model), a critic or a reward model (a sequence-classification model of
+    one label, whose head is new and zero where `model` is a causal language model), or a policy with a value head
+    beside its own, which `save` keeps, and `export` and `snapshot` leave out: servers get the language model.
 
     With several ranks, every rank makes the same calls, each with its share of the sequences (a share may be empty)
     and the same `loss`; metrics are of all ranks together. torch.distributed must be initialised before; a process
     alone needs nothing.
     """
 
-    def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0) -> None:
+    def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
         """model: a model directory or a name on the hub. seed: of torch's generator. Raises ModelError, ConfigError."""
+        if head not in _OUTPUTS:
+            raise ConfigError(f"head is {head!r}; a train engine has one of {', '.join(_OUTPUTS)}")
         torch.set_num_threads(config.num_threads)
         torch.manual_seed(seed)
         self._config = config
+        self._head: Head = head
         self._version = 0
         self._num_updates = 0
         self._device = rank_device(config.device)
@@ -60,13 +76,21 @@ class FSDPTrainEngine:
             mesh = rank_mesh(self._device, config.tensor_parallel)
             self._group = mesh.get_group("dp")
             with loading_turn():
-                loaded = load_model(model)
+                loaded = load_model(model, head)
                 writer = ModelWriter(loaded)
-                self._policy = Policy(loaded.model, config.logprob_chunk_size)
+                adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
+                value_head = new_value_head(loaded.model) if head == "policy_and_value" else None
+                self._policy = (
+                    Critic(loaded.model)
+                    if head == "value"
+                    else Policy(loaded.model, config.logprob_chunk_size, value_head)
+                )
                 shard(self._policy, mesh, config)
+            self._reference = Reference(self._policy)
             self._optimizer = build_optimizer(self._policy, config.optimizer)
-            self._checkpoints = CheckpointWriter()
-            self._snapshots = SnapshotTaker(writer, self._device)
+            self._adapters = adapters
+            self._checkpoints = CheckpointWriter(adapters)
+            self._snapshots = SnapshotTaker(writer, self._device, adapters)
         except BaseException:
             self._lease.release()
             raise
@@ -76,19 +100,28 @@ class FSDPTrainEngine:
         return self._version
 
     @torch.no_grad()
-    def forward(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
-        """Logprobs under the current weights, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
+    def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
+        """The output, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
         self._enter()
-        logprobs = [torch.zeros(len(sequence)) for sequence in sequences]
-        try:
-            batches = self._microbatches(sequences)
-            current = [self._policy(batch)[0] for _, batch in batches]
-        finally:
-            self._release_weights()
-        for (members, batch), values in zip(batches, current, strict=True):
+        self._check_has(output)
+        outputs = [torch.zeros(len(sequence)) for sequence in sequences]
+        with self._reference.in_place() if output == "reference_logprobs" else nullcontext():
+            try:
+                batches = self._microbatches(sequences)
+                rows = [self._of_tokens(batch, output) for _, batch in batches]
+            finally:
+                self._release_weights()
+        for (members, batch), values in zip(batches, rows, strict=True):
             for index, row in zip(members, batch.unpack(values.cpu()), strict=False):
-                logprobs[index] = row
-        return logprobs
+                outputs[index] = row
+        return outputs
+
+    def update_reference(self, share: float = 1.0) -> None:
+        """Move the reference towards the current weights; with adapters, it is one of the adapters alone."""
+        self._enter()
+        if self._head == "value":
+            raise ConfigError("a train engine of head=value has no policy, and so no reference policy")
+        self._reference.update(share)
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         """One optimizer step for each minibatch, then version += 1.
@@ -110,6 +143,11 @@ class FSDPTrainEngine:
         self._enter()
         return self._snapshots.take(self._version)
 
+    def snapshot_adapter(self) -> RankAdapter:
+        """Copy the adapters alone aside; all ranks must call. Raises ConfigError without train.lora."""
+        self._enter()
+        return self._snapshots.take_adapter(self._version)
+
     def export(self, directory: Path) -> int:
         """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written.
 
@@ -125,13 +163,20 @@ class FSDPTrainEngine:
         """Copy aside everything that `load` needs to continue bit for bit, and begin to write it."""
         self._enter()
         return self._checkpoints.begin(
-            directory, self._policy, self._optimizer, version=self._version, num_updates=self._num_updates
+            directory,
+            self._policy,
+            self._optimizer,
+            self._reference,
+            version=self._version,
+            num_updates=self._num_updates,
         )
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`'s directory. Raises CheckpointError naming what does not fit."""
+        """Continue from `save`'s directory, with the reference that is there. Raises CheckpointError naming what does
+        not fit, such as an engine that holds a reference where the checkpoint has none.
+        """
         self._enter()
-        progress = load_checkpoint(directory, self._policy, self._optimizer)
+        progress = load_checkpoint(directory, self._policy, self._optimizer, self._adapters, self._reference)
         self._version, self._num_updates = progress.version, progress.num_updates
 
     def close(self) -> None:
@@ -142,12 +187,28 @@ class FSDPTrainEngine:
             self._snapshots.close()
             self._lease.release()
 
+    def _check_has(self, output: Output) -> None:
+        if output not in _OUTPUTS[self._head]:
+            has, needed = ", ".join(_OUTPUTS[self._head]), "value" if output == "values" else "policy"
+            raise ConfigError(
+                f"{output} are asked of a train engine of head={self._head}, which has {has}; build one of "
+                f"head={needed} or policy_and_value"
+            )
+        if output == "reference_logprobs" and not self._reference.is_held:
+            raise ConfigError(
+                "reference_logprobs are asked of a train engine without a reference: update_reference first"
+            )
+
+    def _of_tokens(self, batch: Microbatch, output: Output) -> torch.Tensor:
+        if output == "values":
+            return self._policy(batch, with_logprobs=False).values
+        return self._policy(batch).logprobs
+
     def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:
         tally = MinibatchTally(budget=self._config.max_tokens_per_microbatch)
         try:
             for _, batch in self._microbatches(sequences):
-                current, entropy = self._policy(batch)
-                losses = loss(current, entropy, batch.tokens)
+                losses = loss(self._policy(batch), batch.tokens)
                 weighted = (losses.loss * batch.tokens.loss_weights).sum()
                 weighted.backward()
                 tally.add(batch, weighted.detach(), losses)
@@ -187,7 +248,7 @@ class FSDPTrainEngine:
         share = self._config.share_prefixes
         trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
         order = prefix_order([sequences[i] for i in trained], share_prefixes=share)
-        bins = pack(order, self._config.max_tokens_per_microbatch)
+        bins = pack(order, self._config.max_tokens_per_microbatch, [sequences[i].unit for i in trained])
         members = [[trained[i] for i in indices] for indices in bins]
         batches = [
             (indices, build_microbatch([sequences[i] for i in indices], self._device, share_prefixes=share))

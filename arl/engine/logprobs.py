@@ -70,7 +70,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperatures, normaliser, entropy = ctx.saved_tensors
         g = grad_logprob / temperatures if grad_logprob is not None else torch.zeros_like(temperatures)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        is_trained = ctx.needs_input_grad[1]  # not beside adapters, whose model is frozen
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if is_trained else None
         for rows in _chunks(len(hidden), ctx.chunk_size):
             logp = _logits(hidden[rows], weight, temperatures[rows]).sub_(normaliser[rows, None])
             if grad_entropy is None:
@@ -82,8 +83,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(-1, targets[rows, None], g[rows, None])
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
-            grad_weight += grad_logits.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from arl.algorithm.prefix_tree import RowPlan, positions_of, prefix_order
 from arl.api.engine import PackedTokens
-from arl.api.types import TrainSequence
+from arl.api.types import TOKEN_FIELDS, TrainSequence
 from arl.engine.packed_layout import PackedLayout
 
 
@@ -87,30 +87,21 @@ def build_microbatch(
         targets=of_trained("token_ids"),
         temperatures=of_sequences(torch.tensor([s.temperature for s in sequences], dtype=torch.float32)),
         tokens=PackedTokens(
-            behavior_logprobs=of_trained("behavior_logprobs"),
-            proximal_logprobs=of_trained("proximal_logprobs"),
-            advantages=of_trained("advantages"),
-            loss_weights=of_trained("loss_weights"),
-            versions=of_trained("versions"),
+            **{name: of_trained(name) for name in TOKEN_FIELDS},
             sequence_ids=of_sequences(torch.arange(len(sequences))),
+            unit_ids=of_sequences(_unit_numbers(sequences)),
         ),
     )
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:
     """One untrained token: what a rank computes while others still have work, so that collectives stay matched."""
-    nothing = torch.zeros(1)
-    return build_microbatch(
-        [
-            TrainSequence(
-                token_ids=torch.zeros(1, dtype=torch.int64),
-                loss_mask=torch.zeros(1, dtype=torch.bool),
-                behavior_logprobs=nothing,
-                proximal_logprobs=nothing,
-                advantages=nothing,
-                loss_weights=nothing,
-                versions=torch.zeros(1, dtype=torch.int64),
-            )
-        ],
-        device,
-    )
+    token = TrainSequence(token_ids=torch.zeros(1, dtype=torch.int64), loss_mask=torch.zeros(1, dtype=torch.bool))
+    return build_microbatch([token], device)
+
+
+def _unit_numbers(sequences: Sequence[TrainSequence]) -> torch.Tensor:
+    """For each sequence the number of its unit in this microbatch, by first appearance."""
+    numbers: dict[int | tuple[int], int] = {}
+    units = [s.unit if s.unit >= 0 else (index,) for index, s in enumerate(sequences)]
+    return torch.tensor([numbers.setdefault(unit, len(numbers)) for unit in units], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""How the policy is laid over ranks: the device of each, the mesh, and what is done to which module.
+"""How the model is laid over ranks: the device of each, the mesh, and what is done to which module.
 
     layer --split over "tp"--> --compiled--> --checkpointed--> --sharded over "dp"
 
@@ -31,12 +31,15 @@ from transformers import AttentionInterface
 from arl.api.config import TrainConfig
 from arl.api.errors import ConfigError
 from arl.engine.attention import PACKED_ATTENTION, packed_attention
-from arl.engine.model import Policy, transformer_layers
+from arl.engine.model import TokenModel, transformer_layers
 from arl.engine.tensor_parallel import split_layers
 
 
 def rank_device(device: str) -> torch.device:
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ConfigError(f"train.device is {device!r}, which torch does not know; say cpu, or cuda") from None
     if kind == "cpu":
         return torch.device(kind)
     if kind != "cuda" or not torch.cuda.is_available():
@@ -81,14 +84,14 @@ def loading_turn() -> Iterator[None]:
         yield
 
 
-def shard(policy: Policy, mesh: DeviceMesh, config: TrainConfig) -> None:
+def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
     """Split, compile and checkpoint the layers as `config` says; shard them, and the rest at the root, over "dp".
 
     Gradients are summed over ranks. Nothing is sent: each rank holds the whole model and keeps its part.
     """
-    layers = list(transformer_layers(policy.model))
+    layers = list(transformer_layers(module.model))
     if config.tensor_parallel > 1:
-        split_layers(policy.model, mesh["tp"])
+        split_layers(module.model, mesh["tp"])
     if config.compile:
         _compile(layers, mesh.device_type)
     if config.activation_checkpointing:
@@ -102,13 +105,13 @@ def shard(policy: Policy, mesh: DeviceMesh, config: TrainConfig) -> None:
     # Alone, a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy. Offloaded,
     # it is what the device has no room for.
     keep = mesh["dp"].size() == 1 and not config.cpu_offload
-    for module, casting in (*((layer, precision) for layer in layers), (policy, uncast)):
-        fully_shard(module, mesh=mesh["dp"], mp_policy=casting, offload_policy=offload, reshard_after_forward=not keep)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
+    for part, casting in (*((layer, precision) for layer in layers), (module, uncast)):
+        fully_shard(part, mesh=mesh["dp"], mp_policy=casting, offload_policy=offload, reshard_after_forward=not keep)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
             # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are shares of one sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
 
 
 def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
 
 from arl.api.config import TrainConfig
-from arl.api.engine import TokenLoss
+from arl.api.engine import Head, Output, TokenLoss
 from arl.engine.checkpoint import RankSaving
 from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.shares import PackedSequences
-from arl.engine.snapshot import RankSnapshot
+from arl.engine.snapshot import RankAdapter, RankSnapshot
 
 THREADS = {"training": 1, "beside": 64, "leaving": 4}
 """Ray's concurrency groups, with their threads. leaving: calls that end others must not queue behind those."""
@@ -96,7 +96,7 @@ class RankActor:
         self._rank = rank
         self._world_size = world_size
         self._store: TCPStore | None = None
-        self._kept: dict[str, RankSnapshot | RankSaving] = {}
+        self._kept: dict[str, RankSnapshot | RankAdapter | RankSaving] = {}
         self.messages = _Messages()
         logging.getLogger("arl").addHandler(self.messages)
 
@@ -113,7 +113,7 @@ class RankActor:
         return port
 
     @reported
-    def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int) -> None:
+    def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int, head: Head) -> None:
         """Join the process group and build the engine, on the thread that will train."""
         address, port = store
         meeting = self._store or TCPStore(address, port, is_master=False)
@@ -121,13 +121,17 @@ class RankActor:
             cuda = torch.device(config.device).type == "cuda"
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             dist.init_process_group(backend, store=meeting, rank=self._rank, world_size=self._world_size)
-            self._engine = FSDPTrainEngine(model, config, seed)
+            self._engine = FSDPTrainEngine(model, config, seed, head)
 
     @reported
-    def forward(self, share: PackedSequences) -> np.ndarray:
-        """Logprobs of the share's sequences, end to end."""
-        logprobs = self._engine.forward(share.unpack())
-        return torch.cat(logprobs).numpy() if logprobs else np.zeros(0, np.float32)
+    def forward(self, share: PackedSequences, output: Output) -> np.ndarray:
+        """The output for the share's sequences, end to end."""
+        outputs = self._engine.forward(share.unpack(), output)
+        return torch.cat(outputs).numpy() if outputs else np.zeros(0, np.float32)
+
+    @reported
+    def update_reference(self, share: float) -> None:
+        self._engine.update_reference(share)
 
     @reported
     def train_batch(self, shares: Sequence[PackedSequences], loss: TokenLoss) -> dict[str, float]:
@@ -145,6 +149,10 @@ class RankActor:
         self._kept[key] = self._engine.snapshot()
 
     @reported
+    def snapshot_adapter(self, key: str) -> None:
+        self._kept[key] = self._engine.snapshot_adapter()
+
+    @reported
     def save(self, key: str, directory: Path) -> None:
         self._kept[key] = self._engine.save(directory)
 
@@ -158,7 +166,7 @@ class RankActor:
     def forget(self, key: str) -> None:
         """Release a snapshot, or let go of a saving. Idempotent."""
         kept = self._kept.pop(key, None)
-        if isinstance(kept, RankSnapshot):
+        if isinstance(kept, RankSnapshot | RankAdapter):
             kept.release()
 
     @reported

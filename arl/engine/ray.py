@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arl.api.config import TrainConfig
-from arl.api.engine import TensorSpec, TokenLoss, WeightGroup
+from arl.api.engine import Head, Output, TensorSpec, TokenLoss, WeightGroup
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence, new_id
 from arl.engine.ray_cluster import Placement, RayLease
@@ -30,6 +30,10 @@ from arl.engine.shares import PackedSequences, divide
 
 if TYPE_CHECKING:
     from arl.engine.ranks import Ranks
+    from arl.engine.snapshot import AdapterSnapshot
+
+_ENGINES = 2
+"""How many engines a Ray of this process alone has CPUs for: a policy's and a critic's. They are numbers there."""
 
 
 class RayTrainEngine:
@@ -40,8 +44,9 @@ class RayTrainEngine:
     rank fails or dies, TrainingError says which and why, and the engine is closed.
     """
 
-    def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0) -> None:
-        """model: a model directory or a name on the hub. seed: of torch's generator, on every rank.
+    def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
+        """model: a model directory or a name on the hub. seed: of torch's generator, on every rank. head: as
+        FSDPTrainEngine's.
 
         Raises ModelError, ConfigError, and TrainingError where the ranks have no room on the cluster after
         config.startup_timeout_s, or have not built the engine after as long for each of them.
@@ -55,25 +60,29 @@ class RayTrainEngine:
             deadline = time.monotonic() + config.startup_timeout_s * config.num_ranks
             (port,) = self._ranks.train("open_store", [(address,)], deadline=deadline)
             directory = str(Path(model).absolute()) if Path(model).is_dir() else str(model)
-            self._ranks.train_alike("build", (address, port), directory, config, seed, deadline=deadline)
+            self._ranks.train_alike("build", (address, port), directory, config, seed, head, deadline=deadline)
             self._stack = stack.pop_all()
 
     @property
     def version(self) -> int:
         return self._version
 
-    def forward(self, sequences: Sequence[TrainSequence]) -> list[torch.Tensor]:
-        """Logprobs under the current weights, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
+    def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
+        """The output, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
         shares = self._divide(sequences)
         packed = [PackedSequences.of([sequences[i] for i in share]) for share in shares]
-        answers = self._ranks.train("forward", self._to_ranks(packed))
-        logprobs = [torch.zeros(len(sequence)) for sequence in sequences]
+        answers = self._ranks.train("forward", [(share, output) for (share,) in self._to_ranks(packed)])
+        outputs = [torch.zeros(len(sequence)) for sequence in sequences]
         for share, lengths, answer in zip(
             shares, (p.lengths for p in packed), answers[:: self._config.tensor_parallel], strict=True
         ):
             for index, values in zip(share, torch.from_numpy(answer.copy()).split(lengths), strict=True):
-                logprobs[index] = values
-        return logprobs
+                outputs[index] = values
+        return outputs
+
+    def update_reference(self, share: float = 1.0) -> None:
+        """Move the reference towards the current weights; each rank holds its shards of it."""
+        self._ranks.train_alike("update_reference", share)
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         """One optimizer step for each minibatch, then version += 1. Metrics are FSDPTrainEngine's, of all ranks.
@@ -94,6 +103,14 @@ class RayTrainEngine:
         """Copy the weights aside, as servers hold them. Later steps do not change the copy."""
         key = new_id()
         self._ranks.train_alike("snapshot", key)
+        return RankZeroSnapshot(self._ranks, key, self._version)
+
+    def snapshot_adapter(self) -> AdapterSnapshot:
+        """Copy the adapters alone aside. Raises ConfigError without train.lora."""
+        if self._config.lora is None:
+            raise ConfigError("there are no adapters to publish: the ranks train the whole model; set train.lora")
+        key = new_id()
+        self._ranks.train_alike("snapshot_adapter", key)
         return RankZeroSnapshot(self._ranks, key, self._version)
 
     def export(self, directory: Path) -> int:
@@ -167,6 +184,9 @@ class RankZeroSnapshot:
     def write(self, directory: Path) -> int:
         return self._ask("write", Path(directory).absolute())
 
+    def write_adapter(self, directory: Path) -> int:
+        return self._ask("write_adapter", Path(directory).absolute())
+
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         return self._ask("open_group", server, num_ranks, backend, address)
 
@@ -204,16 +224,30 @@ class RanksSaving:
         self._ranks.beside_all("ask", self._key, "wait", ())
 
 
+def check_gpus(config: TrainConfig, num_engines: int = 1) -> None:
+    """Raises ConfigError where the ranks of so many engines are to have GPUs of this machine, which has fewer."""
+    count, there = num_engines * config.num_ranks, torch.cuda.device_count()
+    if not _is_cuda(config) or config.ray_address is not None or there >= count:
+        return
+    critic = " for the policy, and as many for the critic" if num_engines > 1 else ""
+    share = ", algorithm.critic.backbone=shared" if num_engines > 1 else ""
+    raise ConfigError(
+        f"train.num_ranks is {config.num_ranks}{critic}, and this machine has {there} GPU(s); set it lower{share}, or "
+        "train.ray_address to a cluster that has more"
+    )
+
+
+def _is_cuda(config: TrainConfig) -> bool:
+    return torch.device(config.device).type == "cuda"
+
+
 def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tuple[Ranks, str]:
     """Actors, each in its place, and the address of rank 0; `stack` ends them, and what was needed for them."""
-    num_gpus = 1 if torch.device(config.device).type == "cuda" else 0
-    if num_gpus and config.ray_address is None and torch.cuda.device_count() < config.num_ranks:
-        raise ConfigError(
-            f"train.num_ranks is {config.num_ranks}, and this machine has {torch.cuda.device_count()} GPU(s); set it "
-            "lower, or train.ray_address to a cluster that has more"
-        )
+    check_gpus(config)
+    num_gpus = 1 if _is_cuda(config) else 0
     count, num_threads = config.num_ranks, config.num_threads
-    lease = RayLease(config.ray_address, num_cpus=count * num_threads, num_gpus=count * num_gpus)
+    all_gpus = torch.cuda.device_count() if num_gpus else 0
+    lease = RayLease(config.ray_address, num_cpus=_ENGINES * count * num_threads, num_gpus=all_gpus)
     stack.callback(lease.release)
     placement = Placement(count, num_cpus=num_threads, num_gpus=num_gpus, deadline=deadline)
     stack.callback(placement.release)

@@ -24,6 +24,8 @@ from arl.api.errors import PromptTooLongError, ServerError
 
 _JSON = {"Content-Type": "application/json"}
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
+_NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)
+"""A server that refuses a request for its adapter was started again: this engine names what it has loaded there."""
 _BUSY = 429
 _LONG_BODY = 1 << 19
 _MIXTURE = "mixture"
@@ -57,6 +59,14 @@ class Answer:
     text: str
     label: str
     spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a server tells of the weights that it holds: their label, and the adapters beside them, if it was asked."""
+
+    label: str
+    adapters: frozenset[str] = frozenset()
 
 
 class ServerClient:
@@ -138,6 +148,31 @@ class ServerClient:
     async def end_update(self) -> None:
         await self._do("end_weight_update", {})
 
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """Load an adapter beside the model, unless it is there already; see WeightServer.load_adapter."""
+        if (label := await self.weight_label()).isdecimal() or label == _MIXTURE:
+            raise ServerError(
+                f"{self.address} serves weights {label!r}, which some run loaded into it; an adapter belongs to the "
+                "model that the server was started with: start it again"
+            )
+        if name not in await self.adapters():
+            body = {"lora_name": name, "lora_path": str(directory), "pinned": False}
+            await self._do("load_lora_adapter", body)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Returns when the requests that carry its name have ended, before which SGLang loads no other."""
+        if name in await self.adapters():
+            await self._do("unload_lora_adapter", {"lora_name": name})
+
+    async def holding(self, *, with_adapters: bool) -> Holding:
+        adapters = await self.adapters() if with_adapters else frozenset[str]()
+        return Holding(label=await self.weight_label(), adapters=adapters)
+
+    async def adapters(self) -> frozenset[str]:
+        """The names of the adapters that it has loaded."""
+        cards = (await self.look_up("v1/models")).get("data") or []
+        return frozenset(card["id"] for card in cards if card.get("parent"))
+
     async def model_info(self) -> dict[str, Any]:
         """What the server serves, also while it is paused. Raises ServerError if it is no SGLang server."""
         info = await self._call("GET", self._base / "model_info", None)
@@ -165,7 +200,8 @@ class ServerClient:
     async def _do(self, path: str, payload: dict[str, Any]) -> None:
         answer = await self._post(path, payload)
         if not answer.get("success", True):
-            raise ServerError(f"{self.address} refused /{path}: {answer.get('message', answer)}")
+            reason = answer.get("message") or answer.get("error_message") or answer
+            raise ServerError(f"{self.address} refused /{path}: {reason}")
 
     async def _post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
         return await self._call("POST", self._base / path, payload)
@@ -206,7 +242,8 @@ def _refusal(address: str, path: str, status: int, raw: bytes) -> ServerError | 
     if status == 400 and _PROMPT_TOO_LONG.search(sentence):
         return PromptTooLongError(f"{address}: {sentence}")
     message = f"{address} answered {path} with HTTP {status}: {sentence}"
-    if status >= 500 or status == _BUSY:
+    lost_adapter = path == "/generate" and status == 400 and _NO_ADAPTER.search(sentence)
+    if status >= 500 or status == _BUSY or lost_adapter:
         return ServerFailedError(message)
     if status in (401, 403):
         message += "; set engine.api_key to the key that the server was started with"
@@ -216,11 +253,12 @@ def _refusal(address: str, path: str, status: int, raw: bytes) -> ServerError | 
 
 
 def _error_sentence(raw: bytes) -> str:
-    """SGLang's errors come as {"error": {"message": ..}}, {"error": ".."} or {"message": ..}; others as text."""
+    """SGLang's errors come as {"error": {"message": ..}}, {"error": ".."}, {"message": ..} or, of adapters,
+    {"error_message": ..}; others as text."""
     body = _parse_json(raw)
     error = body.get("error", body)
     if isinstance(error, dict):
-        error = error.get("message")
+        error = error.get("message") or error.get("error_message")
     return str(error) if error else raw.decode(errors="replace").strip()[:500] or "(no explanation)"
 
 

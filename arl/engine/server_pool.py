@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from arl.api.types import new_id
-from arl.engine.server_client import Answer, ServerClient
+from arl.engine.server_client import Answer, Holding, ServerClient
 
 State = Literal["serving", "paused", "fenced"]
 
@@ -30,13 +30,15 @@ _MAX_SESSIONS = 65_536
 class Attempt:
     """One /generate call in flight, and what was true of its server when it was sent.
 
-    version: of the server's weights. was_updated: the weights came from this engine. initial_labels: what weights that
-    did not are called. num_late: most tokens that an update may label too new. pauses: how many there had been.
-    sent_at: the event loop's time. `scope` is the call's timeout, which `lose` ends early; `lost` says why.
+    version: of the server's weights. adapter: what the request has to name for it; None where the server's own weights
+    are of that version. was_updated: they came from this engine. initial_labels: what weights that did not are called.
+    num_late: most tokens that an update may label too new. pauses: how many there had been. sent_at: the event loop's
+    time. `scope` is the call's timeout, which `lose` ends early; `lost` says why.
     """
 
     rid: str
     version: int
+    adapter: str | None
     was_updated: bool
     initial_labels: frozenset[str]
     num_late: int
@@ -60,7 +62,11 @@ class Attempt:
         return next((label for label in labels if not self._is_known(label)), None)
 
     def versions(self, answer: Answer) -> list[int]:
-        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be."""
+        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be.
+
+        Under an adapter all are of its version: a request keeps it to its end, and the label, which is of the model
+        below, is no version.
+        """
         versions = [self.version] * len(answer.output_ids)
         for span in answer.spans:
             end = min(span.end, len(versions))
@@ -68,6 +74,8 @@ class Attempt:
         return _held_back(versions, self.version, self.num_late) if self.num_late else versions
 
     def _is_known(self, label: str) -> bool:
+        if self.adapter is not None:
+            return label in self.initial_labels
         return not self.was_updated or (label.isdecimal() and int(label) >= self.version)
 
     def _version_of(self, label: str) -> int:
@@ -91,6 +99,8 @@ def _held_back(versions: list[int], sent_under: int, num_late: int) -> list[int]
 class Server:
     """A server's state. version: of the weights it holds. is_updated: they came from this engine.
 
+    adapter: the one that makes them that version, by name; None where the server's own weights do. adapters: all that
+    this engine loaded there and did not unload, the newest last.
     is_whole: the last load, if any, went through to its end; what the server holds otherwise has no version.
     initial_label: what the server called the weights that it started with. num_late: most tokens of a request that it
     samples under one version and labels with the next (Greeting.num_late). reason: why it is fenced. pauses: how often
@@ -101,6 +111,8 @@ class Server:
 
     client: ServerClient
     version: int
+    adapter: str | None = None
+    adapters: list[str] = field(default_factory=list[str])
     is_updated: bool = False
     is_whole: bool = True
     initial_label: str = "default"
@@ -113,10 +125,16 @@ class Server:
     attempts: set[Attempt] = field(default_factory=set)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def holds(self, version: int, label: str) -> bool:
-        """Whether what it calls `label` is this version. A label alone proves nothing: a load that broke off may have
-        set it, and so may another run have."""
-        return self.is_updated and self.is_whole and self.version == version and label == str(version)
+    def holds(self, version: int, told: Holding) -> bool:
+        """Whether it holds this version. What it tells alone proves nothing: a load that broke off may have set a
+        label, and so may another run have."""
+        return self.is_whole and self.version == version and self.keeps(told)
+
+    def keeps(self, told: Holding) -> bool:
+        """Whether what it tells is what this engine gave it: otherwise it was started again, or given other weights."""
+        if self.adapter is None:
+            return self.is_updated and told.label == str(self.version)
+        return told.label == self.initial_label and self.adapter in told.adapters
 
     @property
     def address(self) -> str:
@@ -179,9 +197,11 @@ class ServerPool:
     def begin(self, server: Server, rid: str, scope: asyncio.Timeout) -> Attempt:
         """A call that is about to be sent; whoever sends it says when it has ended."""
         holders = self.serving if server is self.router else [server]
+        oldest = min(holders, key=lambda holder: holder.version)
         attempt = Attempt(
             rid=rid,
-            version=min(holder.version for holder in holders),
+            version=oldest.version,
+            adapter=oldest.adapter,
             was_updated=all(holder.is_updated for holder in holders),
             initial_labels=frozenset(holder.initial_label for holder in holders),
             num_late=max(holder.num_late for holder in holders),
@@ -213,9 +233,17 @@ class ServerPool:
         self._num_loads += 1
         server.is_whole, server.load_number = False, self._num_loads
 
-    def end_load(self, server: Server, version: int) -> None:
-        server.version, server.is_updated, server.is_whole = version, True, True
+    def end_load(self, server: Server, version: int, adapter: str | None) -> None:
+        server.version, server.is_updated, server.is_whole, server.adapter = version, True, True, adapter
+        if adapter is not None and adapter not in server.adapters:
+            server.adapters.append(adapter)
         self._note_version()
+
+    def unused_adapters(self, server: Server) -> list[str]:
+        """Those that no request will name any more. The newest but one may still be: through a router, behind which
+        another server does not hold the newest yet."""
+        in_flight = {attempt.adapter for attempt in (self.router or server).attempts}
+        return [name for name in server.adapters[:-2] if name not in in_flight]
 
     def resume(self, server: Server) -> None:
         if server.state == "paused":

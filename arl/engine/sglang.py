@@ -7,10 +7,11 @@
 
 **Versions.** A token's version is what the server's spans say; of a server that runs ahead of its results (SGLang does
 on a GPU) the first token after an update in place bears the version before, as it may have been sampled under it.
-Servers without spans: the version the server held before the request was sent. Labels are str(version); what a server
-called its weights before this engine first updated them stands for the version that the engine started with. After
-that, a label that is no version, or one older than what the server held when the request was sent, means that the
-server was restarted behind our back: its answer is thrown away, and it is fenced until it holds the current weights.
+Servers without spans: the version the server held before the request was sent. Adapters: the version of the one that
+the request named, under which it is answered to its end. Labels are str(version); what a server called its weights
+before this engine first updated them stands for the version that the engine started with. After that, a label that is
+no version, or one older than what the server held when the request was sent, means that the server was restarted behind
+our back: its answer is thrown away, and it is fenced until it holds the current weights.
 
 **A router in front** (config.router) gets the requests and chooses among the servers; weights, pauses and aborts go to
 each server itself. So a request may be answered by any of them. It carries a cache key that changes with each load of
@@ -254,8 +255,8 @@ class RemoteSGLangEngine:
 
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
         """Send the request once and keep what comes back. Returns what went wrong, if it may be tried again."""
-        payload = partial.payload(rid, cache_key=self._pool.cache_key(server))
         attempt = self._pool.begin(server, rid, asyncio.timeout_at(deadline))
+        payload = partial.payload(rid, cache_key=self._pool.cache_key(server), adapter=attempt.adapter)
         try:
             async with attempt.scope:
                 answer = await server.client.generate(payload)

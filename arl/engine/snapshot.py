@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 
 from arl.api.engine import Snapshot, TensorSpec, WeightGroup
-from arl.api.errors import TransportError
+from arl.api.errors import ConfigError, TransportError
 from arl.engine.export import ModelWriter
+from arl.engine.lora import AdapterCopy, Adapters
 from arl.engine.shards import ShardGatherer
 from arl.engine.weight_layout import byte_size, ranges, views
 from arl.engine.weight_sender import WeightSender
 
 _CHUNK_BYTES = 256 << 20
 """What is put together at a time: enough to be quick, and little enough that sending begins soon."""
+_NO_ADAPTERS = "there are no adapters to publish: the engine trains the whole model; set train.lora"
 
 
 @runtime_checkable
@@ -76,11 +78,61 @@ class SendableSnapshot(Snapshot, Protocol):
         ...
 
 
+class AdapterSnapshot(Protocol):
+    """The adapters of one version, copied aside, for servers that hold the model which these belong to."""
+
+    @property
+    def version(self) -> int: ...
+
+    def write_adapter(self, directory: Path) -> int:
+        """Write a directory in peft's format, whole or not at all; returns its bytes. Raises TransportError after
+        `release`."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """A train engine that can copy adapters aside without the model, which is large and stays as it is."""
+
+    def snapshot_adapter(self) -> AdapterSnapshot:
+        """Later steps do not change the copy. Raises ConfigError where there are none, without train.lora."""
+        ...
+
+
+class RankAdapter:
+    """One rank's copy of adapters: an AdapterSnapshot. Rank 0's has the tensors, and is the one to write."""
+
+    def __init__(self, version: int, adapter: AdapterCopy) -> None:
+        self.version = version
+        self._rank = dist.get_rank()
+        self._adapter: AdapterCopy | None = adapter
+
+    def write_adapter(self, directory: Path) -> int:
+        if (adapter := self._adapter) is None:
+            raise TransportError(f"the snapshot of version {self.version} was released")
+        return 0 if self._rank else adapter.write(directory)
+
+    def release(self) -> None:
+        self._adapter = None
+
+
 class RankSnapshot:
-    """One rank's snapshot: a SendableSnapshot. Rank 0's has the tensors; the others' are there to be let go of."""
+    """One rank's snapshot: a SendableSnapshot. Rank 0's has the tensors; the others' are there to be let go of.
+
+    With adapters, its tensors are the merged ones, and it is an AdapterSnapshot too.
+    """
 
     def __init__(
-        self, version: int, writer: ModelWriter, sender: WeightSender, chunks: Sequence[Future[torch.Tensor]]
+        self,
+        version: int,
+        writer: ModelWriter,
+        sender: WeightSender,
+        chunks: Sequence[Future[torch.Tensor]],
+        adapter: RankAdapter | None,
     ) -> None:
         """chunks: of writer.own_specs, in order; each is all of its tensors' bytes once it was put together."""
         self.version = version
@@ -88,6 +140,7 @@ class RankSnapshot:
         self._writer = writer
         self._sender = sender
         self._chunks = chunks
+        self._adapter = adapter
         self._converting = threading.Lock()
         self._converted: dict[str, torch.Tensor] = {}
 
@@ -107,6 +160,12 @@ class RankSnapshot:
         """Write a model directory; rank 0 alone does, the others return 0. Raises TransportError."""
         return 0 if self._rank else self._writer.write(directory, self._own_tensors())
 
+    def write_adapter(self, directory: Path) -> int:
+        """Write the adapters alone, as peft does. Raises ConfigError without train.lora."""
+        if self._adapter is None:
+            raise ConfigError(_NO_ADAPTERS)
+        return self._adapter.write_adapter(directory)
+
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         return self._sender.open(server, num_ranks, backend, address)
 
@@ -122,6 +181,8 @@ class RankSnapshot:
     def release(self) -> None:
         self._chunks = ()
         self._converted = {}
+        if self._adapter is not None:
+            self._adapter.release()
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, by the model's own names; waits until they are there."""
@@ -160,16 +221,27 @@ class RankSnapshot:
 class SnapshotTaker:
     """Takes one rank's snapshots of a model; all ranks make and use theirs alike. Belongs to the train engine."""
 
-    def __init__(self, writer: ModelWriter, device: torch.device) -> None:
+    def __init__(self, writer: ModelWriter, device: torch.device, adapters: Adapters | None) -> None:
         self._writer = writer
+        self._adapters = adapters
         self._sender = WeightSender(device)
         self._gatherer = ShardGatherer(writer.own_specs, _CHUNK_BYTES, device)
 
     def take(self, version: int) -> RankSnapshot:
         """Copy this rank's shards aside: a collective. The rest happens beside what comes next."""
-        state = self._writer.model.state_dict()
-        chunks = self._gatherer.begin([state[spec.name].detach() for spec in self._writer.own_specs])
-        return RankSnapshot(version, self._writer, self._sender, chunks)
+        names = [spec.name for spec in self._writer.own_specs]
+        if self._adapters is None:
+            state = self._writer.model.state_dict()
+            weights, adapter = [state[name].detach() for name in names], None
+        else:
+            weights, adapter = self._adapters.merged(names), self.take_adapter(version)
+        return RankSnapshot(version, self._writer, self._sender, self._gatherer.begin(weights), adapter)
+
+    def take_adapter(self, version: int) -> RankAdapter:
+        """Copy the adapters aside, whole: a collective. Raises ConfigError where there are none."""
+        if self._adapters is None:
+            raise ConfigError(_NO_ADAPTERS)
+        return RankAdapter(version, self._adapters.copy())
 
     def close(self) -> None:
         """Idempotent. Snapshots that are still being put together are finished first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from arl.api.engine import TokenLosses
 from arl.engine.microbatch import Microbatch
+
+_KINDS = ("loss", "mean", "weighted", "above", "below", "size", "square")
+"""What is summed: the loss, means, weighted sums, both sides of quotients, and weights with their squares."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,16 +29,20 @@ class MinibatchTally:
     lr: float = 0.0
     grad_norm: float = 0.0
     nonfinite_grads: int = 0
-    means: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-    _sums: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    _sums: dict[tuple[str, str], list[torch.Tensor]] = field(default_factory=dict)
     _maxima: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def add(self, batch: Microbatch, loss: torch.Tensor, losses: TokenLosses) -> None:
         """loss: the microbatch's share of the minibatch's loss, detached. Nothing waits for the device here."""
-        self._sums.setdefault("loss", []).append(loss.double())
-        for name, values in losses.means.items():
-            self._sums.setdefault("mean/" + name, []).append(values.double().sum())
+        self._add("loss", {"": loss})
+        self._add("mean", losses.means)
+        self._add("weighted", {name: v * batch.tokens.loss_weights for name, v in losses.weighted.items()})
+        self._add("above", {name: above for name, (above, _) in losses.quotients.items()})
+        self._add("below", {name: below for name, (_, below) in losses.quotients.items()})
+        self._add("size", losses.sample_sizes)
+        self._add("square", {name: weights.double().square() for name, weights in losses.sample_sizes.items()})
         for name, values in losses.maxima.items():
             peak = values.max() if len(values) else torch.tensor(-math.inf, device=values.device)
             self._maxima.setdefault(name, []).append(peak.double())
@@ -44,6 +51,10 @@ class MinibatchTally:
             self.tokens += batch.num_tokens
             self.forwarded_tokens += batch.num_forwarded_tokens
         self.microbatches += 1
+
+    def _add(self, kind: str, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            self._sums.setdefault((kind, name), []).append(value.double().sum())
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
         """Add up over microbatches and ranks. Every rank has the same names, as every rank ran the same loss."""
@@ -54,22 +65,33 @@ class MinibatchTally:
         totals = torch.cat([sums, torch.tensor(counts, dtype=sums.dtype, device=device)])
         dist.all_reduce(totals, group=group)
         *values, trained, tokens, forwarded, microbatches = totals.tolist()
-        by_name = dict(zip(self._sums, values, strict=True))
-        self.loss = by_name.pop("loss")
         self.trained_tokens, self.microbatches = int(trained), int(microbatches)
         self.tokens, self.forwarded_tokens = int(tokens), int(forwarded)
-        self.means = {n.removeprefix("mean/"): v / max(self.trained_tokens, 1) for n, v in by_name.items()}
+        self._read(dict(zip(self._sums, values, strict=True)))
         if self._maxima and self.trained_tokens:
             peaks = torch.stack([torch.stack(parts).max() for parts in self._maxima.values()])
             dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
             self.maxima = dict(zip(self._maxima, peaks.tolist(), strict=True))
 
+    def _read(self, sums: Mapping[tuple[str, str], float]) -> None:
+        of: dict[str, dict[str, float]] = {kind: {} for kind in _KINDS}
+        for (kind, name), value in sums.items():
+            of[kind][name] = value
+        count = max(self.trained_tokens, 1)
+        self.loss = of["loss"][""]
+        self.metrics = {
+            **{name: value / count for name, value in of["mean"].items()},
+            **of["weighted"],
+            **{name: above / of["below"][name] for name, above in of["above"].items() if of["below"][name]},
+            **{name: size**2 / (count * of["square"][name]) for name, size in of["size"].items() if of["square"][name]},
+        }
+
 
 def mean_of_minibatches(tallies: Sequence[MinibatchTally]) -> dict[str, float]:
-    """The metrics of one train_batch: means of the minibatches' means, maxima of their maxima, sums of their counts.
+    """The metrics of one train_batch: means of the minibatches' metrics, maxima of their maxima, sums of their counts.
 
     Minibatches in which nothing was trained count for the sums alone; gradient norms that are not finite count for
-    `nonfinite_grads` alone.
+    `nonfinite_grads` alone; a minibatch that does not report a metric does not count for it.
     """
     trained = [tally for tally in tallies if tally.trained_tokens]
     metrics = {
@@ -85,10 +107,14 @@ def mean_of_minibatches(tallies: Sequence[MinibatchTally]) -> dict[str, float]:
     room = sum(t.microbatches * t.budget for t in tallies)
     metrics["packing_efficiency"] = metrics["forwarded_tokens"] / room if room else 0.0
     metrics["forwarded_share"] = metrics["forwarded_tokens"] / metrics["tokens"] if metrics["tokens"] else 0.0
-    if trained:
-        metrics |= {name: _mean([t.means[name] for t in trained]) for name in trained[0].means}
-        metrics |= {name: max(t.maxima[name] for t in trained) for name in trained[0].maxima}
+    metrics |= _merged([t.metrics for t in trained], _mean)
+    metrics |= _merged([t.maxima for t in trained], max)
     return metrics
+
+
+def _merged(parts: Sequence[Mapping[str, float]], merge: Callable[[Sequence[float]], float]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: merge([part[name] for part in parts if name in part]) for name in names}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -28,12 +28,13 @@ class Upkeep:
     |---|---|---|
     | probe of a fenced server | it is fenced | it holds the newest weights, is healthy and admitted; or it is removed |
     | abort of a request that nobody waits for | a few seconds at most | the server acknowledged, or could not |
+    | unloading of adapters that nobody names | half a minute for each at most | the same |
     """
 
     def __init__(self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup) -> None:
         self._pool = pool
         self._config = config
-        self._loading = Loading(pool, config.pause_mode)
+        self._loading = Loading(pool, config.pause_mode, self._spawn)
         self._group = tasks
         self._tasks: set[asyncio.Task[None]] = set()
         self._abort_slots = asyncio.Semaphore(_MAX_CONCURRENT_ABORTS)
@@ -65,7 +66,7 @@ class Upkeep:
                 self._spawn(self._abort(holder, rid))
 
     async def close(self) -> None:
-        """End the tasks, abort what runs and leave no server paused. A few seconds at most."""
+        """End the tasks, abort what runs, leave no server paused and no adapter loaded. A few seconds at most."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -77,6 +78,7 @@ class Upkeep:
                         group.create_task(self._abort(server, attempt.rid))
                     if server.state != "serving":
                         group.create_task(self._leave_running(server))
+                    group.create_task(self._loading.unload(server, [*server.adapters]))
                 for server in [router] if router else self._pool.servers:
                     self._pool.lose_attempts(server, "the engine was closed")
         except TimeoutError:
@@ -267,9 +269,9 @@ class Upkeep:
     async def _inspect(self, server: Server) -> None:
         try:
             async with server.busy, asyncio.timeout(_PROBE_TIMEOUT_S):  # an update may hold it for longer
-                label = await server.client.weight_label()
-                if label != (str(server.version) if server.is_updated else server.initial_label):
-                    self.fence(server, f"it lost its weights: it serves {label!r}, not version {server.version}")
+                told = await server.client.holding(with_adapters=server.adapter is not None)
+                if not (server.keeps(told) if server.is_updated else told.label == server.initial_label):
+                    self.fence(server, f"it lost its weights: it serves {told.label!r}, not version {server.version}")
         except (ArlError, TimeoutError) as error:
             self.fence(server, str(error) or f"{server.address} does not answer")
 
@@ -308,15 +310,16 @@ class Upkeep:
         async with server.busy:
             target = self._target
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                label = await server.client.weight_label()
-            if target is None and label != server.initial_label:
-                raise ServerError(f"it serves weights {label!r}, where it began with {server.initial_label!r}")
-            if not server.is_updated or label != str(server.version):
+                told = await server.client.holding(with_adapters=server.adapter is not None)
+            if (target is None or target.adapter is not None) and told.label != server.initial_label:
+                raise ServerError(f"it serves weights {told.label!r}, where it began with {server.initial_label!r}")
+            if not server.keeps(told):
                 # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
                 self._welcome(server, await greet(server.client, sets_going=False))
+                server.adapters = [name for name in server.adapters if name in told.adapters]
             if self._target is not target:
                 return False  # before a load of weights that may be gone, which would count as the server's fault
-            if target is not None and not server.holds(target.version, label):
+            if target is not None and not server.holds(target.version, told):
                 async with asyncio.timeout(self._config.update_timeout_s):
                     await self._loading.load(server, target)
             if not self.is_paused:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from arl.api.errors import ModelError
-from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
+from arl.api.errors import ModelError, PromptTooLongError, TrajectoryError
+from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory, TurnSpan, new_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,6 +69,8 @@ class Conversation:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._temperatures: set[float] = set()
+        self._spans: list[tuple[int, int]] = []
+        self.is_truncated = False
         self.num_turns = 0
         self._append(self._encode(self._render(self._messages)))
 
@@ -94,16 +96,24 @@ class Conversation:
         self._pending.extend(messages)
 
     async def agenerate(self, engine: InferenceEngine, sampling: SamplingParams) -> Turn:
-        """Let the model speak. Raises what `engine.agenerate` raises, and ModelError for a rewriting template."""
+        """Let the model speak. Raises what `engine.agenerate` raises, and ModelError for a rewriting template.
+
+        is_truncated says from then on whether a length limit ended the turn, or left no room for it.
+        """
         said = tuple(self._pending)
         between = self._between_turns(said)
         input_ids = (*self._token_ids, *between)
-        response = await engine.agenerate(
-            ModelRequest(input_ids=input_ids, sampling=sampling, session_id=self.session_id)
-        )
+        request = ModelRequest(input_ids=input_ids, sampling=sampling, session_id=self.session_id)
+        try:
+            response = await engine.agenerate(request)
+        except PromptTooLongError:
+            self.is_truncated = True
+            raise
         self._commit(said, between)  # only now: a call that failed may be made again
         self._append(response.output_ids, response.output_logprobs, response.output_versions)
+        self._spans.append((len(self._token_ids) - len(response.output_ids), len(self._token_ids)))
         self._temperatures.add(response.temperature)
+        self.is_truncated = response.stop_reason == "length"
         text = self._text_of(response)
         self._messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
@@ -120,8 +130,22 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
 
-    def trajectory(self, reward: float, metrics: Mapping[str, float] | None = None, role: str = "agent") -> Trajectory:
-        """The record to return from arun_episode; every sampled token is trained."""
+    def trajectory(
+        self,
+        reward: float,
+        metrics: Mapping[str, float] | None = None,
+        role: str = "agent",
+        *,
+        rewards: Mapping[str, float] | None = None,
+        turn_rewards: Sequence[float] | None = None,
+        states: Sequence[str | None] | None = None,
+    ) -> Trajectory:
+        """The record to return from arun_episode; every sampled token is trained.
+
+        rewards: named parts of the reward. turn_rewards: what the environment gave for each sampled turn, beside
+        `reward`. states: a key of the state that each was taken in; see TurnSpan. Raises TrajectoryError where these
+        are not as many as turns were sampled.
+        """
         if len(self._temperatures) > 1:
             raise ValueError(f"turns were sampled at temperatures {sorted(self._temperatures)}; they must be the same")
         return Trajectory(
@@ -130,9 +154,23 @@ class Conversation:
             behavior_logprobs=tuple(self._logprobs),
             versions=tuple(self._versions),
             reward=reward,
+            rewards=rewards or {},
+            turns=self._turns(turn_rewards, states),
+            is_truncated=self.is_truncated,
             metrics=metrics or {},
             role=role,
             temperature=next(iter(self._temperatures), 1.0),
+        )
+
+    def _turns(self, rewards: Sequence[float] | None, states: Sequence[str | None] | None) -> tuple[TurnSpan, ...]:
+        n = len(self._spans)
+        for name, given in (("turn_rewards", rewards), ("states", states)):
+            if given is not None and len(given) != n:
+                raise TrajectoryError(f"{name} has {len(given)} entries, but {n} turns were sampled; give one for each")
+        rewards, states = rewards or (0.0,) * n, states or (None,) * n
+        return tuple(
+            TurnSpan(start=start, stop=stop, reward=reward, state=state)
+            for (start, stop), reward, state in zip(self._spans, rewards, states, strict=True)
         )
 
     def _append(

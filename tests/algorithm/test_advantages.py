@@ -1,94 +1,193 @@
-"""Advantages belong to a group and a role, whatever the order in which episodes finished."""
+"""Every estimator agrees with its definition, whatever the order in which episodes finished."""
 
-import dataclasses
-import statistics
+import random
+from dataclasses import replace
 
 import pytest
 import torch
+from advantage_cases import (
+    ESTIMATORS,
+    Settings,
+    advantages_of,
+    config_of,
+    forwarded,
+    group,
+    name_of,
+    of_rewards,
+    one_each,
+    random_groups,
+    returns,
+    trajectory,
+)
+from advantage_references import reference_advantages, reference_returns
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from arl.algorithm.advantages import grpo_advantages, to_sequences
-from arl.api.errors import TrajectoryError
-from arl.api.types import Group, Trajectory
+from arl.algorithm.advantages import with_advantages
+from arl.algorithm.sequences import Batch, to_sequences
+from arl.api.algorithm import AlgorithmConfig
+from arl.api.types import Group
+
+seeds = st.integers(0, 2**20)
+every_estimator = pytest.mark.parametrize(("advantage", "others"), ESTIMATORS, ids=name_of)
+SHIFTED = [
+    (a, o) for a, o in ESTIMATORS if a["kind"] in ("returns", "gigpo") and a.get("baseline") not in ("none", "greedy")
+]
 
 
-def trajectory(reward: float, role: str = "agent", temperature: float = 1.0) -> Trajectory:
-    return Trajectory(
-        token_ids=(5, 6, 7, 8),
-        loss_mask=(0, 1, 0, 1),
-        behavior_logprobs=(0.0, -0.5, 0.0, -1.5),
-        versions=(-1, 3, -1, 4),
-        reward=reward,
-        role=role,
-        temperature=temperature,
+def taken(groups: list[Group], config: AlgorithmConfig) -> Batch:
+    """The batch as it is when advantages are estimated."""
+    return forwarded(to_sequences(groups, config.overlong))
+
+
+def rows_of(batch: Batch, field: str = "advantages") -> list[list[list[float]]]:
+    return [[getattr(sequence, field).tolist() for sequence in sequences] for sequences in batch]
+
+
+def close(numbers: list[float]) -> object:
+    return pytest.approx(numbers, rel=1e-6, abs=1e-6)
+
+
+@every_estimator
+@settings(max_examples=10, deadline=None)
+@given(seed=seeds)
+def test_an_estimator_agrees_with_its_definition(advantage: Settings, others: Settings, seed: int):
+    groups, config = random_groups(seed), config_of(advantage, **others)
+    batch = taken(groups, config)
+    found = rows_of(with_advantages(groups, batch, config))
+    expected = reference_advantages(groups, batch, config)
+    for rows, references in zip(found, expected, strict=True):
+        for row, reference in zip(rows, references, strict=True):
+            assert row == close(reference)
+
+
+@pytest.mark.parametrize(("advantage", "others"), [e for e in ESTIMATORS if e[0]["kind"] == "gae"], ids=name_of)
+@settings(max_examples=12, deadline=None)
+@given(seed=seeds)
+def test_returns_agree_with_their_definition(advantage: Settings, others: Settings, seed: int):
+    groups, config = random_groups(seed), config_of(advantage, **others)
+    batch = taken(groups, config)
+    found = rows_of(with_advantages(groups, batch, config), "returns")
+    for rows, references in zip(found, reference_returns(groups, batch, config), strict=True):
+        for row, reference in zip(rows, references, strict=True):
+            assert row == close(reference)
+
+
+@every_estimator
+@settings(max_examples=6, deadline=None)
+@given(seed=seeds)
+def test_the_order_of_groups_and_trajectories_changes_no_bit(advantage: Settings, others: Settings, seed: int):
+    groups, config, rng = random_groups(seed), config_of(advantage, **others), random.Random(seed)
+    batch = taken(groups, config)
+    there = with_advantages(groups, batch, config)
+    order = rng.sample(range(len(groups)), len(groups))
+    within = [rng.sample(range(len(g.trajectories)), len(g.trajectories)) for g in groups]
+    shuffled = [
+        group(
+            *(groups[i].trajectories[j] for j in within[i]),
+            group_id=groups[i].group_id,
+            greedy_rewards=dict(groups[i].greedy_rewards),
+        )
+        for i in order
+    ]
+    here = with_advantages(shuffled, [[batch[i][j] for j in within[i]] for i in order], config)
+    assert rows_of(here) == [[there[i][j].advantages.tolist() for j in within[i]] for i in order]
+
+
+@every_estimator
+def test_only_trained_tokens_have_advantages(advantage: Settings, others: Settings):
+    groups, config = random_groups(3), config_of(advantage, **others)
+    for sequences in with_advantages(groups, taken(groups, config), config):
+        for sequence in sequences:
+            assert sequence.advantages.dtype == sequence.returns.dtype == torch.float32
+            assert len(sequence.advantages) == len(sequence)
+            assert not sequence.advantages[~sequence.loss_mask].any()
+            assert not sequence.returns[~sequence.loss_mask].any()
+
+
+@pytest.mark.parametrize(("advantage", "others"), SHIFTED, ids=name_of)
+@settings(max_examples=6, deadline=None)
+@given(seed=seeds, shift=st.sampled_from([-2.5, 0.25, 64.0]))
+def test_a_constant_added_to_all_rewards_of_a_group_changes_nothing(
+    advantage: Settings, others: Settings, seed: int, shift: float
+):
+    groups, config = random_groups(seed, has_process=False), config_of(advantage | {"turn_discount": 1.0}, **others)
+    batch = taken(groups, config)
+    shifted = [
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, reward=t.reward + shift, rewards={n: r + shift for n, r in t.rewards.items()})
+                for t in g.trajectories
+            ),
+        )
+        for g in groups
+    ]
+    here, there = with_advantages(shifted, batch, config), with_advantages(groups, batch, config)
+    for rows, references in zip(rows_of(here), rows_of(there), strict=True):
+        for row, reference in zip(rows, references, strict=True):
+            assert row == pytest.approx(reference, rel=1e-5, abs=1e-5)
+
+
+@every_estimator
+@pytest.mark.parametrize(
+    "rewards", [(1e6, -1e6, 0.0), (0.1 + 0.2, 0.3, 0.3), (1e6, 1e6 * (1 + 2e-16), 1e6)], ids=["far", "near", "near far"]
+)
+def test_extreme_rewards_give_finite_advantages(advantage: Settings, others: Settings, rewards: tuple[float, ...]):
+    members = [trajectory(r, rewards={"right": r}, token_rewards=(r, -r, r, -r)) for r in rewards]
+    groups, config = [group(*members, greedy_rewards={"agent": 0.0})], config_of(advantage, **others)
+    filled = with_advantages(groups, taken(groups, config), config)
+    assert all(s.advantages.isfinite().all() and s.returns.isfinite().all() for row in filled for s in row)
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    [returns(b, s) for b in ("group_mean", "leave_one_out", "length_weighted") for s in ("none", "group_std")],
+    ids=name_of,
+)
+@pytest.mark.parametrize("rewards", [(0.3, 0.1 + 0.2, 0.3), (1e6, 1e6 + 1e-10, 1e6)])
+def test_rewards_that_are_equal_up_to_rounding_teach_nothing(advantage: Settings, rewards: tuple[float, ...]):
+    (values,) = one_each([of_rewards(*rewards)], advantage)
+    assert values == [0.0] * 3
+
+
+@every_estimator
+def test_a_batch_in_which_nothing_is_trained_has_no_advantages(advantage: Settings, others: Settings):
+    groups, config = (
+        [group(trajectory(1.0, (0, 0), rewards={"right": 1.0}), greedy_rewards={"agent": 0.0})],
+        config_of(advantage, **others),
     )
+    assert rows_of(with_advantages(groups, taken(groups, config), config)) == [[[0.0, 0.0]]]
 
 
-def group(*trajectories: Trajectory, group_id: int = 0) -> Group:
-    return Group(
-        group_id=group_id,
-        example_id=(0, group_id),
-        stamp=0,
-        trajectories=trajectories,
-        episode_indices=tuple(range(len(trajectories))),
-    )
+@every_estimator
+def test_an_empty_batch_stays_empty(advantage: Settings, others: Settings):
+    assert with_advantages([], [], config_of(advantage, **others)) == []
 
 
-REWARDS = [0.1, 1.0, 0.7, 0.0, 0.3]
+def test_rejection_keeps_what_is_above_the_threshold_and_not_what_is_at_it():
+    assert one_each([of_rewards(0.5, 0.6, -1.0)], {"kind": "rejection", "threshold": 0.5}) == [[0.0, 1.0, 0.0]]
 
 
-def test_an_advantage_is_the_reward_in_sample_standard_deviations_from_the_groups_mean():
-    mean, std = statistics.mean(REWARDS), statistics.stdev(REWARDS)
-    (advantages,) = grpo_advantages([group(*map(trajectory, REWARDS))], scale_by_std=True)
-    assert advantages == pytest.approx([(r - mean) / (std + 1e-6) for r in REWARDS], abs=1e-12)
+def test_rejection_counts_process_rewards():
+    rewarded = trajectory(0.0, token_rewards=(0.0, 0.25, 0.0, 0.5))
+    assert one_each([group(rewarded)], {"kind": "rejection", "threshold": 0.5}) == [[1.0]]
 
 
-def test_without_scaling_an_advantage_is_the_distance_from_the_mean():
-    (advantages,) = grpo_advantages([group(*map(trajectory, REWARDS))], scale_by_std=False)
-    assert advantages == pytest.approx([r - statistics.mean(REWARDS) for r in REWARDS], abs=1e-12)
+@pytest.mark.parametrize(("length", "penalty"), [(6, 0.0), (7, 0.25), (8, 0.5), (10, 1.0), (11, 1.0)])
+def test_the_penalty_for_length_rises_over_the_buffer(length: int, penalty: float):
+    overlong = {"max_tokens": 10, "buffer_tokens": 4, "penalty": 2.0}
+    long = trajectory(1.0, (0, *[1] * length))
+    assert one_each([group(long)], returns(), overlong=overlong) == [[1.0 - 2.0 * penalty]]
 
 
-def test_permuting_a_group_permutes_its_advantages_bit_for_bit():
-    order = [3, 0, 4, 2, 1]
-    (there,) = grpo_advantages([group(*(trajectory(r) for r in REWARDS))], scale_by_std=True)
-    (here,) = grpo_advantages([group(*(trajectory(REWARDS[i]) for i in order))], scale_by_std=True)
-    assert here == [there[i] for i in order]
+@pytest.mark.parametrize(("length", "reward"), [(10, 1.0), (11, -1.0)])
+def test_without_a_buffer_the_penalty_begins_beyond_the_limit(length: int, reward: float):
+    long = trajectory(1.0, (0, *[1] * length))
+    assert one_each([group(long)], returns(), overlong={"max_tokens": 10, "penalty": 2.0}) == [[reward]]
 
 
-def test_groups_of_different_sizes_do_not_see_each_other():
-    big, small = group(*map(trajectory, REWARDS)), group(trajectory(1.0), trajectory(0.0), group_id=1)
-    together = grpo_advantages([big, small], scale_by_std=True)
-    assert together == [grpo_advantages([g], scale_by_std=True)[0] for g in (big, small)]
-    assert grpo_advantages([small, big], scale_by_std=True) == together[::-1]
-
-
-@pytest.mark.parametrize("scale_by_std", [True, False])
-@pytest.mark.parametrize("rewards", [[0.7], [0.1, 0.1, 0.1], [1e9 + 0.1] * 7])
-def test_an_episode_alone_or_among_equals_has_advantage_zero_exactly(rewards: list[float], scale_by_std: bool):
-    assert grpo_advantages([group(*map(trajectory, rewards))], scale_by_std) == [[0.0] * len(rewards)]
-
-
-def test_each_role_of_a_group_has_a_baseline_of_its_own():
-    mixed = group(
-        trajectory(1.0, "solver"), trajectory(9.0, "critic"), trajectory(0.0, "solver"), trajectory(9.0, "critic")
-    )
-    (advantages,) = grpo_advantages([mixed], scale_by_std=False)
-    assert advantages == [0.5, 0.0, -0.5, 0.0]
-
-
-def test_sequences_carry_their_trajectory_and_its_advantage_on_trained_tokens():
-    first, second = trajectory(1.0), trajectory(0.0, temperature=0.5)
-    [[_, sequence]] = to_sequences([group(first, second)], [[2.0, -3.0]])
-    assert sequence.token_ids.tolist() == [5, 6, 7, 8]
-    assert sequence.loss_mask.tolist() == [False, True, False, True]
-    assert sequence.behavior_logprobs.tolist() == [0.0, -0.5, 0.0, -1.5]
-    assert sequence.advantages.tolist() == [0.0, -3.0, 0.0, -3.0]
-    assert sequence.versions.tolist() == [-1, 3, -1, 4]
-    assert sequence.temperature == 0.5
-    assert (sequence.token_ids.dtype, sequence.loss_mask.dtype) == (torch.int64, torch.bool)
-    assert sequence.advantages.dtype == sequence.behavior_logprobs.dtype == torch.float32
-
-
-def test_rewards_per_token_are_refused_where_they_would_be_lost():
-    rewarded = dataclasses.replace(trajectory(1.0), token_rewards=(0.0, 0.5, 0.0, 0.5))
-    with pytest.raises(TrajectoryError, match="add its token_rewards up"):
-        grpo_advantages([group(rewarded)], scale_by_std=True)
+def test_a_trajectory_that_is_masked_out_counts_in_its_groups_statistics():
+    members = (trajectory(1.0), trajectory(0.0), trajectory(-4.0, is_truncated=True))
+    tokens = advantages_of([group(*members)], returns("group_mean"), overlong={"mask_truncated": True})
+    assert tokens == [[[0.0, 2.0, 0.0, 2.0], [0.0, 1.0, 0.0, 1.0], [0.0] * 4]]

@@ -1,40 +1,103 @@
 """Loss weights are shares of the whole minibatch."""
 
+from typing import get_args
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from arl.algorithm.aggregation import weigh_tokens
+from arl.api.algorithm import Aggregation
 from arl.api.types import TrainSequence
 
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+Masks = list[list[list[int]]]
 
-def sequence(*loss_mask: int) -> TrainSequence:
-    zeros = torch.zeros(len(loss_mask))
-    return TrainSequence(
-        token_ids=torch.zeros(len(loss_mask), dtype=torch.int64),
-        loss_mask=torch.tensor(loss_mask, dtype=torch.bool),
-        behavior_logprobs=zeros,
-        proximal_logprobs=zeros,
-        advantages=zeros,
-        loss_weights=zeros,
-        versions=torch.zeros(len(loss_mask), dtype=torch.int64),
-    )
+masks = st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), max_size=4), max_size=4)
+"""Of groups of sequences."""
 
 
-MINIBATCH = [sequence(0, 1, 1, 1), sequence(0, 0, 0), sequence(0, 1)]
+def minibatch(groups: Masks) -> list[list[TrainSequence]]:
+    return [
+        [
+            TrainSequence(token_ids=torch.zeros(len(m), dtype=torch.int64), loss_mask=torch.tensor(m).bool())
+            for m in group
+        ]
+        for group in groups
+    ]
+
+
+def weighed(groups: Masks, aggregation: Aggregation, sequence_tokens: int = 8) -> list[list[float]]:
+    sequences = weigh_tokens(minibatch(groups), aggregation, sequence_tokens=sequence_tokens)
+    return [sequence.loss_weights.tolist() for sequence in sequences]
+
+
+def reference(groups: Masks, aggregation: Aggregation, sequence_tokens: int) -> list[list[float]]:
+    """Each token's weight, found by counting for it alone."""
+    trained = [[sum(mask) for mask in group] for group in groups]
+    weights = []
+    for group, counts in zip(groups, trained, strict=True):
+        for mask, count in zip(group, counts, strict=True):
+            row = []
+            for token in mask:
+                weight = 0.0
+                if token and aggregation == "token_mean":
+                    weight = 1 / sum(n for row_ in trained for n in row_)
+                elif token and aggregation == "sequence_mean":
+                    weight = 1 / len([n for row_ in trained for n in row_ if n]) / count
+                elif token and aggregation == "sequence_sum":
+                    weight = 1 / len([n for row_ in trained for n in row_ if n]) / sequence_tokens
+                elif token:
+                    weight = 1 / len([row_ for row_ in trained if any(row_)]) / sum(counts)
+                row.append(weight)
+            weights.append(row)
+    return weights
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@settings(max_examples=40, deadline=None)
+@given(groups=masks, sequence_tokens=st.integers(1, 64))
+def test_weights_agree_with_counting(aggregation: Aggregation, groups: Masks, sequence_tokens: int):
+    found, expected = weighed(groups, aggregation, sequence_tokens), reference(groups, aggregation, sequence_tokens)
+    assert len(found) == len(expected)
+    for row, other in zip(found, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-6, abs=1e-9)
+
+
+TWO_GROUPS: Masks = [[[0, 1, 1, 1], [0, 0, 0]], [[0, 1]]]
 
 
 def test_token_mean_weighs_every_trained_token_alike():
-    weights = [s.loss_weights.tolist() for s in weigh_tokens(MINIBATCH, "token_mean")]
-    assert weights == [[0.0, 0.25, 0.25, 0.25], [0.0, 0.0, 0.0], [0.0, 0.25]]
+    assert weighed(TWO_GROUPS, "token_mean") == [[0.0, 0.25, 0.25, 0.25], [0.0, 0.0, 0.0], [0.0, 0.25]]
 
 
 def test_sequence_mean_weighs_every_trained_sequence_alike():
-    weights = [s.loss_weights for s in weigh_tokens(MINIBATCH, "sequence_mean")]
-    assert [w.sum().item() for w in weights] == pytest.approx([0.5, 0.0, 0.5])
-    assert weights[0].tolist() == pytest.approx([0.0, 1 / 6, 1 / 6, 1 / 6])
+    assert [sum(row) for row in weighed(TWO_GROUPS, "sequence_mean")] == pytest.approx([0.5, 0.0, 0.5])
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_a_minibatch_in_which_nothing_is_trained_weighs_nothing(aggregation):
-    (only,) = weigh_tokens([sequence(0, 0)], aggregation)
-    assert only.loss_weights.tolist() == [0.0, 0.0]
+def test_sequence_sum_weighs_every_trained_token_by_a_constant():
+    assert weighed(TWO_GROUPS, "sequence_sum") == [[0.0, *[1 / 16] * 3], [0.0, 0.0, 0.0], [0.0, 1 / 16]]
+
+
+def test_group_mean_weighs_every_trained_group_alike():
+    groups: Masks = [[[0, 1, 1], [0, 1]], [[0, 1]], [[0, 0]]]
+    assert weighed(groups, "group_mean") == [
+        [0.0, pytest.approx(1 / 6), pytest.approx(1 / 6)],
+        [0.0, pytest.approx(1 / 6)],
+        [0.0, 0.5],
+        [0.0, 0.0],
+    ]
+
+
+@pytest.mark.parametrize("aggregation", [a for a in AGGREGATIONS if a != "sequence_sum"])
+@settings(max_examples=20, deadline=None)
+@given(groups=masks)
+def test_the_weights_of_a_mean_add_up_to_one(aggregation: Aggregation, groups: Masks):
+    is_trained = any(token for group in groups for mask in group for token in mask)
+    assert sum(sum(row) for row in weighed(groups, aggregation)) == pytest.approx(1.0 if is_trained else 0.0)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_minibatch_in_which_nothing_is_trained_weighs_nothing(aggregation: Aggregation):
+    assert weighed([[[0, 0]], []], aggregation) == [[0.0, 0.0]]

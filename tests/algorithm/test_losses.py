@@ -1,138 +1,364 @@
-"""Losses against plain float64 references, written out case by case."""
+"""The policy's loss put together, against plain Python; and that how a minibatch is split makes no difference to it."""
 
 import math
-from dataclasses import dataclass
+import pickle
+import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from loss_references import Tokens, gradient, joined, packed, policy_loss, random_batch
 
-from arl.algorithm.losses import PPOLoss, SFTLoss
-from arl.api.config import PPOConfig
-from arl.api.engine import PackedTokens, TokenLosses
+from arl.algorithm.losses import PolicyLoss, SFTLoss
+from arl.api.algorithm import preset
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 
-LOW, HIGH, CAP = 0.2, 0.28, 5.0
-LOSS = PPOLoss(clip_low=LOW, clip_high=HIGH, behavior_weight_cap=CAP)
+VERSION, MAX_STALENESS = 7, 4
+PARTS: dict[str, dict[str, Any]] = {
+    "decoupled ppo": {},
+    "no correction": {"correction": {"kind": "none"}},
+    "sequence weight, masked": {"correction": {"kind": "mask", "level": "sequence", "upper": 1.4}},
+    "geometric weight, icepop": {"correction": {"kind": "icepop", "level": "geometric", "lower": 0.8, "upper": 1.3}},
+    "veto": {"correction": {"kind": "truncate", "veto": 0.6}},
+    "k2 in the loss": {"kl": {"coefficient": 0.3, "estimator": "k2"}},
+    "k3 in the loss": {"kl": {"coefficient": 0.3, "estimator": "k3"}},
+    "unbiased k1": {"kl": {"coefficient": 0.3, "estimator": "k1", "unbiased": True}},
+    "unbiased k2": {"kl": {"coefficient": 0.3, "estimator": "k2", "unbiased": True}},
+    "unbiased k3": {"kl": {"coefficient": 0.3, "estimator": "k3", "unbiased": True}},
+    "divergence in the reward": {"kl": {"coefficient": 0.3, "place": "reward"}},
+    "entropy bonus": {"entropy": 0.1},
+    "second moment": {"selection": {"kind": "second_moment"}, "kl": {"coefficient": 0.1}},
+    "clip_cov": {"selection": {"kind": "clip_cov"}, "entropy": 0.1},
+    "kl_cov": {"selection": {"kind": "kl_cov", "coefficient": 0.7}, "correction": {"kind": "mask", "upper": 1.2}},
+    "gspo": {"loss": {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.1}, "selection": {"kind": "clip_cov"}},
+    "gmpo": {"loss": {"kind": "gmpo"}, "correction": {"kind": "icepop", "lower": 0.8, "upper": 1.2}},
+    "mirror descent": {"loss": {"kind": "mirror_descent", "tau": 0.5}},
+    "topr": {"loss": {"kind": "topr"}},
+    "dppo": {"loss": {"kind": "dppo_tv", "delta": 0.1}},
+}
+every_part = pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
 
 
-@dataclass(frozen=True)
-class Token:
-    current: float
-    proximal: float
-    behavior: float
-    advantage: float
+def loss_of(parts: dict[str, Any], proximal: str = "recomputed") -> PolicyLoss:
+    config = preset("decoupled_ppo", minibatches=2, **parts)
+    return PolicyLoss(config=config, proximal=proximal, version=VERSION, max_staleness=MAX_STALENESS)  # pyright: ignore[reportArgumentType]
 
 
-# Each region of the clip for both signs of the advantage, each side of the weight's cap, and the on-policy point.
-TOKENS = [
-    Token(current, proximal, behavior, advantage)
-    for current in (-1.0, -1.1, -0.4, -2.0)
-    for proximal, behavior in ((-1.0, -1.0), (-1.0, -1.3), (-1.0, -4.0), (-1.2, -0.1))
-    for advantage in (1.5, -0.7, 0.0)
-]
+def outputs_of(batch: Sequence[Tokens], dtype: torch.dtype = torch.float64) -> TokenOutputs:
+    current = joined(batch, "current", dtype).requires_grad_()
+    return TokenOutputs(logprobs=current, entropy=torch.full_like(current, 2.0), values=torch.zeros_like(current))
 
 
-def packed(tokens: list[Token]) -> PackedTokens:
-    return PackedTokens(
-        behavior_logprobs=torch.tensor([t.behavior for t in tokens]),
-        proximal_logprobs=torch.tensor([t.proximal for t in tokens]),
-        advantages=torch.tensor([t.advantage for t in tokens]),
-        loss_weights=torch.ones(len(tokens)),
-        versions=torch.zeros(len(tokens), dtype=torch.int64),
-        sequence_ids=torch.zeros(len(tokens), dtype=torch.int64),
+def evaluated(loss: PolicyLoss | SFTLoss, batch: Sequence[Tokens]) -> tuple[TokenLosses, float, list[float]]:
+    """The losses, sum(loss_weights * loss), and its gradient by the current logprobs."""
+    outputs, tokens = outputs_of(batch), packed(batch)
+    losses = loss(outputs, tokens)
+    total = (tokens.loss_weights * losses.loss).sum()
+    return losses, total.item(), torch.autograd.grad(total, outputs.logprobs)[0].tolist()
+
+
+@every_part
+@pytest.mark.parametrize("proximal", ["recomputed", "current", "approximated", "bypassed"])
+def test_a_loss_and_its_gradient_are_those_of_its_formula(parts: dict[str, Any], proximal: str):
+    if proximal == "bypassed":
+        parts = {**parts, "correction": {"kind": "none"}}
+    loss, batch = loss_of(parts, proximal), random_batch(11)
+    _, total, slopes = evaluated(loss, batch)
+
+    def expected(tokens: Tokens, current: Sequence[float]) -> float:
+        return policy_loss(tokens, current, tokens.current, loss.config, proximal, VERSION)
+
+    assert total == pytest.approx(sum(expected(t, t.current) for t in batch), abs=1e-6)
+    by_hand = [slope for t in batch for slope in gradient(lambda c, t=t: expected(t, c), t.current)]
+    if proximal == "current" and loss.config.selection.kind == "kl_cov":
+        by_hand = slopes_without_selection(parts, batch)  # |c - p| has no derivative at c = p, and is given 0
+    assert slopes == pytest.approx(by_hand, abs=1e-6, rel=0)
+
+
+def slopes_without_selection(parts: dict[str, Any], batch: Sequence[Tokens]) -> list[float]:
+    return evaluated(loss_of({**parts, "selection": {"kind": "none"}}, "current"), batch)[2]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo", "cispo", "sapo", "topr", "mirror_descent", "dppo_tv"])
+def test_where_the_sampler_is_proximal_bypassing_changes_nothing(loss: str):
+    parts = {"loss": {"kind": loss}, "correction": {"kind": "none"}}
+    batch = random_batch(5, stale=0.0)
+    decoupled, bypassed = evaluated(loss_of(parts), batch), evaluated(loss_of(parts, "bypassed"), batch)
+    assert bypassed[0].loss.tolist() == decoupled[0].loss.tolist()
+    assert bypassed[2] == decoupled[2]
+
+
+def test_the_approximated_proximal_policy_lies_between_sampler_and_current_by_versions():
+    """c - p = (c - b) / (staleness + 1): all of it for a fresh token, half of it for one that is a version old."""
+    batch = random_batch(6)
+    losses, _, _ = evaluated(loss_of({}, "approximated"), batch)
+    moved, staleness = joined(batch, "current") - joined(batch, "behavior"), VERSION - joined(batch, "versions")
+    assert losses.means["ratio"].log().tolist() == pytest.approx((moved / (staleness + 1)).tolist())
+
+
+@pytest.mark.parametrize(
+    ("changes", "proximal"),
+    [
+        ({}, "current"),
+        ({"minibatches": 2}, "recomputed"),
+        ({"epochs": 2}, "recomputed"),
+        ({"selection": {"kind": "second_moment"}}, "recomputed"),
+        ({"proximal": "approximated", "minibatches": 2}, "approximated"),
+        ({"proximal": "bypassed", "correction": {"kind": "none"}}, "bypassed"),
+    ],
+)
+def test_the_current_logprobs_are_the_proximal_ones_where_nothing_else_needs_them(
+    changes: dict[str, Any], proximal: str
+):
+    assert PolicyLoss.of(preset("decoupled_ppo", **changes)).proximal == proximal
+
+
+def test_a_loss_travels_between_processes():
+    loss = PolicyLoss.of(preset("decoupled_ppo", loss={"kind": "gspo"}), version=3, max_staleness=2)
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+# However a minibatch is split -----------------------------------------------------------------------------------------
+
+
+def sums_of(loss: PolicyLoss, microbatches: Sequence[Sequence[Tokens]]) -> dict[str, float]:
+    """What a minibatch's loss and metrics are made of, added up over its microbatches."""
+    sums: dict[str, float] = {}
+    for batch in microbatches:
+        losses, total, _ = evaluated(loss, batch)
+        parts = {"loss": total}
+        parts |= {f"mean {name}": v.sum().item() for name, v in losses.means.items()}
+        parts |= {f"above {name}": above.sum().item() for name, (above, _) in losses.quotients.items()}
+        parts |= {f"below {name}": below.sum().item() for name, (_, below) in losses.quotients.items()}
+        parts |= {f"size {name}": w.sum().item() for name, w in losses.sample_sizes.items()}
+        parts |= {f"square {name}": w.square().sum().item() for name, w in losses.sample_sizes.items()}
+        sums = {name: sums.get(name, 0.0) + value for name, value in parts.items()}
+    return sums
+
+
+@every_part
+def test_order_and_split_of_a_minibatch_change_neither_its_loss_nor_its_metrics(parts: dict[str, Any]):
+    loss, batch = loss_of(parts), random_batch(12)
+    whole = sums_of(loss, [batch])
+    for count in (1, 2, 3, 7):
+        shuffled = random.Random(count).sample(batch, len(batch))
+        split = [shuffled[i::count] for i in range(count)]
+        assert sums_of(loss, split) == pytest.approx(whole, abs=1e-9)
+
+
+@every_part
+def test_a_microbatch_in_which_nothing_is_trained_says_as_much_as_any_other(parts: dict[str, Any]):
+    """Its tensors are empty and its names are the same: every rank adds up the same ones."""
+    nothing, something = loss_of(parts)(outputs_of([]), packed([])), evaluated(loss_of(parts), random_batch(1))[0]
+    assert nothing.loss.shape == (0,)
+    for kind in ("means", "maxima", "quotients", "sample_sizes"):
+        assert list(getattr(nothing, kind)) == list(getattr(something, kind))
+
+
+# Parts, one by one ----------------------------------------------------------------------------------------------------
+
+
+def slopes_by_selection(parts: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Gradients of selected tokens, and of the others."""
+    batch = random_batch(8)
+    _, _, slopes = evaluated(loss_of(parts), batch)
+    is_selected = joined(batch, "selected", torch.bool).tolist()
+    return (
+        [g for g, s in zip(slopes, is_selected, strict=True) if s],
+        [g for g, s in zip(slopes, is_selected, strict=True) if not s],
     )
 
 
-def evaluate(loss: PPOLoss | SFTLoss, tokens: list[Token]) -> tuple[TokenLosses, list[float]]:
-    """The loss, and the gradient of its sum by each current logprob."""
-    current = torch.tensor([t.current for t in tokens], requires_grad=True)
-    losses = loss(current, torch.full((len(tokens),), 2.0), packed(tokens))
-    (gradient,) = torch.autograd.grad(losses.loss.sum(), current)
-    return losses, gradient.tolist()
+@pytest.mark.parametrize("kind", ["second_moment", "clip_cov"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo", "mirror_descent"])
+def test_selected_tokens_have_no_policy_gradient(kind: str, loss: str):
+    selected, others = slopes_by_selection({"selection": {"kind": kind}, "loss": {"kind": loss}})
+    assert not any(selected)
+    assert any(others)
 
 
-def reference(token: Token) -> tuple[float, float]:
-    """(loss, its derivative by the current logprob) of decoupled PPO, by cases."""
-    ratio = math.exp(token.current - token.proximal)
-    weight = min(math.exp(token.proximal - token.behavior), CAP)
-    advantage = token.advantage
-    if advantage > 0 and ratio > 1 + HIGH:
-        return -weight * advantage * (1 + HIGH), 0.0
-    if advantage < 0 and ratio < 1 - LOW:
-        return -weight * advantage * (1 - LOW), 0.0
-    return -weight * advantage * ratio, -weight * advantage * ratio
+def test_selected_tokens_are_still_held_to_the_reference():
+    selected, _ = slopes_by_selection({"selection": {"kind": "clip_cov"}, "kl": {"coefficient": 0.1}})
+    assert all(selected)
 
 
-def test_decoupled_ppo_equals_its_definition_in_value_and_gradient():
-    losses, gradient = evaluate(LOSS, TOKENS)
-    assert losses.loss.tolist() == pytest.approx([reference(t)[0] for t in TOKENS], abs=1e-5)
-    assert gradient == pytest.approx([reference(t)[1] for t in TOKENS], abs=1e-5)
+@pytest.mark.parametrize(("moved", "pull"), [(5e-5, 0.0), (-5e-5, 0.0), (2e-4, 0.7), (-2e-4, -0.7)])
+def test_kl_cov_draws_back_tokens_that_moved_and_not_the_rounding_of_those_that_did_not(moved: float, pull: float):
+    tokens = Tokens(**{**PLAIN, "current": [-1.0 + moved, -1.0], "advantages": [0.0, 0.0], "selected": [True, False]})
+    _, _, slopes = evaluated(loss_of({"selection": {"kind": "kl_cov", "coefficient": 0.7}}), [tokens])
+    assert slopes == pytest.approx([pull, 0.0])
 
 
-def test_on_policy_the_gradient_is_reinforces():
-    tokens = [Token(c, c, c, a) for c in (-0.1, -1.0, -3.0) for a in (1.5, -0.7, 0.0)]
-    _, gradient = evaluate(LOSS, tokens)
-    assert gradient == pytest.approx([-t.advantage for t in tokens])
+def test_the_entropy_bonus_rewards_entropy():
+    batch = random_batch(3)
+    entropy = torch.ones(sum(len(t.current) for t in batch), dtype=torch.float64, requires_grad=True)
+    current = joined(batch, "current")
+    losses = loss_of({"entropy": 0.25})(TokenOutputs(logprobs=current, entropy=entropy, values=current), packed(batch))
+    assert torch.autograd.grad(losses.loss.sum(), entropy)[0].tolist() == [-0.25] * len(entropy)
 
 
-def test_bypassed_the_ratio_is_to_the_sampler_and_there_is_no_weight():
-    bypassed = PPOLoss(clip_low=LOW, clip_high=HIGH, proximal="bypassed", behavior_weight_cap=CAP)
-    losses, gradient = evaluate(bypassed, TOKENS)
-    expected = [reference(Token(t.current, t.behavior, t.behavior, t.advantage)) for t in TOKENS]
-    assert losses.loss.tolist() == pytest.approx([loss for loss, _ in expected], abs=1e-5)
-    assert gradient == pytest.approx([derivative for _, derivative in expected], abs=1e-5)
+FAR = [0.0, -19.9, -25.0, -1e4]
 
 
-def test_current_as_proximal_equals_recomputed_before_the_first_update():
-    tokens = [Token(t.current, t.current, t.behavior, t.advantage) for t in TOKENS]
-    current = PPOLoss(clip_low=LOW, clip_high=HIGH, proximal="current", behavior_weight_cap=CAP)
-    (losses, gradient), (expected, expected_gradient) = evaluate(current, TOKENS), evaluate(LOSS, tokens)
-    assert losses.loss.tolist() == expected.loss.tolist()
-    assert gradient == expected_gradient
-    assert {k: v.tolist() for k, v in losses.means.items()} == {k: v.tolist() for k, v in expected.means.items()}
+@every_part
+def test_everything_is_finite_wherever_the_policies_are(parts: dict[str, Any]):
+    """In float32, with advantages of a million: for one-token sequences, and for all tokens as one."""
+    rows = [(c, p, b, r, a) for c in FAR for p in FAR for b in FAR for r in FAR for a in (1e6, -1e6)]
+    current, proximal, behavior, reference, advantages = torch.tensor(rows).unbind(1)
+    current.requires_grad_()
+    for ids in (torch.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64)):
+        tokens = PackedTokens(
+            behavior_logprobs=behavior,
+            proximal_logprobs=proximal,
+            reference_logprobs=reference,
+            advantages=advantages,
+            selected=torch.arange(len(rows)) % 2 == 0,
+            sequence_ids=ids,
+        )
+        outputs = TokenOutputs(logprobs=current, entropy=torch.ones(len(rows)), values=torch.zeros(len(rows)))
+        losses = loss_of(parts)(outputs, tokens)
+        values = [losses.loss, torch.autograd.grad(losses.loss.sum(), current)[0]]
+        values += [*losses.means.values(), *losses.maxima.values(), *losses.sample_sizes.values()]
+        assert all(value.isfinite().all() for value in values)
 
 
-def test_without_a_cap_the_weight_is_left_as_it_is():
-    tokens = [Token(-1.0, -1.0, -4.0, 1.0)]
-    losses, _ = evaluate(PPOLoss(clip_low=LOW, clip_high=HIGH, behavior_weight_cap=None), tokens)
-    assert losses.loss.tolist() == pytest.approx([-math.exp(3.0)], rel=1e-5)
+@every_part
+@pytest.mark.parametrize("proximal", ["recomputed", "current", "approximated"])
+def test_a_loss_stays_on_its_device_and_never_waits_for_it(parts: dict[str, Any], proximal: str):
+    """On the meta device, where there are shapes and no numbers, nothing can be read back or mixed with the CPU's."""
+    numbers = torch.zeros(6, device="meta")
+    whole = torch.zeros(6, device="meta", dtype=torch.int64)
+    tokens = PackedTokens(behavior_logprobs=numbers, versions=whole, sequence_ids=whole)
+    current = numbers.clone().requires_grad_()
+    losses = loss_of(parts, proximal)(TokenOutputs(logprobs=current, entropy=numbers, values=numbers), tokens)
+    losses.loss.sum().backward()
+    pairs = [value for pair in losses.quotients.values() for value in pair]
+    values = [losses.loss, *losses.means.values(), *losses.maxima.values(), *losses.sample_sizes.values(), *pairs]
+    assert {(value.device.type, value.shape) for value in values} == {("meta", (6,))}
+
+
+# Metrics --------------------------------------------------------------------------------------------------------------
+
+
+def of_tokens(current: list[float], proximal: list[float], behavior: list[float], advantages: list[float]) -> Tokens:
+    n = len(current)
+    return Tokens(
+        current=current,
+        proximal=proximal,
+        behavior=behavior,
+        reference=[-1.0] * n,
+        advantages=advantages,
+        versions=[VERSION] * n,
+        selected=[False] * n,
+        weight=1.0,
+    )
 
 
 def test_metrics_say_what_the_ratio_the_clip_and_the_weight_did():
-    tokens = [Token(-0.4, -1.0, -1.0, 1.0), Token(-2.0, -1.0, -1.0, 1.0), Token(-1.0, -1.0, -4.0, 1.0)]
-    losses, _ = evaluate(LOSS, tokens)
+    tokens = of_tokens([-0.4, -2.0, -1.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -4.0], [1.0, 1.0, 1.0])
+    losses, _, _ = evaluated(loss_of({"correction": {"upper": 5.0}}), [tokens])
     ratios = [math.exp(0.6), math.exp(-1.0), 1.0]
     assert losses.means["ratio"].tolist() == pytest.approx(ratios)
     assert losses.maxima["ratio_max"].tolist() == pytest.approx(ratios)
     assert losses.means["clip_fraction"].tolist() == [1.0, 0.0, 0.0]
-    assert losses.means["behavior_weight"].tolist() == pytest.approx([1.0, 1.0, CAP])
-    assert losses.maxima["behavior_weight_max"].tolist() == pytest.approx([1.0, 1.0, CAP])
-    assert losses.means["behavior_kl_proximal"].tolist() == pytest.approx([0.0, 0.0, math.exp(3) - 1 - 3], rel=1e-5)
+    assert losses.means["behavior_weight"].tolist() == pytest.approx([1.0, 1.0, 5.0])
+    assert losses.maxima["behavior_weight_max"].tolist() == pytest.approx([1.0, 1.0, 5.0])
+    assert losses.means["behavior_weight_zero"].tolist() == [0.0, 0.0, 0.0]
+    assert losses.means["behavior_kl_proximal"].tolist() == pytest.approx([0.0, 0.0, math.exp(3) - 1 - 3])
     assert losses.means["behavior_kl_current"].tolist() == pytest.approx(
-        [math.exp(d) - 1 - d for d in (0.6, -1.0, 3.0)], rel=1e-5
+        [math.exp(d) - 1 - d for d in (0.6, -1.0, 3.0)]
     )
     assert losses.means["entropy"].tolist() == [2.0, 2.0, 2.0]
+    assert losses.sample_sizes["effective_sample_size"].tolist() == pytest.approx([1.0, 1.0, 5.0])
 
 
-@pytest.mark.parametrize("cap", [CAP, None])
-def test_extreme_log_ratios_stay_finite(cap: float | None):
-    far = [-1e4, -200.0, -1e-3]
-    tokens = [Token(c, p, b, a) for c in far for p in far for b in far for a in (2.0, -2.0)]
-    losses, gradient = evaluate(PPOLoss(clip_low=LOW, clip_high=HIGH, behavior_weight_cap=cap), tokens)
-    assert all(map(math.isfinite, [*losses.loss.tolist(), *gradient]))
-    assert all(values.isfinite().all() for values in (losses.means | losses.maxima).values())
+def test_masked_tokens_are_counted():
+    tokens = of_tokens([-1.0, -1.0], [-1.0, -1.0], [-1.0, -4.0], [1.0, 1.0])
+    losses, _, _ = evaluated(loss_of({"correction": {"kind": "mask", "upper": 5.0}}), [tokens])
+    assert losses.means["behavior_weight_zero"].tolist() == [0.0, 1.0]
 
 
-def test_the_loss_is_built_from_its_section_of_the_configuration():
-    config = PPOConfig(clip_low=0.1, clip_high=0.3, minibatches=2, behavior_weight_cap=2.0)
-    assert PPOLoss.of(config) == PPOLoss(clip_low=0.1, clip_high=0.3, proximal="recomputed", behavior_weight_cap=2.0)
+def test_bypassed_the_effective_sample_size_is_that_of_the_ratio():
+    tokens = of_tokens([-1.0, -2.0], [0.0, 0.0], [-1.5, -1.0], [1.0, 1.0])
+    losses, _, _ = evaluated(loss_of({"correction": {"kind": "none"}}, "bypassed"), [tokens])
+    ratios = [math.exp(0.5), math.exp(-1.0)]
+    assert losses.sample_sizes["effective_sample_size"].tolist() == pytest.approx(ratios)
 
 
-@pytest.mark.parametrize(("minibatches", "proximal"), [(1, "current"), (2, "recomputed")])
-def test_a_batch_of_one_minibatch_has_its_current_logprobs_as_proximal_ones(minibatches: int, proximal: str):
-    assert PPOLoss.of(PPOConfig(minibatches=minibatches)).proximal == proximal
+def test_the_distance_to_the_reference_is_reported_where_one_is_held():
+    tokens = of_tokens([-0.4, -2.0], [-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0])
+    for kl in ({"estimator": "k3"}, {"estimator": "k2", "unbiased": True}, {"place": "reward"}):
+        losses, _, _ = evaluated(loss_of({"kl": {"coefficient": 0.1, **kl}}), [tokens])
+        assert losses.means["kl_reference"].tolist() == pytest.approx([math.exp(-d) - 1 + d for d in (0.6, -1.0)])
+    assert "kl_reference" not in evaluated(loss_of({}), [tokens])[0].means
+
+
+def test_the_share_of_selected_tokens_is_reported_where_there_is_a_selection():
+    batch = random_batch(4)
+    losses, _, _ = evaluated(loss_of({"selection": {"kind": "second_moment"}}), batch)
+    assert losses.means["selected"].tolist() == joined(batch, "selected").tolist()
+    assert "selected" not in evaluated(loss_of({}), batch)[0].means
+
+
+def test_metrics_by_staleness_are_those_of_the_tokens_of_that_staleness():
+    batch = random_batch(9)
+    losses, _, _ = evaluated(loss_of({}), batch)
+    staleness = [VERSION - v for t in batch for v in t.versions]
+    assert {0, 1, 2, 3, 4} == set(staleness)
+    for name, members in {"0": {0}, "1": {1}, "2": {2}, "3-4": {3, 4}}.items():
+        inside = [1.0 if s in members else 0.0 for s in staleness]
+        for metric in ("ratio", "clip_fraction", "behavior_kl_proximal", "behavior_kl_current", "entropy"):
+            above, below = losses.quotients[f"staleness_{name}/{metric}"]
+            values = losses.means[metric].tolist()
+            assert above.tolist() == [v * i for v, i in zip(values, inside, strict=True)]
+            assert below.tolist() == inside
+        above, below = losses.quotients[f"staleness_{name}/tokens"]
+        assert above.tolist() == inside
+        assert below.tolist() == [1.0] * len(staleness)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "buckets"),
+    [(0, []), (1, ["0", "1"]), (4, ["0", "1", "2", "3-4"]), (16, ["0", "1", "2", "3-4", "5-8", "9-16"]),
+     (40, ["0", "1", "2", "3-4", "5-8", "9-16", "17+"])],
+)  # fmt: skip
+def test_there_are_as_many_buckets_of_staleness_as_a_run_allows(max_staleness: int, buckets: list[str]):
+    loss = PolicyLoss.of(preset("decoupled_ppo"), version=50, max_staleness=max_staleness)
+    losses = loss(outputs_of(random_batch(1)), packed(random_batch(1)))
+    names = dict.fromkeys(name.partition("/")[0].removeprefix("staleness_") for name in losses.quotients)
+    assert list(names) == buckets
+
+
+def test_the_oldest_bucket_holds_whatever_is_older():
+    tokens = Tokens(**{**PLAIN, "versions": [50 - 17, 50 - 40]})
+    loss = PolicyLoss.of(preset("decoupled_ppo"), version=50, max_staleness=40)
+    losses = loss(outputs_of([tokens]), packed([tokens]))
+    assert losses.quotients["staleness_17+/tokens"][0].tolist() == [1.0, 1.0]
+
+
+PLAIN: dict[str, Any] = {
+    **{name: [-1.0, -1.0] for name in ("current", "proximal", "behavior", "reference", "advantages")},
+    "versions": [VERSION, VERSION],
+    "selected": [False, False],
+    "weight": 1.0,
+}
+
+
+@every_part
+def test_metrics_are_detached_and_nothing_is_rounded(parts: dict[str, Any]):
+    losses, _, _ = evaluated(loss_of(parts), random_batch(2))
+    pairs = [value for pair in losses.quotients.values() for value in pair]
+    values = [*losses.means.values(), *losses.maxima.values(), *losses.sample_sizes.values(), *pairs]
+    assert not any(value.requires_grad for value in values)
+    assert {value.dtype for value in (losses.loss, *values)} == {torch.float64}
+
+
+# Imitation ------------------------------------------------------------------------------------------------------------
 
 
 def test_supervised_loss_is_the_negative_log_likelihood():
-    losses, gradient = evaluate(SFTLoss(), TOKENS)
-    assert losses.loss.tolist() == pytest.approx([-t.current for t in TOKENS])
-    assert gradient == [-1.0] * len(TOKENS)
+    batch = random_batch(0)
+    losses, _, slopes = evaluated(SFTLoss(), batch)
+    assert losses.loss.tolist() == [-c for t in batch for c in t.current]
+    assert slopes == [-t.weight for t in batch for _ in t.current]

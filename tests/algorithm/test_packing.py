@@ -1,6 +1,7 @@
 """Packing keeps its budget, loses nothing, keeps what is alike together, and depends on the tokens alone."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,3 +132,53 @@ def test_a_budget_or_a_number_of_shares_below_one_is_refused():
         pack(PrefixOrder.unshared([1]), 0)
     with pytest.raises(ValueError, match="num_shares is 0"):
         balanced_shares([], 0)
+
+
+def units_of(count: int, rng: random.Random) -> list[int]:
+    """A few sequences for themselves, the others in units of any size."""
+    return [rng.choice([-1, 3, 5, 1000]) for _ in range(count)]
+
+
+def are_together(groups: list[list[int]], units: list[int]) -> bool:
+    homes = [{k for k, group in enumerate(groups) for i in group if units[i] == unit} for unit in {*units} - {-1}]
+    return all(len(home) == 1 for home in homes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.integers(1, 80), st.randoms(use_true_random=False))
+def test_units_are_packed_whole_within_the_budget_or_alone(sequences: Family, budget: int, rng: random.Random):
+    units = units_of(len(sequences), rng)
+    bins = pack(order_of(sequences), budget, units)
+    assert everything(bins) == list(range(len(sequences)))
+    assert are_together(bins, units)
+    for members in bins:
+        is_one_piece = (
+            len(members) == 1 or len({units[i] for i in members} - {-1}) == len({units[i] for i in members}) == 1
+        )
+        assert slow_num_tokens([sequences[i] for i in members]) <= budget or is_one_piece
+
+
+def test_what_a_unit_has_in_common_counts_once_and_a_unit_too_large_goes_alone():
+    units = [7, -1, 7, 8, 8, -1, -1, -1]
+    assert pack(order_of(GROUP), 60, units) == [[0, 2], [1, 5], [3, 4], [6, 7]]
+    assert pack(order_of(GROUP), 59, units)[0] == [0, 2]
+
+
+def test_a_unit_of_one_sequence_is_none():
+    assert pack(order_of(GROUP), 70, list(range(8))) == pack(order_of(GROUP), 70, [-1] * 8) == pack(order_of(GROUP), 70)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_units_are_in_one_share(sequences: Family, num_shares: int, rng: random.Random):
+    units = units_of(len(sequences), rng)
+    tied = [replace(train_sequence([*tokens, 0]), unit=unit) for tokens, unit in zip(sequences, units, strict=True)]
+    shares = balanced_shares(tied, num_shares)
+    assert len(shares) == num_shares
+    assert everything(shares) == list(range(len(sequences)))
+    assert are_together(shares, units)
+
+
+def test_shares_of_equal_units_are_equal():
+    sequences = [replace(train_sequence([*tokens, 0]), unit=i // 2) for i, tokens in enumerate(GROUP)]
+    assert [len(share) for share in balanced_shares(sequences, 4)] == [2, 2, 2, 2]

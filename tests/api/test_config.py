@@ -15,14 +15,27 @@ IMPOSSIBLE = [
     ({"rollout": {"episode_timeout_s": "long"}}, "rollout.episode_timeout_s", "valid number"),
     ({"rollout": {"bach_size": 3}}, "rollout.bach_size", "Extra inputs are not permitted"),
     ({"rollout": {"min_group_size": 9}}, "rollout", "min_group_size is 9; it must be at most group_size 8"),
+    ({"rollout": {"keep_episodes": "max_variance"}}, "rollout", "extra_episodes is 0, so all are kept"),
+    (
+        {"rollout": {"keep_episodes": "max_variance", "extra_episodes": 1, "group_size": 1}},
+        "rollout",
+        "group_size is 1, and one reward alone does not vary",
+    ),
+    ({"rollout": {"replay_groups": 1, "max_staleness": 0}}, "rollout", "Allow a staleness of 1 or more"),
+    ({"rollout": {"replay_min_reward": 0.5}}, "rollout", "replay_groups is 0, so none is replayed"),
+    (
+        {"rollout": {"seed_requests": True}, "engine": {"kind": "sglang_processes"}},
+        "",
+        "servers look at seeds only with --enable-deterministic-inference; add it to engine.arguments",
+    ),
     ({"steps": 0}, "steps", "greater than 0"),
     ({"model": None}, "model", "valid string"),
     ({"engine": {"kind": "sglang"}}, "engine.sglang", "addresses is empty; name at least one server"),
     ({"engine": {"pause_mode": "stop"}}, "engine.local.pause_mode", "'in_place', 'retract' or 'abort'"),
     ({"engine": {"kind": "local", "addresses": ["x"]}}, "engine.local.addresses", "Extra inputs are not permitted"),
-    ({"ppo": {"clip_low": 1.0}}, "ppo.clip_low", "less than 1"),
-    ({"ppo": {"proximal": "skipped"}}, "ppo.proximal", "'recomputed' or 'bypassed'"),
-    ({"ppo": {"minibatches": 3}}, "", "ppo.minibatches is 3; it must divide rollout.batch_size=32"),
+    ({"algorithm": {"loss": {"clip_low": 1.5}}}, "algorithm.loss.ppo.clip_low", "less than or equal to 1"),
+    ({"algorithm": {"proximal": "skipped"}}, "algorithm.proximal", "'recomputed', 'approximated' or 'bypassed'"),
+    ({"algorithm": {"minibatches": 3}}, "", "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
     ({"train": {"dtype": "float16"}}, "train.dtype", "'float32' or 'bfloat16'"),
     ({"train": {"optimizer": {"lr": 0}}}, "train.optimizer.lr", "greater than 0"),
     ({"train": {"optimizer": {"schedule": "cosine"}}}, "train.optimizer", "schedule is cosine; it needs total_steps"),
@@ -65,3 +78,8 @@ def test_a_smaller_group_than_the_default_minimum_is_no_contradiction() -> None:
 def test_settings_cannot_change_during_a_run() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config(model="tiny").steps = 3
+
+
+def test_seeded_requests_are_allowed_where_servers_look_at_seeds() -> None:
+    engine = {"kind": "sglang_processes", "arguments": ["--enable-deterministic-inference"]}
+    Config.model_validate({"model": "tiny", "rollout": {"seed_requests": True}, "engine": engine})

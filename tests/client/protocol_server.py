@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -69,6 +70,7 @@ class ProtocolServer:
 
     Requests are answered at once if `is_automatic` (or at the pace of `token_s`), else as the test calls `advance`.
     `info` is what /model_info says, `tells` what other paths do (dicts are JSON, strings text, numbers a status).
+    `adapters` are those that it has loaded, with their directories; it samples the same under each.
     `requests` holds every /generate body, `calls` every other call, `aborted` the rids told to /abort_request.
     """
 
@@ -80,6 +82,7 @@ class ProtocolServer:
         self.error_body: dict[str, Any] = {"error": {"message": "it broke"}}
         self.is_healthy = True
         self.load_works = True
+        self.adapters: dict[str, str] = {}
         self.token_s = self.load_s = 0.0
         self.info: dict[str, Any] = {"model_path": "m"}
         self.tells: dict[str, Any] = {}
@@ -163,6 +166,11 @@ class ProtocolServer:
             return web.json_response(self.error_body, status=fault)
         if fault == "reset":
             return self._reset(request)
+        if (adapter := payload.get("lora_path")) and adapter not in self.adapters:
+            message = (
+                f"Got LoRA adapter that has never been loaded: {adapter}\nAll loaded adapters: {[*self.adapters]}."
+            )
+            return web.json_response({"error": {"message": message}}, status=400)
         run = Run(payload)
         self.running.append(run)
         self._notify()
@@ -207,7 +215,7 @@ class ProtocolServer:
         body = await request.json() if request.can_read_body else {}
         self.calls.append((name, body))
         self._notify()
-        act = getattr(self, f"_on_{name}", None)
+        act = getattr(self, f"_on_{name.replace('/', '_')}", None)
         if not self.is_healthy:
             return web.json_response({"error": {"message": "unwell"}}, status=503)
         told = self.tells.get(name)
@@ -239,6 +247,28 @@ class ProtocolServer:
             return {"success": False, "message": "no such weights"}
         self.label = body["weight_version"]
         return {"success": True, "message": "loaded"}
+
+    async def _on_v1_models(self, body: dict[str, Any]) -> dict[str, Any]:
+        cards = [{"id": "m", "parent": None}, *({"id": name, "parent": "m"} for name in self.adapters)]
+        return {"data": cards}
+
+    async def _on_load_lora_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
+        await self.load_gate.wait()
+        if not self.load_works or body["lora_name"] in self.adapters:
+            raise self._refusal("its rank is too large" if not self.load_works else "it is already loaded")
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return {"success": True, "error_message": "", "loaded_adapters": self.adapters}
+
+    async def _on_unload_lora_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Like SGLang, which waits for the requests that name it."""
+        if self.adapters.pop(body["lora_name"], None) is None:
+            raise self._refusal("it does not exist")
+        await self.until(lambda: all(run.payload.get("lora_path") != body["lora_name"] for run in self.running))
+        return {"success": True, "error_message": "", "loaded_adapters": self.adapters}
+
+    def _refusal(self, message: str) -> web.HTTPBadRequest:
+        body = {"success": False, "error_message": message, "loaded_adapters": self.adapters}
+        return web.HTTPBadRequest(text=json.dumps(body), content_type="application/json")
 
     async def _on_abort_request(self, body: dict[str, Any]) -> dict[str, Any]:
         self.aborted.append(body["rid"])

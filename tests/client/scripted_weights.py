@@ -30,6 +30,7 @@ class ScriptedWeights:
     before: Act = nothing
     midway: Act = nothing
     num_bytes: int = 0
+    adapter: str | None = None
     calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
     async def prepare(self, server: WeightServer) -> None:

@@ -13,7 +13,7 @@ import torch
 from protocol_client import Client
 from reference import Reference
 from servers import Server, serving, sglang_python
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from arl.api.config import TrainConfig
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
@@ -24,6 +24,14 @@ SHAPE = TinyShape(
     hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
     context_length=CONTEXT_LENGTH, initializer_range=0.3,
 )  # fmt: skip
+
+
+SGLANG_OPTIONS = {
+    "reward": ("--is-embedding",),
+    "lora": (
+        "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "8", "--lora-target-modules", "all",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,18 +74,43 @@ def math_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
 
 
+def write_reward_model(directory: Path, seed: int) -> Path:
+    """A Llama, whose scores stock SGLang computes as transformers does: to those of a Qwen3 it adds a constant."""
+    vocabulary = tiny_tokenizer().get_vocab()
+    config = LlamaConfig(
+        vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.3, num_labels=1,
+        eos_token_id=vocabulary["<|im_end|>"], pad_token_id=vocabulary["<|endoftext|>"], bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForSequenceClassification(config).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_reward_model(tmp_path_factory.mktemp("reward") / "model", 0)
+
+
 @pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def server(
     request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One at a time: stock SGLang keeps a core busy. A test can ask for `sglang-math`, which serves math_model."""
-    kind, _, is_math = request.param.partition("-")
+    """One at a time: stock SGLang keeps a core busy.
+
+    A test can ask for `sglang-math`, which serves math_model, `embedded-reward` and `sglang-reward`: reward_model, or
+    `sglang-lora`, which takes adapters.
+    """
+    kind, _, other = request.param.partition("-")
     if kind == "sglang":
         sglang_python()
-    model = request.getfixturevalue("math_model") if is_math else models.directory_a
-    context_length = 1024 if is_math else CONTEXT_LENGTH
+    is_own = other in ("", "lora")
+    model = models.directory_a if is_own else request.getfixturevalue(f"{other}_model")
+    context_length = CONTEXT_LENGTH if is_own else 1024
     log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
-    with serving(kind, model, context_length, log) as running:
+    with serving(kind, model, context_length, log, SGLANG_OPTIONS.get(other, ())) as running:
         yield running
 
 

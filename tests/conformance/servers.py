@@ -42,14 +42,16 @@ def sglang_python() -> str:
 
 
 @contextmanager
-def serving(kind: Kind, model: Path, context_length: int, log: Path) -> Iterator[Server]:
+def serving(
+    kind: Kind, model: Path, context_length: int, log: Path, sglang_options: Sequence[str] = ()
+) -> Iterator[Server]:
     """A server of `model` that answers; with it ends every process that it started. What it says goes to `log`."""
     port = free_port()
     limit = ("--context-length", str(context_length))
     if kind == "embedded":
         command = [sys.executable, "-m", "arl.engine.local", "--model", str(model), "--port", str(port), *limit]
     else:
-        command = [str(_SERVE), sglang_python(), str(model), str(port), *limit]
+        command = [str(_SERVE), sglang_python(), str(model), str(port), *limit, *sglang_options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as stream, _group(command, stream.fileno(), environment) as process:
         url = f"http://127.0.0.1:{port}"

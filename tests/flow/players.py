@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from arl.api import (
+    Curriculum,
     DiskWeights,
     Example,
     Group,
@@ -19,6 +20,7 @@ from arl.api import (
 )
 from arl.api.config import RolloutConfig
 from arl.buffer import ReplayBuffer
+from arl.group_run import GroupRules
 from arl.rollout import RolloutController
 
 
@@ -109,10 +111,22 @@ def controlled(
     *,
     seed: int = 0,
     keep: Callable[[Group], bool] | None = None,
+    drop_equal_rewards: bool = False,
+    has_baseline: bool = False,
+    curriculum: Curriculum | None = None,
     **settings: object,
 ) -> tuple[RolloutController, ReplayBuffer, ScriptedEngine]:
     config = RolloutConfig(**{"group_size": 2, "batch_size": 2, "max_staleness": 1, **settings})
     engine = engine or engine_with_latency()
     buffer = ReplayBuffer(config.batch_size, config.max_staleness)
-    controller = RolloutController(engine, workflow, examples(num_examples), config, buffer, seed=seed, keep=keep)
+    controller = RolloutController(
+        engine,
+        workflow,
+        examples(num_examples),
+        config,
+        buffer,
+        seed=seed,
+        rules=GroupRules(keep=keep, drop_equal_rewards=drop_equal_rewards, has_baseline=has_baseline),
+        curriculum=curriculum,
+    )
     return controller, buffer, engine

@@ -15,6 +15,7 @@ from arl.api import Example, Group, InferenceEngine, Trajectory
 from arl.api.config import RolloutConfig
 from arl.buffer import ReplayBuffer
 from arl.ledger import ExampleId, ExampleLedger, Outcome
+from arl.replay import Replay
 from arl.rollout import RolloutController
 
 CONFIG = RolloutConfig(
@@ -45,6 +46,7 @@ class Disk:
     rollout: dict[str, Any] | None = None
     groups: list[Group] = field(default_factory=list)
     weights: list[ExampleId] = field(default_factory=list)
+    replay: tuple[Group, ...] = ()
 
 
 async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig = CONFIG) -> RolloutController:
@@ -56,16 +58,28 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig 
     if disk.rollout:
         controller.load_state_dict(json.loads(json.dumps(disk.rollout)), disk.groups)
     weights = list(disk.weights)
+    replay = Replay(config.replay_groups, min_reward=-1.0, max_staleness=config.max_staleness)
+    replay.restore(disk.replay, disk.version)
     try:
         async with asyncio.timeout(killed_at_s), asyncio.TaskGroup() as tasks:
             rollout = tasks.create_task(controller.run())
             for version in range(disk.version, VERSIONS):
                 batch = await buffer.take_batch(version)
+                for group in [*batch, *replay.take(version)]:
+                    assert version - group.oldest_version <= config.max_staleness
+                    assert group.example_id in weights or group in batch
                 await asyncio.sleep(1)
                 weights += [group.example_id for group in batch]
                 controller.trained(batch)
+                replay.add(batch, version + 1)
                 if version % 3 == 2 or version == VERSIONS - 1:
-                    saved = (version + 1, controller.state_dict(), buffer.untrained(version + 1), list(weights))
+                    saved = (
+                        version + 1,
+                        controller.state_dict(),
+                        buffer.untrained(version + 1),
+                        list(weights),
+                        replay.groups,
+                    )
                     tasks.create_task(write(disk, *saved))
                 await serve(engine, version + 1)
                 await buffer.published(version + 1)
@@ -78,7 +92,7 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig 
 async def write(disk: Disk, *saved: Any) -> None:
     """Beside the next steps, which change nothing of it."""
     await asyncio.sleep(1.5)
-    disk.version, disk.rollout, disk.groups, disk.weights = saved
+    disk.version, disk.rollout, disk.groups, disk.weights, disk.replay = saved
 
 
 @given(st.integers(0, 2**32), st.lists(st.floats(0.5, 40), max_size=6))
@@ -98,6 +112,17 @@ def test_also_when_it_goes_on_with_another_batch_size_or_bound(seed: int, kills:
     disk, seeds = Disk(), random.Random(seed)
     for killed_at_s, batch_size, max_staleness in [*kills, (10**6, 2, 0)]:
         config = CONFIG.model_copy(update={"batch_size": batch_size, "max_staleness": max_staleness})
+        controller = run_in_virtual_time(live(disk, seeds.randrange(2**32), killed_at_s, config))
+    check(disk, controller.ledger)
+
+
+@given(st.integers(0, 2**32), st.lists(lives, min_size=1, max_size=4), st.sampled_from(["first", "max_variance"]))
+@settings(max_examples=15, deadline=None)
+def test_also_with_over_sampling_and_replay(seed: int, kills: list[tuple[float, int, int]], keep: str) -> None:
+    disk, seeds = Disk(), random.Random(seed)
+    changes = {"extra_episodes": 2, "keep_episodes": keep, "replay_groups": 2}
+    for killed_at_s, batch_size, max_staleness in [*kills, (10**6, 2, 1)]:
+        config = CONFIG.model_copy(update={**changes, "batch_size": batch_size, "max_staleness": max_staleness})
         controller = run_in_virtual_time(live(disk, seeds.randrange(2**32), killed_at_s, config))
     check(disk, controller.ledger)
 

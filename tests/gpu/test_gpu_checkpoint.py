@@ -6,10 +6,11 @@ import torch
 from train.train_models import MakeEngine
 from train.train_sequences import random_sequences
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.engine import checkpoint
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 
 
 def test_the_gpus_random_numbers_continue(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from train.train_models import MakeEngine
 from train.train_sequences import random_sequences
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
 from arl.api.engine import WeightTransport
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
@@ -21,7 +22,7 @@ from arl.engine.sglang import RemoteSGLangEngine
 from arl.engine.transport.disk import DiskTransport
 from arl.engine.transport.distributed import DistributedTransport
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 PROMPT = [30, 40, 50, 60]
 
 

@@ -9,10 +9,11 @@ from torch.utils import _pytree as pytree
 from train.train_models import MakeEngine, load_twin, write_model
 from train.train_sequences import random_sequences
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.engine.fsdp import FSDPTrainEngine
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 
 
 def train(engine: FSDPTrainEngine) -> dict[str, float]:
@@ -51,6 +52,18 @@ def test_saving_memory_changes_no_number(make_engine: MakeEngine, tmp_path: Path
     """In bfloat16 flash-attention adds up in an order of its own each time."""
     tolerance = 1e-4 if dtype == "float32" else 2e-2
     assert_alike(make_engine(dtype=dtype, **{option: True}), make_engine(dtype=dtype), tmp_path, tolerance)
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_the_reference_answers_in_the_place_of_the_weights(make_engine: MakeEngine, cpu_offload: bool):
+    engine, sequences = make_engine(cpu_offload=cpu_offload), random_sequences(6, seed=4)
+    before = engine.forward(sequences)
+    engine.update_reference()
+    engine.train_batch([sequences], LOSS)
+    now = torch.cat(engine.forward(sequences))
+    torch.testing.assert_close(engine.forward(sequences, "reference_logprobs"), before, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(engine.forward(sequences)), now, rtol=1e-4, atol=1e-4)
+    assert (now - torch.cat(before)).abs().max() > 1e-2
 
 
 @pytest.mark.slow

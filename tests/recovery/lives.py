@@ -36,11 +36,11 @@ from arl.api import (
     Trajectory,
 )
 
-NUM_EXAMPLES, GROUP_SIZE = 17, 2
+NUM_EXAMPLES, GROUP_SIZE, BATCH_SIZE = 17, 2, 2
 
 
 class Remembering(ScriptedTrainEngine):
-    """Its weights are what it was trained on: for each batch, the number of each group. Saves beside training."""
+    """Its weights are what it was trained on: for each batch, the number of each new group. Saves beside training."""
 
     def __init__(self) -> None:
         super().__init__(on_train=self._remember)
@@ -48,7 +48,8 @@ class Remembering(ScriptedTrainEngine):
 
     def _remember(self, minibatches: Sequence[Sequence[TrainSequence]]) -> None:
         time.sleep(0.003)
-        self._seen.append(sorted(int(s.token_ids[1]) for minibatch in minibatches for s in minibatch)[::GROUP_SIZE])
+        numbers = [int(s.token_ids[1]) for minibatch in minibatches for s in minibatch][: GROUP_SIZE * BATCH_SIZE]
+        self._seen.append(sorted(numbers)[::GROUP_SIZE])
 
     def save(self, directory: Path) -> "Writing":
         return Writing(directory, json.dumps({"version": self.version, "seen": self._seen}))
@@ -122,7 +123,15 @@ def config(run_dir: Path, steps: int) -> Config:
             "model": "none",
             "run_dir": run_dir,
             "steps": steps,
-            "rollout": {"batch_size": 2, "group_size": GROUP_SIZE, "episode_retries": 0, "max_failure_rate": 1.0},
+            "rollout": {
+                "batch_size": BATCH_SIZE,
+                "group_size": GROUP_SIZE,
+                "max_staleness": 4,
+                "max_concurrent_episodes": 4,
+                "episode_retries": 0,
+                "max_failure_rate": 1.0,
+                "replay_groups": 2,
+            },
             "weights": {"directory": run_dir.parent / "weights"},
             "checkpoint": {"every": 2},
             "log": {"console": False, "trajectories": 100},

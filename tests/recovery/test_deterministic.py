@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,20 +85,12 @@ class DirectSampler:
     async def __aexit__(self, *exc: object) -> None: ...
 
 
-class Seeded(RolloutWorkflow):
-    """Each episode of an example has a seed of its own, the same whenever its group runs."""
-
-    def __init__(self) -> None:
-        self._episodes = Counter[int]()
+class OneTurn(RolloutWorkflow):
+    """Without a seed of its own: `rollout.seed_requests` gives each episode of a group one, whenever the group runs."""
 
     async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
-        number = data["number"]
-        seed = number * GROUP_SIZE + self._episodes[number] % GROUP_SIZE
-        self._episodes[number] += 1
-        prompt = (5, number, 7)
-        response = await engine.agenerate(
-            ModelRequest(input_ids=prompt, sampling=SamplingParams(max_new_tokens=4, seed=seed))
-        )
+        prompt = (5, data["number"], 7)
+        response = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=SamplingParams(max_new_tokens=4)))
         return Trajectory(
             token_ids=prompt + response.output_ids,
             loss_mask=(0, 0, 0, 1, 1, 1, 1),
@@ -127,15 +118,15 @@ async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
             "model": str(model),
             "run_dir": run_dir,
             "steps": STEPS,
-            "rollout": {"batch_size": 2, "group_size": GROUP_SIZE, "max_staleness": 0, "drop_equal_rewards": True},
+            "rollout": {"batch_size": 2, "group_size": GROUP_SIZE, "max_staleness": 0, "seed_requests": True},
             "train": {"optimizer": {"lr": 1e-2}},
-            "ppo": {"minibatches": 2},
+            "algorithm": {"minibatches": 2, "dynamic_sampling": True},
             "checkpoint": {"every": 2},
             "log": {"console": False, "trajectories": 100},
         }
     )
     examples = [{"number": n} for n in range(11)]
-    async with arl.launch.launch(config, workflow=Seeded(), dataset=examples) as trainer:
+    async with arl.launch.launch(config, workflow=OneTurn(), dataset=examples) as trainer:
         yield trainer
 
 

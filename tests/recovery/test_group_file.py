@@ -5,13 +5,22 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.api import Group, Trajectory
+from arl.api import Group, Trajectory, TurnSpan
 from arl.group_file import UNREADABLE, read_groups, write_groups
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def turns(draw: st.DrawFn, n: int) -> tuple[TurnSpan, ...]:
+    """Within n tokens, some of them empty."""
+    edges = sorted(draw(st.lists(st.integers(1, n), max_size=4))) if n > 1 else []
+    return tuple(
+        TurnSpan(start=start, stop=stop, reward=draw(numbers), state=draw(st.none() | st.text(max_size=3)))
+        for start, stop in zip(edges[::2], edges[1::2], strict=False)
+    )
 
 
 @st.composite
@@ -27,6 +36,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         ),
         versions=tuple(versions),
         reward=draw(numbers),
+        rewards=draw(st.dictionaries(st.text(), numbers, max_size=2)),
+        turns=turns(draw, n),
+        is_truncated=draw(st.booleans()),
         token_rewards=draw(st.none() | st.lists(numbers, min_size=n, max_size=n).map(tuple)),
         metrics=draw(st.dictionaries(st.text(), numbers, max_size=2)),
         role=draw(st.text(max_size=3)),
@@ -45,6 +57,7 @@ def groups(draw: st.DrawFn) -> list[Group]:
             stamp=draw(st.integers(0, 5)),
             trajectories=tuple(chosen),
             episode_indices=tuple(range(len(chosen))),
+            greedy_rewards=draw(st.dictionaries(st.text(), numbers, max_size=2)),
         )
         for chosen in draw(st.lists(members, max_size=3))
     ]
@@ -58,6 +71,7 @@ def written(what: list[Group]) -> io.BytesIO:
 
 
 @given(groups())
+@settings(deadline=None)
 def test_groups_come_back_as_they_were(what: list[Group]) -> None:
     assert read_groups(written(what)) == what
 

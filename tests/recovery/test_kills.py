@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from arl.api import Group
 from arl.checkpoint import Checkpoints
 from arl.group_file import read_groups
 from arl.metrics import read_jsonl
@@ -69,7 +70,9 @@ def check(run_dir: Path) -> int:
         return 0
     for path in (run_dir / "checkpoints").glob("version-*"):
         files = {str(file.relative_to(path)) for file in path.rglob("*.*")}
-        assert files == {"state.json", "groups.npz", "engine/engine.json"}, "half of a checkpoint has a name"
+        assert files == {"state.json", "groups.npz", "replay.npz", "engine/engine.json"}, (
+            "half of a checkpoint has a name"
+        )
     directory = run_dir / "checkpoints" / f"version-{version:08d}"
     state = json.loads((directory / "state.json").read_text())
     ledger = state["rollout"]["ledger"]
@@ -78,6 +81,8 @@ def check(run_dir: Path) -> int:
     seen = json.loads((directory / "engine" / "engine.json").read_text())["seen"]
     assert len(seen) == state["version"] == version
     check_ledger(ledger, seen, waiting)
+    with (directory / "replay.npz").open("rb") as file:
+        check_replay(ledger, read_groups(file), version)
     check_logs(run_dir, seen)
     return version
 
@@ -93,6 +98,13 @@ def check_ledger(
     assert num_examples - ledger["position"] == len(open_ones - pending), "an example of this epoch is lost"
     trained = Counter(i for marks in ledger["outcomes"] for i, mark in enumerate(marks) if mark == "t")
     assert trained == Counter(number for batch in seen for number in batch)
+
+
+def check_replay(ledger: dict[str, Any], groups: list[Group], version: int) -> None:
+    """What may be trained again was trained, and can be in the next batch."""
+    assert all(ledger["outcomes"][epoch][index] == "t" for epoch, index in (group.example_id for group in groups))
+    assert all(version - group.oldest_version <= 4 for group in groups)
+    assert len({group.group_id for group in groups}) == len(groups)
 
 
 def check_logs(run_dir: Path, seen: list[list[int]]) -> None:
@@ -122,6 +134,7 @@ def test_killed_at_random_moments(lives: Lives) -> None:
     lives.begin(steps)
     assert lives.end() == 0
     assert check(lives.run_dir) == steps
+    assert any(row["replayed_groups"] for row in read_jsonl(lives.run_dir / "metrics.jsonl"))
     assert versions[-1] > 2 * NUM_EXAMPLES, "the test is too slow to say anything: it never came to a second epoch"
 
 

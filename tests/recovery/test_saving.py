@@ -64,7 +64,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
                 "model": "none",
                 "run_dir": tmp_path / "run",
                 "steps": steps,
-                "rollout": {"batch_size": 2, "group_size": 1},
+                "rollout": {"batch_size": 2, "group_size": 2},
                 "checkpoint": {"every": every},
                 "log": {"console": False, "trajectories": 0},
             }

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from train_critics import write_critic
 from train_models import MakeEngine, write_model
 
 from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine import Head
 from arl.engine.fsdp import FSDPTrainEngine
 
 
@@ -21,15 +23,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "model", tied=False)
 
 
+@pytest.fixture(scope="session")
+def critic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_critic(tmp_path_factory.mktemp("critic") / "model")
+
+
 @pytest.fixture
 def make_engine(model_dir: Path) -> Iterator[MakeEngine]:
-    """make_engine(model_dir=..., optimizer=..., max_tokens_per_microbatch=..., ...) -> a train engine."""
+    """make_engine(model_dir=..., optimizer=..., head=..., max_tokens_per_microbatch=..., ...) -> a train engine."""
     engines: list[FSDPTrainEngine] = []
 
-    def make(directory: Path = model_dir, optimizer: OptimizerConfig | None = None, **options) -> FSDPTrainEngine:
+    def make(
+        directory: Path = model_dir, optimizer: OptimizerConfig | None = None, head: Head = "policy", **options
+    ) -> FSDPTrainEngine:
         # A large eps keeps AdamW smooth: it would otherwise blow rounding in tiny gradients up to whole steps.
         optimizer = optimizer or OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
-        engines.append(FSDPTrainEngine(directory, TrainConfig(optimizer=optimizer, **options)))
+        engines.append(FSDPTrainEngine(directory, TrainConfig(optimizer=optimizer, **options), head=head))
         return engines[-1]
 
     yield make

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig
-from arl.api.engine import PackedTokens, TokenLosses
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.engine.tiny import tiny_tokenizer
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 BUDGET = 30
 
@@ -25,10 +26,10 @@ class RaisingLoss:
 
     rank: int
 
-    def __call__(self, current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         if dist.get_rank() == self.rank:
             raise ValueError("the loss is lost")
-        return LOSS(current_logprobs, entropy, tokens)
+        return LOSS(outputs, tokens)
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class KillingLoss:
 
     rank: int
 
-    def __call__(self, current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         if dist.get_rank() == self.rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        return LOSS(current_logprobs, entropy, tokens)
+        return LOSS(outputs, tokens)
 
 
 def write_uneven_model(directory: Path) -> Path:

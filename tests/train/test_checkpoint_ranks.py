@@ -10,14 +10,15 @@ from train_models import MakeEngine
 from train_ranks import Ranks, Report
 from train_sequences import random_sequences
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.packing import balanced_shares
+from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp import FSDPTrainEngine
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
 BATCHES = [random_sequences(8, seed=1), random_sequences(8, seed=2)]
 

@@ -10,12 +10,13 @@ import torch
 from train_models import MakeEngine, write_model
 from train_sequences import random_sequences
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig
 from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.engine import checkpoint
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 DECAYING = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=1, total_steps=6)
 
 

@@ -97,6 +97,6 @@ def test_a_training_pass_holds_no_logits_for_all_tokens(tmp_path: Path):
     batch = build_microbatch(random_sequences(40), torch.device("cpu"))
     num_logits = len(batch.targets) * policy.model.config.vocab_size
     with Memory() as memory:
-        logprobs, entropies = policy(batch)
-        (logprobs.sum() + entropies.sum()).backward()
+        outputs = policy(batch)
+        (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
     assert memory.largest < num_logits * FLOAT / 2

@@ -16,16 +16,17 @@ from train_models import MakeEngine, load_twin
 from train_ranks import Ranks, Report
 from train_sequences import random_sequences
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
-from arl.api.engine import PackedTokens, TokenLosses
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.logprobs import token_logprobs
 from arl.engine.parallel import loading_turn
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 
 
@@ -126,9 +127,9 @@ def saved_bytes(engine: FSDPTrainEngine) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def loss(current: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
+    def loss(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         at_loss.append(sum(kept.values()))
-        return LOSS(current, entropy, tokens)
+        return LOSS(outputs, tokens)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.train_batch([random_sequences(24)], loss)

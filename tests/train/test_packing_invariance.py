@@ -8,13 +8,14 @@ from train_models import MakeEngine, load_twin
 from train_sequences import random_sequences, twin_logprobs, twin_loss
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.types import TrainSequence
 from arl.engine.attention import PACKED_ATTENTION
 from arl.engine.microbatch import build_microbatch
 from arl.engine.model import Policy, load_model
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 CPU = torch.device("cpu")
 
 
@@ -22,7 +23,7 @@ def test_packed_loss_and_gradients_equal_those_of_one_sequence_at_a_time(any_mod
     sequences = random_sequences(12)
     policy = Policy(load_model(any_model_dir).model, logprob_chunk_size=16)
     batch = build_microbatch(sequences, CPU)
-    losses = LOSS(*policy(batch), batch.tokens)
+    losses = LOSS(policy(batch), batch.tokens)
     ours = (losses.loss * batch.tokens.loss_weights).sum()
     ours.backward()
 
@@ -51,7 +52,7 @@ def test_a_sliding_window_is_kept_inside_each_sequence(tmp_path: Path):
     twin, sequences = load_twin(tmp_path), random_sequences(6)
     assert max(map(len, sequences)) > 2 * config.sliding_window
     with torch.no_grad():
-        ours, _ = Policy(packed, 16)(build_microbatch(sequences, CPU))
+        ours = Policy(packed, 16)(build_microbatch(sequences, CPU)).logprobs
         theirs = torch.cat([twin_logprobs(twin, s)[0] for s in sequences])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

@@ -12,8 +12,9 @@ from train_models import MakeEngine
 from train_sequences import family_sequences
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
+from arl.api.algorithm import preset
 from arl.api.types import TrainSequence
 from arl.engine.attention import PACKED_ATTENTION
 from arl.engine.attention_blocks import block_attention, masked_attention
@@ -22,7 +23,7 @@ from arl.engine.microbatch import build_microbatch
 from arl.engine.model import Policy, load_model
 from arl.engine.packed_layout import PackedLayout
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 CPU = torch.device("cpu")
 WINDOW = 5
 
@@ -31,12 +32,12 @@ def outcome(policy: Policy, sequences: list[TrainSequence], *, share_prefixes: b
     """Logprobs, entropies, loss and all gradients of one microbatch, and how many tokens it forwarded."""
     batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes)
     policy.zero_grad()
-    logprobs, entropies = policy(batch)
-    loss = (LOSS(logprobs, entropies, batch.tokens).loss * batch.tokens.loss_weights).sum()
+    outputs = policy(batch)
+    loss = (LOSS(outputs, batch.tokens).loss * batch.tokens.loss_weights).sum()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
-    num_forwarded = torch.tensor(batch.num_forwarded_tokens)
-    return {"logprobs": logprobs, "entropies": entropies, "loss": loss, "num_forwarded": num_forwarded} | gradients
+    numbers = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "loss": loss}
+    return {**numbers, **gradients, "num_forwarded": torch.tensor(batch.num_forwarded_tokens)}
 
 
 def assert_sharing_changes_nothing(policy: Policy, sequences: list[TrainSequence], tolerance: float) -> None:

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from train_models import MakeEngine, load_twin
 from train_sequences import random_sequences
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.packing import balanced_shares
+from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.fsdp import FSDPTrainEngine
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 BUDGET = 30
 

@@ -12,7 +12,7 @@ from train_models import load_twin
 from train_sequences import random_sequences
 
 from arl.api.config import TrainConfig
-from arl.api.errors import CheckpointError, EngineClosedError, TrainingError, TransportError
+from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.ray import RayTrainEngine
@@ -172,6 +172,8 @@ def test_the_snapshot_is_rank_0s(engine: RayTrainEngine, tmp_path: Path):
     with pytest.raises(TransportError) as failed:
         snapshot.open_group("http://127.0.0.1:1", 1, "carrier pigeon")
     assert "on rank 0" in str(failed.value.__cause__)
+    with pytest.raises(ConfigError, match=r"no adapters to publish.* set train\.lora"):
+        engine.snapshot_adapter()
     snapshot.release()
     with pytest.raises(TransportError, match="released"):
         snapshot.write(tmp_path / "never")

@@ -54,3 +54,9 @@ def test_a_malformed_demonstration_is_named(make_engine: MakeEngine, example: De
 def test_nothing_to_learn_from_is_an_error(make_engine: MakeEngine):
     with pytest.raises(DatasetError, match="no demonstrations"):
         finetune(make_engine(), [])
+
+
+@pytest.mark.parametrize("settings", [{"epochs": 0}, {"batch_size": 0}])
+def test_a_run_over_nothing_is_refused(settings: dict[str, int], make_engine: MakeEngine):
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        finetune(make_engine(), DEMONSTRATIONS, **settings)

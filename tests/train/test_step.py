@@ -10,14 +10,15 @@ import torch
 from train_models import MakeEngine, load_twin
 from train_sequences import random_sequences, twin_loss
 
-from arl.algorithm.losses import PPOLoss, SFTLoss
+from arl.algorithm.losses import PolicyLoss, SFTLoss
+from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig
-from arl.api.engine import PackedTokens, TokenLosses
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError, EngineClosedError
 from arl.engine.model import transformer_layers
 from arl.engine.optimizer import learning_rate
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 
 
 def twin_steps(directory: Path, config: OptimizerConfig, minibatches, loss) -> tuple[torch.nn.Module, list[float]]:
@@ -56,8 +57,10 @@ def test_steps_equal_those_of_a_plain_loop(any_model_dir: Path, make_engine: Mak
 
 
 def test_metrics_are_token_means_and_maxima_over_the_minibatches(make_engine: MakeEngine):
-    def lengths(current: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
-        return TokenLosses(loss=0 * current, means={"advantage": tokens.advantages}, maxima={"peak": tokens.advantages})
+    def lengths(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        return TokenLosses(
+            loss=0 * outputs.logprobs, means={"advantage": tokens.advantages}, maxima={"peak": tokens.advantages}
+        )
 
     minibatches = [random_sequences(4, seed=1), random_sequences(7, seed=2)]
     metrics = make_engine(max_tokens_per_microbatch=30).train_batch(minibatches, lengths)
@@ -88,11 +91,11 @@ def test_a_step_whose_loss_raised_leaves_no_gradients_behind(make_engine: MakeEn
     sequences = random_sequences(6)
     calls: list[int] = []
 
-    def failing(current: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
+    def failing(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("a user's loss")
-        return LOSS(current, entropy, tokens)
+        return LOSS(outputs, tokens)
 
     engine, untouched = make_engine(max_tokens_per_microbatch=30), make_engine(max_tokens_per_microbatch=30)
     with pytest.raises(RuntimeError, match="a user's loss"):

@@ -16,7 +16,8 @@ from train_sequences import random_sequences
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from arl.algorithm.losses import PPOLoss
+from arl.algorithm.losses import PolicyLoss
+from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, ModelError
 from arl.api.types import TrainSequence
@@ -24,7 +25,7 @@ from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.tensor_parallel import split_layers
 from arl.engine.tiny import tiny_tokenizer
 
-LOSS = PPOLoss(clip_low=0.2, clip_high=0.3, behavior_weight_cap=2.0)
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 BUDGET = 30
 SIZES: dict[str, Any] = {

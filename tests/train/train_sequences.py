@@ -6,9 +6,10 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from arl.algorithm.aggregation import Aggregation, weigh_tokens
-from arl.api.engine import PackedTokens, TokenLoss
-from arl.api.types import TrainSequence
+from arl.algorithm.aggregation import weigh_tokens
+from arl.api.algorithm import Aggregation
+from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
+from arl.api.types import TOKEN_FIELDS, TrainSequence
 
 VOCABULARY = 256
 
@@ -16,7 +17,7 @@ VOCABULARY = 256
 def random_sequences(count: int, seed: int = 0, aggregation: Aggregation = "token_mean") -> list[TrainSequence]:
     """Sequences of 2 to 24 tokens with random masks, advantages, logprobs and temperatures, weighed as a minibatch."""
     generator = torch.Generator().manual_seed(seed)
-    return weigh_tokens([_random_sequence(generator) for _ in range(count)], aggregation)
+    return weigh_tokens([[_random_sequence(generator) for _ in range(count)]], aggregation)
 
 
 def family_sequences(seed: int = 0) -> list[TrainSequence]:
@@ -30,7 +31,7 @@ def family_sequences(seed: int = 0) -> list[TrainSequence]:
         prompt, turn = (torch.randint(0, VOCABULARY, (count,), generator=generator).tolist() for count in (20, 18))
         sequences += [_random_sequence(generator, stem) for stem in [prompt] * 3 + [prompt + turn] * 2]
     again = replace(sequences[0], advantages=-2 * sequences[0].advantages, temperature=0.9)
-    return weigh_tokens([*sequences, again], "token_mean")
+    return weigh_tokens([[*sequences, again]], "token_mean")
 
 
 def _random_sequence(generator: torch.Generator, stem: Sequence[int] = ()) -> TrainSequence:
@@ -70,12 +71,9 @@ def twin_loss(model: PreTrainedModel, sequences: Sequence[TrainSequence], loss: 
         mask = sequence.loss_mask
         current, entropy = twin_logprobs(model, sequence)
         tokens = PackedTokens(
-            behavior_logprobs=sequence.behavior_logprobs[mask],
-            proximal_logprobs=sequence.proximal_logprobs[mask],
-            advantages=sequence.advantages[mask],
-            loss_weights=sequence.loss_weights[mask],
-            versions=sequence.versions[mask],
+            **{name: getattr(sequence, name)[mask] for name in TOKEN_FIELDS},
             sequence_ids=torch.zeros(int(mask.sum()), dtype=torch.int64),
         )
-        total = total + (loss(current, entropy, tokens).loss * sequence.loss_weights[mask]).sum()
+        outputs = TokenOutputs(logprobs=current, entropy=entropy, values=torch.zeros_like(current))
+        total = total + (loss(outputs, tokens).loss * sequence.loss_weights[mask]).sum()
     return total

@@ -15,7 +15,15 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arl.api import ModelResponse, ScriptedTrainEngine, TensorSpec, TokenLosses, TrainSequence, WeightGroup
+from arl.api import (
+    ModelResponse,
+    ScriptedTrainEngine,
+    TensorSpec,
+    TokenLosses,
+    TokenOutputs,
+    TrainSequence,
+    WeightGroup,
+)
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import PackedTokens
 from arl.engine.fsdp import FSDPTrainEngine
@@ -47,8 +55,8 @@ def write_model(directory: Path, *, tied: bool = True, dtype: torch.dtype = torc
     return directory
 
 
-def towards_advantage(current_logprobs: torch.Tensor, entropy: torch.Tensor, tokens: PackedTokens) -> TokenLosses:
-    return TokenLosses(loss=-current_logprobs * tokens.advantages, means={}, maxima={})
+def towards_advantage(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+    return TokenLosses(loss=-outputs.logprobs * tokens.advantages)
 
 
 def sequence(token_ids: Sequence[int], seed: int = 0) -> TrainSequence:

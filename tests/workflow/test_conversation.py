@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
-from arl.api.errors import ModelError, RequestTimeoutError
+from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, TrajectoryError
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from arl.steered_engine import SteeredEngine
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
 
@@ -52,6 +53,7 @@ async def talked(answers: Sequence[str], replies: Sequence[Sequence[tuple[str, s
 
 
 @given(answers=st.lists(TEXT, min_size=1, max_size=3), data=st.data(), ended=st.booleans())
+@settings(deadline=None)
 async def test_the_transcript_reads_as_the_template_renders_the_whole_conversation(
     answers: list[str], data: st.DataObject, ended: bool
 ) -> None:
@@ -68,6 +70,7 @@ async def test_the_transcript_reads_as_the_template_renders_the_whole_conversati
 
 
 @given(answers=st.lists(TEXT, min_size=1, max_size=3), data=st.data())
+@settings(deadline=None)
 async def test_the_mask_covers_the_sampled_tokens_and_nothing_else(answers: list[str], data: st.DataObject) -> None:
     conversation = await talked(answers, [data.draw(RESULTS) for _ in answers[1:]], ended=True)
     trajectory = conversation.trajectory(reward=1.0)
@@ -133,6 +136,59 @@ async def test_versions_logprobs_and_temperature_are_those_of_the_responses() ->
     assert trajectory.behavior_logprobs[-2:] == (-0.5, -0.25)
     assert (trajectory.temperature, trajectory.reward, trajectory.role) == (0.7, 0.5, "solver")
     assert trajectory.metrics == {"calls": 2}
+
+
+async def test_each_sampled_turn_has_its_span_with_its_reward_and_state() -> None:
+    conversation = await talked(["abc", "de"], [[("user", "more")]], ended=True)
+    trajectory = conversation.trajectory(1.0, rewards={"form": 0.5}, turn_rewards=[0.25, 0.0], states=["start", None])
+    first, second = trajectory.turns
+    sampled = [TOKENIZER.decode(list(trajectory.token_ids[turn.start : turn.stop])) for turn in (first, second)]
+    assert sampled == ["abc<|im_end|>", "de<|im_end|>"]
+    assert [(turn.reward, turn.state) for turn in (first, second)] == [(0.25, "start"), (0.0, None)]
+    assert trajectory.rewards == {"form": 0.5}
+
+
+async def test_turns_have_no_reward_and_no_state_unless_given() -> None:
+    trajectory = (await talked(["abc", "de"], [[("tool", "more")]], ended=True)).trajectory(1.0)
+    assert [(turn.reward, turn.state) for turn in trajectory.turns] == [(0.0, None), (0.0, None)]
+    assert trajectory.rewards == {}
+
+
+@pytest.mark.parametrize("name", ["turn_rewards", "states"])
+async def test_turn_by_turn_values_that_are_not_as_many_as_turns_are_named(name: str) -> None:
+    conversation = await talked(["abc", "de"], [[("tool", "more")]], ended=True)
+    with pytest.raises(TrajectoryError, match=f"{name} has 1 entries, but 2 turns were sampled; give one for each"):
+        conversation.trajectory(1.0, **{name: [0.0] if name == "turn_rewards" else ["s"]})
+
+
+async def test_a_trajectory_is_truncated_where_a_length_limit_ended_its_last_turn() -> None:
+    conversation = Conversation(TOKENIZER, user("?"))
+    await conversation.agenerate(saying("abc"), SamplingParams(max_new_tokens=2))
+    assert conversation.trajectory(0.0).is_truncated
+    conversation.add(*user("go on"))
+    await conversation.agenerate(saying("abc"), SAMPLING)
+    assert not conversation.trajectory(0.0).is_truncated
+
+
+async def test_a_trajectory_is_truncated_where_there_was_no_room_for_another_turn() -> None:
+    def is_full(_: ModelRequest) -> list[int]:
+        raise PromptTooLongError("the context is full")
+
+    conversation = await talked(["abc"], [[("tool", "a long result")]], ended=True)
+    with pytest.raises(PromptTooLongError):
+        await conversation.agenerate(ScriptedEngine(is_full), SAMPLING)
+    trajectory = conversation.trajectory(0.0)
+    assert trajectory.is_truncated
+    assert len(trajectory.turns) == 1
+
+
+async def test_a_greedy_episode_makes_a_trajectory_as_any_other() -> None:
+    conversation = Conversation(TOKENIZER, user("?"))
+    engine = SteeredEngine(saying("a", "b"), is_greedy=True)
+    await conversation.agenerate(engine, SamplingParams(temperature=0.7))
+    conversation.add(*user("more"))
+    await conversation.agenerate(engine, SamplingParams(temperature=0.7))
+    assert conversation.trajectory(1.0).temperature == 1.0
 
 
 async def test_turns_of_one_episode_share_a_session_and_episodes_do_not() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from arl.engine.local.adapter_calls import AdapterCalls
+from arl.engine.local.classify import Classify, refusing
 from arl.engine.local.control import Control, Weights
 from arl.engine.local.generate import Generate
 from arl.engine.local.http import (
@@ -26,6 +28,12 @@ from arl.engine.local.openai import OpenAI
 
 Paths = Mapping[str, Handler]
 
+_NO_LANGUAGE_MODEL = "this server has a reward model, which scores sequences and generates none; ask POST /classify"
+_NO_REWARD_MODEL = (
+    "this server has a language model; /classify is for reward models, that is, model directories whose architecture "
+    "is one ForSequenceClassification"
+)
+
 
 def build_app(
     serving: Serving, updating: ThreadPoolExecutor, settings: dict[str, Any], api_key: str | None
@@ -37,6 +45,7 @@ def build_app(
     """
     generate, control, info, openai = Generate(serving), Control(serving), Info(serving, settings), OpenAI(serving)
     weights = Weights(serving, updating, settings["device"], settings["update_timeout_s"])
+    adapters = AdapterCalls(serving, updating)
     app = web.Application(
         middlewares=[not_found_as_json, *([require_key(api_key)] if api_key else [])], client_max_size=MAX_BODY_BYTES
     )
@@ -63,11 +72,19 @@ def build_app(
         "/update_weights_from_distributed": weights.update_from_distributed,
         "/end_weight_update": weights.end_update,
         "/update_weight_version": weights.update_version,
+        "/load_lora_adapter": adapters.load,
+        "/unload_lora_adapter": adapters.unload,
     }
+    is_scorer = serving.scheduler.is_scorer
+    no_language_model, no_reward_model = refusing(_NO_LANGUAGE_MODEL), refusing(_NO_REWARD_MODEL)
     completes: Paths = {
-        "/v1/chat/completions": openai.chat,
-        "/v1/completions": openai.completions,
+        "/v1/chat/completions": no_language_model if is_scorer else openai.chat,
+        "/v1/completions": no_language_model if is_scorer else openai.completions,
         "/tokenize": openai.tokenize,
+    }
+    answers: Paths = {
+        "/generate": no_language_model if is_scorer else generate,
+        "/classify": Classify(serving) if is_scorer else no_reward_model,
     }
     for path, handler in asks.items():
         app.router.add_get(path, answering(handler, control_error))
@@ -75,6 +92,7 @@ def build_app(
         app.router.add_post(path, answering(handler, control_error))
     for path, handler in completes.items():
         app.router.add_post(path, answering(handler, openai_error))
-    app.router.add_post("/generate", answering(generate, generate_error))
-    app.router.add_put("/generate", answering(generate, generate_error))
+    for path, handler in answers.items():
+        app.router.add_post(path, answering(handler, generate_error))
+        app.router.add_put(path, answering(handler, generate_error))
     return app

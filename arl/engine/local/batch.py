@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from arl.engine.local.adapters import Adapter
 from arl.engine.local.attention import Chunk
 from arl.engine.local.job import Job
 from arl.engine.local.prefix import Prefix, PrefixIndex, Retained
-from arl.engine.local.runner import ModelRunner, NamedTensors
+from arl.engine.local.runner import Given, ModelRunner, NamedTensors
 from arl.engine.local.sampler import Sampler, random_stream
 from arl.engine.local.stop import StopStrings
 
@@ -25,10 +26,12 @@ from arl.engine.local.stop import StopStrings
 class Row(Prefix):
     """A sequence in the batch, or waiting for its place. tokens: prompt and output; max_length: its longest.
 
-    stream: its random stream. is_mixed: a part of its keys and values is of older weights.
+    adapter: what its tokens are adapted by, also after it was unloaded. stream: its random stream. is_mixed: a part of
+    its keys and values is of older weights.
     """
 
     job: Job = field(kw_only=True)
+    adapter: Adapter | None = field(kw_only=True)
     max_length: int = field(kw_only=True)
     stream: int = field(kw_only=True)
     stop: tuple[str, ...] = field(kw_only=True)
@@ -40,6 +43,14 @@ class Row(Prefix):
     def num_pending(self) -> int:
         """Tokens to compute until the next one can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_reusable(self) -> int:
+        """How many first tokens need not be computed if their keys and values are known: those of no wanted logits."""
+        before_last = len(self.tokens) - 1
+        if self.job.logprob_start is None or not self.job.lacks_input_logprobs:
+            return before_last
+        return min(before_last, self.job.logprob_start)
 
 
 class Batch:
@@ -88,11 +99,13 @@ class Batch:
             job.abort(problem, 400)
             return False
         sampling = job.sampling
+        adapter = self._runner.adapters.find(job.adapter)
         self._waiting.append(
             Row(
                 [*job.input_ids, *job.output_ids],
-                extra_key=job.extra_key,
+                extra_key=f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key,
                 job=job,
+                adapter=adapter,
                 max_length=min(len(job.input_ids) + sampling.max_new_tokens, self._runner.context_length),
                 stream=random_stream(sampling.seed),
                 stop=tuple(string for string in sampling.stop if string),
@@ -112,6 +125,9 @@ class Batch:
             )
         if min(job.input_ids) < 0 or max(job.input_ids) >= vocab_size:
             return f"input_ids holds an id outside the vocabulary; ids go from 0 to {vocab_size - 1}"
+        if job.adapter and self._runner.adapters.find(job.adapter) is None:
+            loaded = ", ".join(self._runner.adapters.loaded) or "none"
+            return f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}"
         return None
 
     # ---- a step: admit, run, sample, finish -------------------------------------------------------------------
@@ -129,14 +145,22 @@ class Batch:
         token_ids = [row.tokens[-1] for row in decoding]
         positions = [row.num_computed for row in decoding]
         keep = list(range(num_decoding)) if chunks else None
+        given = Given()
         for chunk in chunks:
             row = self._rows[chunk.row]
+            _add_given(given, row.job, chunk, len(token_ids))
             token_ids += row.tokens[chunk.start : chunk.start + chunk.length]
             positions += range(chunk.start, chunk.start + chunk.length)
             if chunk.start + chunk.length == len(row.tokens) and keep is not None:
                 keep.append(len(token_ids) - 1)
+        adapted = [(row.adapter, 1) for row in decoding] + [(self._rows[c.row].adapter, c.length) for c in chunks]
+        self._runner.adapters.use(adapted, self._runner.device)
         self._runner.cache.reserve(len(self._rows), max(positions) + 1)
-        logits = self._runner.forward(token_ids, positions, chunks, keep)
+        if given.at:
+            logits, logprobs = self._runner.forward_given(token_ids, positions, chunks, keep or [], given)
+            self._hand_out(chunks, logprobs)
+        else:
+            logits = self._runner.forward(token_ids, positions, chunks, keep)
         for chunk in chunks:
             self._rows[chunk.row].num_computed += chunk.length
         for row in decoding:
@@ -147,8 +171,20 @@ class Batch:
             if not num_decoding:
                 return []
         sampled = self._rows[:num_decoding]
+        if self._runner.is_scorer:
+            return self._take_scores(sampled, logits.tolist())
         tokens, logprobs = self._sampler_of(sampled).sample(logits, [len(row.tokens) for row in sampled])
         return self._take(sampled, tokens, logprobs)
+
+    def _hand_out(self, chunks: Sequence[Chunk], logprobs: Sequence[float]) -> None:
+        """Give each job its part of the logprobs that the step computed of given tokens."""
+        _check_numbers(logprobs)
+        first = 0
+        for chunk in chunks:
+            job = self._rows[chunk.row].job
+            count = len(_scored(job, chunk))
+            job.input_logprobs += logprobs[first : first + count]
+            first += count
 
     def _sampler_of(self, rows: Sequence[Row]) -> Sampler:
         if self._sampler is None:
@@ -159,13 +195,17 @@ class Batch:
 
     def _take(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Job]:
         """Append what was sampled, and part with the rows that it ends."""
-        if math.isnan(sum(logprobs)):
-            raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")
+        _check_numbers(logprobs)
         version = self.weight_version
         delivered: list[Job] = []
         ended: list[Row] = []
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             job = row.job
+            if job.is_prefill_only:
+                job.finish_reason = {"type": "length", "length": 0}
+                ended.append(row)
+                delivered.append(job)
+                continue
             row.tokens.append(token)
             job.output_ids.append(token)
             job.output_logprobs.append(logprob)
@@ -177,11 +217,25 @@ class Batch:
                 delivered.append(job)
             elif job.stream:
                 delivered.append(job)
+        self._part_with(ended)
+        return delivered
+
+    def _take_scores(self, rows: Sequence[Row], scores: Sequence[list[float]]) -> list[Job]:
+        """Note what a reward model says of prompts that are computed, and part with them."""
+        for row, of_labels in zip(rows, scores, strict=True):
+            _check_numbers(of_labels)
+            row.job.scores = of_labels
+            row.job.versions = [self.weight_version]
+            row.job.finish_reason = {"type": "length", "length": 0}
+        ended = list(rows)
+        self._part_with(ended)
+        return [row.job for row in ended]
+
+    def _part_with(self, ended: Sequence[Row]) -> None:
         for row in ended:
             self._retain(row)
         for row in reversed(ended):
             self._remove(row)
-        return delivered
 
     def _finish_reason(self, row: Row, token: int) -> dict[str, str | int] | None:
         if row.stop and (matched := self._stop_strings.find(row.job.output_ids, row.stop)) is not None:
@@ -209,7 +263,7 @@ class Batch:
             while self._waiting and len(self._rows) < self._max_rows:
                 row = self._waiting.popleft()
                 prefix, common = self._prefixes.find(row.tokens, row.extra_key) or (None, 0)
-                common = min(common, len(row.tokens) - 1)  # the last token's logits are needed in any case
+                common = min(common, row.num_reusable)  # the last token's logits are needed in any case
                 if prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1):
                     deferred.append(row)
                 else:
@@ -225,6 +279,8 @@ class Batch:
         self._rows.append(row)
         row.num_computed = length
         row.is_mixed = False
+        if row.job.lacks_input_logprobs:
+            row.job.input_logprobs.clear()  # those from before a retraction: it begins anew
         if length:
             cache.reserve(len(self._rows), length)
             if isinstance(prefix, Retained):
@@ -331,3 +387,22 @@ class Batch:
     def flush(self) -> None:
         """Forget the prefixes of finished sequences."""
         self._prefixes.clear()
+
+
+def _scored(job: Job, chunk: Chunk) -> range:
+    """The positions in a chunk whose logits give logprobs that the job wants."""
+    if job.logprob_start is None or not job.lacks_input_logprobs:
+        return range(0)
+    return range(max(chunk.start, job.logprob_start), min(chunk.start + chunk.length, len(job.input_ids) - 1))
+
+
+def _add_given(given: Given, job: Job, chunk: Chunk, first: int) -> None:
+    """Note what a chunk, whose tokens begin at index `first` of the step's, has of wanted logprobs."""
+    for position in _scored(job, chunk):
+        given.at.append(first + position - chunk.start)
+        given.targets.append(job.input_ids[position + 1])
+
+
+def _check_numbers(computed: Sequence[float]) -> None:
+    if math.isnan(sum(computed)):
+        raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")

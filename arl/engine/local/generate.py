@@ -14,6 +14,7 @@ from arl.engine.local.http import EventStream, Serving, json_response, read_body
 from arl.engine.local.job import Job
 from arl.engine.local.protocol import (
     GenerateRequest,
+    check_logprob_start,
     meta_info,
     num_settled_tokens,
     parse_generate,
@@ -58,17 +59,26 @@ class Generate:
     async def _plan(self, asked: GenerateRequest) -> tuple[list[_Planned], dict[str, Sequence[Job]]]:
         planned: list[_Planned] = []
         named: dict[str, Sequence[Job]] = {}
-        rows = zip(asked.prompts, asked.samplings, asked.rids, asked.return_logprob, asked.extra_keys, strict=True)
-        for prompt, sampling, rid, return_logprob, extra_key in rows:
+        for i, (prompt, sampling, rid) in enumerate(zip(asked.prompts, asked.samplings, asked.rids, strict=True)):
             input_ids = prompt
             if isinstance(input_ids, str):
                 input_ids = await self._serving.encode(lambda text=input_ids: self._serving.text.encode(text))
             params = sampling.for_prompt(input_ids, self._serving.limits)
-            job = Job(rid=rid, input_ids=input_ids, sampling=params, stream=asked.stream, extra_key=extra_key)
+            check_logprob_start(asked.logprob_starts[i], input_ids)
+            job = Job(
+                rid=rid,
+                input_ids=input_ids,
+                sampling=params,
+                stream=asked.stream,
+                extra_key=asked.extra_keys[i],
+                adapter=asked.adapters[i],
+                logprob_start=asked.logprob_starts[i],
+                is_prefill_only=sampling.max_new_tokens == 0,
+            )
             jobs = samples(job, sampling.n)
             named[rid] = jobs
             named.update({job.rid: [job] for job in jobs})
-            planned += [_Planned(job, sampling.text, return_logprob) for job in jobs]
+            planned += [_Planned(job, sampling.text, asked.return_logprob[i]) for job in jobs]
         if asked.rid is not None:
             named[asked.rid] = [one.job for one in planned]
         return planned, named

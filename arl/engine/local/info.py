@@ -49,7 +49,8 @@ class Info:
                 "model_path": self._serving.model_path,
                 "served_model_name": self._serving.served_model_name,
                 "tokenizer_path": self._serving.model_path,
-                "is_generation": True,
+                "is_generation": not self._serving.scheduler.is_scorer,
+                "vocab_size": self._serving.limits.vocab_size,
                 "weight_version": self._serving.scheduler.weight_version,
                 "load_format": "auto",
                 "has_image_understanding": False,
@@ -83,4 +84,6 @@ class Info:
             "parent": None,
             "max_model_len": self._serving.limits.context_length,
         }
-        return json_response({"object": "list", "data": [card]})
+        loaded = self._serving.scheduler.adapters.loaded.items()
+        adapters = [{**card, "id": id, "root": root, "parent": name, "max_model_len": None} for id, root in loaded]
+        return json_response({"object": "list", "data": [card, *adapters]})

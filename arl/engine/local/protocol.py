@@ -69,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one prompt is continued: n samples, drawn by `params`; max_new_tokens None is as many as fit."""
+    """How one prompt is continued: n samples, drawn by `params`; max_new_tokens None is as many as fit, and 0 none."""
 
     params: SamplingParams
     max_new_tokens: int | None
@@ -100,7 +100,7 @@ def parse_sampling(fields: Any) -> Sampling:
     max_new_tokens = body.integer("max_new_tokens", None if "max_new_tokens" in body else DEFAULT_MAX_NEW_TOKENS)
     sampling = Sampling(
         params=build_params(
-            max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+            max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens or 1,
             temperature=body.number("temperature", 1.0),
             top_p=body.number("top_p", 1.0),
             top_k=body.integer("top_k", -1),
@@ -130,7 +130,9 @@ class GenerateRequest:
     samplings: Sequence[Sampling]
     rids: Sequence[str]
     return_logprob: Sequence[bool]
+    logprob_starts: Sequence[int | None]
     extra_keys: Sequence[str]
+    adapters: Sequence[str]
     rid: str | None
     is_batch: bool
     stream: bool
@@ -142,32 +144,36 @@ class GenerateRequest:
 
 def parse_generate(body: Body) -> GenerateRequest:
     """Read a /generate body; raises ApiError naming the field that is wrong."""
-    prompts, is_batch = _prompts(body)
+    prompts, is_batch = read_prompts(body)
     fields = body.value("sampling_params")
     shared = not isinstance(fields, list)
     samplings = [parse_sampling(fields)] * len(prompts) if shared else [parse_sampling(item) for item in fields]
     _check_count("sampling_params", samplings, prompts)
     if len({sampling.n for sampling in samplings}) > 1:
         raise ApiError("n differs between the sampling_params of one batch; it must be the same for all of them")
-    rids = _rids(body.value("rid"), len(prompts), is_batch)
+    rids = read_rids(body, len(prompts), is_batch)
     logprobs = body.value("return_logprob")
     flags = logprobs if isinstance(logprobs, list) else [bool(logprobs)] * len(prompts)
     _check_count("return_logprob", flags, prompts)
+    starts = _logprob_starts(body.value("logprob_start_len"), prompts)
     request = GenerateRequest(
         prompts=prompts,
         samplings=samplings,
         rids=rids,
         return_logprob=flags,
+        logprob_starts=[start if wanted else None for start, wanted in zip(starts, flags, strict=True)],
         extra_keys=_extra_keys(body, prompts),
+        adapters=_strings(body, "lora_path", prompts),
         rid=body.value("rid") if is_batch and isinstance(body.value("rid"), str) else None,
         is_batch=is_batch,
         stream=body.flag("stream"),
     )
-    body.finish(_HARMLESS, {"top_logprobs_num": 0, "logprob_start_len": -1})
+    body.finish(_HARMLESS, {"top_logprobs_num": 0})
     return request
 
 
-def _prompts(body: Body) -> tuple[Sequence[Any], bool]:
+def read_prompts(body: Body) -> tuple[Sequence[Any], bool]:
+    """Token ids or texts, and whether they came as a batch."""
     ids, text = body.value("input_ids"), body.value("text")
     if ids is None and text is None:
         raise ApiError("Either text, input_ids or input_embeds should be provided.")
@@ -185,6 +191,25 @@ def _prompts(body: Body) -> tuple[Sequence[Any], bool]:
     return (ids if is_batch else [ids]), is_batch
 
 
+def _logprob_starts(given: Any, prompts: Sequence[Any]) -> list[int | None]:
+    values = given if isinstance(given, list) else [given] * len(prompts)
+    _check_count("logprob_start_len", values, prompts)
+    for value in values:
+        if value is not None and type(value) is not int:
+            raise MalformedError(f"logprob_start_len is {shown(given)}; it must be an integer, or a list of integers")
+        if value is not None and value < -1:
+            raise ApiError(f"logprob_start_len is {value}; it must be -1 (of output tokens alone) or a prompt's token")
+    return [None if value == -1 else value for value in values]
+
+
+def check_logprob_start(start: int | None, input_ids: Sequence[int]) -> None:
+    if start is not None and start > len(input_ids):
+        raise ApiError(
+            f"logprob_start_len={start} is higher than the number of input tokens {len(input_ids)}. "
+            "Please use a smaller logprob_start_len."
+        )
+
+
 def _check_count(name: str, values: Sequence[Any], prompts: Sequence[Any]) -> None:
     if len(values) != len(prompts):
         raise ApiError(f"{name} has {len(values)} entries for a batch of {len(prompts)} prompts; they must be equal")
@@ -192,15 +217,18 @@ def _check_count(name: str, values: Sequence[Any], prompts: Sequence[Any]) -> No
 
 def _extra_keys(body: Body, prompts: Sequence[Any]) -> list[str]:
     """For each prompt whose cached prefixes it may share: those of the same salt and key, as one string."""
-    columns: list[Sequence[str]] = []
-    for name in ("cache_salt", "extra_key"):
-        given = body.value(name)
-        values = given if isinstance(given, list) else [given or ""] * len(prompts)
-        _check_count(name, values, prompts)
-        if not all(isinstance(value, str) for value in values):
-            raise MalformedError(f"{name} is {shown(given)}; it must be a string, or a list of strings for a batch")
-        columns.append(values)
+    columns = [_strings(body, name, prompts) for name in ("cache_salt", "extra_key")]
     return [extra_key(*values) for values in zip(*columns, strict=True)]
+
+
+def _strings(body: Body, name: str, prompts: Sequence[Any]) -> list[str]:
+    """A field's string for each prompt: one for all of them, or a list; empty where there is none."""
+    given = body.value(name)
+    values = [value or "" for value in given] if isinstance(given, list) else [given or ""] * len(prompts)
+    _check_count(name, values, prompts)
+    if not all(isinstance(value, str) for value in values):
+        raise MalformedError(f"{name} is {shown(given)}; it must be a string, or a list of strings for a batch")
+    return values
 
 
 def extra_key(cache_salt: str, key: str) -> str:
@@ -208,7 +236,9 @@ def extra_key(cache_salt: str, key: str) -> str:
     return f"{cache_salt}/{key}" if cache_salt else key
 
 
-def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
+def read_rids(body: Body, count: int, is_batch: bool) -> list[str]:
+    """An id for each of `count` prompts, made up where none is given."""
+    rid = body.value("rid")
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
     if isinstance(rid, str):
@@ -260,10 +290,18 @@ def meta_info(job: Job, num_tokens: int, return_logprob: bool) -> dict[str, Any]
     }
     if return_logprob:
         pairs = zip(job.output_logprobs[:num_tokens], job.output_ids[:num_tokens], strict=True)
-        info["input_token_logprobs"] = []
+        info["input_token_logprobs"] = _input_logprobs(job)
         info["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
         info["output_token_logprobs_length"] = num_tokens
     return info
+
+
+def _input_logprobs(job: Job) -> list[tuple[float | None, int, None]]:
+    """From logprob_start on; the first has none, as its context may not have been looked at. All, or none yet."""
+    if job.logprob_start is None or job.lacks_input_logprobs:
+        return []
+    pairs = zip([None, *job.input_logprobs], job.input_ids[job.logprob_start :], strict=False)
+    return [(logprob, token, None) for logprob, token in pairs]
 
 
 def raise_if_failed(jobs: Sequence[Job]) -> None:

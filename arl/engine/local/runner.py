@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from arl.api.errors import ConfigError, ModelError
+from arl.engine.local.adapters import Adapters
 from arl.engine.local.attention import SLOT_ATTENTION, Chunk, SlotBatch
 from arl.engine.local.cache import CacheShape, SlotCache
 from arl.engine.local.stack import DecoderStack, quicken_norms
@@ -19,12 +21,25 @@ from arl.engine.local.weights import StoredForm
 _DEFAULT_CONTEXT = 4096
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
+_HEAD_ROWS = 256
+"""Rows of logits that are held at a time where logprobs of given tokens are wanted: a vocabulary is long."""
+
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Yields (parameter name, tensor); called on the model thread."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Tokens of a step whose successors are given. at: indices into the step's tokens; targets: what follows each."""
+
+    at: list[int] = field(default_factory=list[int])
+    targets: list[int] = field(default_factory=list[int])
+
+
 class ModelRunner:
     """A Hugging Face causal language model over a slot cache. Belongs to one thread at a time.
+
+    Or a reward model, where is_scorer: a sequence classifier, whose "logits" are the scores of its labels.
 
     Raises ModelError when the directory holds no such model or the model needs what the server cannot do, and
     ConfigError for a device or dtype that there is not.
@@ -35,8 +50,11 @@ class ModelRunner:
         self.config = _read_config(model_dir)
         self.tokenizer = _read_tokenizer(model_dir)
         self.context_length = _context_length(self.config, context_length)
-        self.model = _read_model(model_dir, _dtype(dtype)).to(self.device)
+        self.is_scorer = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or ())
+        self.model = _read_model(model_dir, _dtype(dtype), self.is_scorer).to(self.device)
+        self._head = _head(self.model, self.is_scorer)
         self.stored_form = StoredForm(self.model)
+        self.adapters = Adapters(self.model, self._head)
         self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)
@@ -62,7 +80,7 @@ class ModelRunner:
             name = type(self.model).__name__
             raise ModelError(f"{name} cannot run over the embedded server's cache: {error}") from error
         try:
-            self._stack = DecoderStack(self.model, self.context_length)
+            self._stack = DecoderStack(self.model, self._head, self.context_length)
             agrees = torch.allclose(self.forward(tokens, tokens, whole, None), wanted, rtol=1e-4, atol=1e-5)
         except (RuntimeError, TypeError, AttributeError, ValueError):
             agrees = False
@@ -81,19 +99,45 @@ class ModelRunner:
 
         keep: indices into the N tokens; None means all.
         """
+        states, head = self._run(token_ids, positions, chunks, keep)
+        return head(states)
+
+    @torch.inference_mode()
+    def forward_given(
+        self, token_ids: Sequence[int], positions: Sequence[int], chunks: Sequence[Chunk], keep: list[int], given: Given
+    ) -> tuple[torch.Tensor, list[float]]:
+        """What `forward` returns, and the logprobs of given.targets; few rows of their logits are held at a time.
+
+        A model whose layers are not the common decoder's holds the logits of the whole step.
+        """
+        states, head = self._run(token_ids, positions, chunks, [*keep, *given.at])
+        targets = torch.tensor(given.targets, dtype=torch.int64, device=self.device)[:, None]
+        rows = zip(states[len(keep) :].split(_HEAD_ROWS), targets.split(_HEAD_ROWS), strict=True)
+        logprobs = [head(some).float().log_softmax(-1).gather(1, which)[:, 0] for some, which in rows]
+        return head(states[: len(keep)]), torch.cat(logprobs).tolist()
+
+    def _run(
+        self, token_ids: Sequence[int], positions: Sequence[int], chunks: Sequence[Chunk], keep: Sequence[int] | None
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """The states of the tokens at `keep`, and what makes logits of them."""
         num_decoding = len(token_ids) - sum(chunk.length for chunk in chunks)
         batch = SlotBatch.of(self.cache, self._rows, positions[:num_decoding], chunks)
         ids, places = torch.tensor([token_ids, positions], device=self.device).unsqueeze(1)
         kept = None if keep is None else torch.tensor(keep, dtype=torch.int64, device=self.device)
         if self._stack is not None:
-            return self._stack(ids, places, kept, batch)
-        return self.model(
+            return self._stack(ids, places, kept, batch), self._stack.head
+        if self.is_scorer:
+            decoder = self.model.get_decoder()
+            states = decoder(input_ids=ids, position_ids=places, use_cache=False, slot_batch=batch).last_hidden_state[0]
+            return (states if kept is None else states[kept]), self._head
+        logits = self.model(
             input_ids=ids,
             position_ids=places,
             use_cache=False,
             logits_to_keep=0 if kept is None else kept,
             slot_batch=batch,
         ).logits[0]
+        return logits, _as_they_are
 
     @torch.inference_mode()
     def load(self, tensors: NamedTensors) -> None:
@@ -115,6 +159,10 @@ class ModelRunner:
             staged.append((parameter, tensor))
         for parameter, tensor in staged:
             parameter.copy_(tensor)
+
+
+def _as_they_are(logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 def _read_config(model_dir: str) -> Any:
@@ -140,9 +188,10 @@ def _read_tokenizer(model_dir: str) -> Any | None:
     return tokenizer
 
 
-def _read_model(model_dir: str, dtype: torch.dtype) -> Any:
+def _read_model(model_dir: str, dtype: torch.dtype, is_scorer: bool) -> Any:
+    family = AutoModelForSequenceClassification if is_scorer else AutoModelForCausalLM
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = family.from_pretrained(
             model_dir, dtype=dtype, attn_implementation=SLOT_ATTENTION, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -151,6 +200,14 @@ def _read_model(model_dir: str, dtype: torch.dtype) -> Any:
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"the weights in {model_dir} lack {len(missing)} parameters, such as {missing[0]}")
     return model.eval()
+
+
+def _head(model: Any, is_scorer: bool) -> torch.nn.Module:
+    head = getattr(model, "score", None) if is_scorer else model.get_output_embeddings()
+    if head is None:
+        name = type(model).__name__
+        raise ModelError(f"{name} has no head named score; reward models are decoders with a linear one on top")
+    return head
 
 
 def _device(name: str) -> torch.device:
@@ -181,7 +238,8 @@ def _context_length(config: Any, wanted: int | None) -> int:
 def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence tokens by the model's configuration, its generation configuration and the tokenizer if any."""
     found: set[int] = set()
-    for ids in (config.eos_token_id, model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
+    for source in (config, getattr(model, "generation_config", None), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return frozenset(found)

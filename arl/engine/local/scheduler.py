@@ -19,6 +19,7 @@ import torch
 
 from arl.api.config import PauseMode
 from arl.api.errors import EngineClosedError
+from arl.engine.local.adapters import Adapter, Adapters
 from arl.engine.local.batch import Batch
 from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner, NamedTensors
@@ -113,6 +114,11 @@ class Scheduler:
         return self._runner.config
 
     @property
+    def is_scorer(self) -> bool:
+        """Whether the model is a reward model: its jobs end with scores, and sample nothing."""
+        return self._runner.is_scorer
+
+    @property
     def context_length(self) -> int:
         """Longest prompt plus response, in tokens."""
         return self._runner.context_length
@@ -121,6 +127,11 @@ class Scheduler:
     def stored_form(self) -> StoredForm:
         """How weights are named in files and broadcasts, and how `load` wants them."""
         return self._runner.stored_form
+
+    @property
+    def adapters(self) -> Adapters:
+        """To read adapters, and to see which are loaded."""
+        return self._runner.adapters
 
     @property
     def weight_version(self) -> str:
@@ -178,6 +189,14 @@ class Scheduler:
         """
         del flush_cache
         return self._ask(lambda: self._batch.load(tensors, weight_version))
+
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        """Let jobs name it; fails with WeightsError if another has its name."""
+        return self._ask(lambda: self._runner.adapters.add(adapter))
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        """Let no more jobs name it; those that did keep it. Fails with WeightsError if there is none."""
+        return self._ask(lambda: self._runner.adapters.remove(name))
 
     def _ask(self, work: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()

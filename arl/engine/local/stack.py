@@ -19,15 +19,15 @@ _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
 
 class DecoderStack:
-    """Embedding, layers, norm and head of the common decoder (Llama, Qwen2, Qwen3, Mistral, ...).
+    """Embedding, layers and norm of the common decoder (Llama, Qwen2, Qwen3, Mistral, ...), and the model's head.
 
     Raises AttributeError if the model is not built so. That it computes what the model does is for the caller to try.
     """
 
-    def __init__(self, model: Any, context_length: int) -> None:
+    def __init__(self, model: Any, head: nn.Module, context_length: int) -> None:
         base = model.get_decoder()
         self._embed, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
-        self._head = model.get_output_embeddings()
+        self.head = head
         self._rotary = base.rotary_emb
         device = self._embed.weight.device
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -39,7 +39,7 @@ class DecoderStack:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, batch: SlotBatch
     ) -> torch.Tensor:
-        """token_ids and positions int64[1, N]; logits [len(keep), vocabulary] at `keep`, or at all N."""
+        """token_ids and positions int64[1, N]; what `head` takes, [len(keep), hidden], at `keep`, or at all N."""
         states = self._embed(token_ids)
         if self._table is not None:
             rotary = (self._table[0][positions], self._table[1][positions])
@@ -57,7 +57,7 @@ class DecoderStack:
             )
         if keep is not None:
             states = states[:, keep]
-        return self._head(self._norm(states))[0]
+        return self._norm(states)[0]
 
 
 def quicken_norms(model: nn.Module) -> None:

@@ -79,6 +79,7 @@ class DeltaWeights:
     ) -> None:
         """mirrors: by the address of the server."""
         self.version = written.version
+        self.adapter = None
         self.written = written
         self._mirrors = mirrors
         self._worker = worker

@@ -58,7 +58,11 @@ class DiskTransport:
 
     def snapshot(self, engine: TrainEngine) -> WrittenWeights:
         """Copy the weights aside; nothing is written yet."""
-        update = WrittenWeights(engine.snapshot(), self._writer, self._write)
+        return self.take(engine.snapshot())
+
+    def take(self, snapshot: Snapshot) -> WrittenWeights:
+        """A snapshot that is to be written, and let go of, by this transport."""
+        update = WrittenWeights(snapshot, self._writer, self._write)
         self._updates.append(update)
         return update
 
@@ -132,6 +136,7 @@ class WrittenWeights:
         self, snapshot: Snapshot, writer: ThreadPoolExecutor, write: Callable[[Snapshot], DiskWeights]
     ) -> None:
         self.version = snapshot.version
+        self.adapter = None
         self._snapshot = snapshot
         self._writer = writer
         self._write = write

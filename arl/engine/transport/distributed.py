@@ -107,6 +107,7 @@ class DistributedWeights:
     ) -> None:
         self.snapshot = snapshot
         self.version = snapshot.version
+        self.adapter = None
         self.num_bytes = 0
         self._specs = snapshot.specs
         self._buckets = ranges(self._specs, config.bucket_bytes)

@@ -1,0 +1,83 @@
+"""The command `arl`: what can be chosen from.
+
+arl algorithms          # every preset, with its paper and what it is for
+arl algorithms dapo     # the settings of one, as a section of a --config file
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.presets import PRESETS, unknown_preset
+
+DEFAULT = str(AlgorithmConfig.model_fields["preset"].default)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """argv: without the program's name; sys.argv[1:] when None. A wrong one ends the process with code 2."""
+    parser = argparse.ArgumentParser(prog="arl", description="What arl has to choose from.")
+    commands = parser.add_subparsers(title="commands", required=True)
+    algorithms = commands.add_parser("algorithms", help="list the algorithms, or print the settings of one")
+    algorithms.add_argument("name", nargs="?", help="a name of the list; unset: the list")
+    name = parser.parse_args(argv).name
+    if name is None:
+        Console().print(_table())
+    elif name in PRESETS:
+        sys.stdout.write(as_yaml(name))
+    else:
+        sys.stderr.write(f"error: {unknown_preset(name)}\n")
+        raise SystemExit(2)
+
+
+def as_yaml(name: str) -> str:
+    """Every setting of the preset as the section `algorithm` of a --config file, with a note where the default's is
+    another."""
+    about = PRESETS[name]
+    head = f"# {about.about}\n# Paper: {about.paper}. What stands behind a # is the value of {DEFAULT}.\n"
+    return head + "\n".join(_lines({"algorithm": _settings(name)}, {"algorithm": _settings(DEFAULT)})) + "\n"
+
+
+def _table() -> Table:
+    table = Table(box=None, header_style="bold", caption="arl algorithms NAME prints the settings of one")
+    table.add_column("name", no_wrap=True)
+    table.add_column("paper", no_wrap=True)
+    table.add_column("what it is for")
+    for name, about in PRESETS.items():
+        table.add_row(name, about.paper, about.about)
+    return table
+
+
+def _settings(name: str) -> dict[str, Any]:
+    settings = preset(name).model_dump(mode="json")
+    if settings["correction"]["kind"] == "none":
+        # Bounds of no correction are a contradiction, so they cannot be pasted.
+        settings["correction"] = {key: settings["correction"][key] for key in ("kind", "level", "veto")}
+    return settings
+
+
+def _lines(settings: Mapping[str, Any], default: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        other = default.get(name, value)
+        is_noted = name != "preset" and not isinstance(other, dict) and value != other
+        note = f"  # {_scalar(other)}" if is_noted else ""
+        if isinstance(value, dict):
+            yield f"{indent}{name}:{note}"
+            yield from _lines(value, other if isinstance(other, dict) else {}, indent + "  ")
+        else:
+            yield f"{indent}{name}: {_scalar(value)}{note}"
+
+
+def _scalar(value: object) -> str:
+    return yaml.safe_dump(value).splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()

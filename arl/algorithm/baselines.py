@@ -1,0 +1,88 @@
+"""One advantage for each trajectory, from its reward and those of its peers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from arl.algorithm.peers import Peers
+from arl.algorithm.spread import spread_of
+from arl.api.algorithm import ReturnsAdvantage
+from arl.api.errors import TrajectoryError
+
+RELATIVE = ("group_mean", "leave_one_out", "length_weighted")
+"""Baselines that come from the peers themselves: one that is alone, or among equals, has advantage 0 exactly."""
+
+
+def scaled(rewards: Sequence[float], peers: Peers, settings: ReturnsAdvantage) -> list[float]:
+    """(R - baseline) / scale, for each of the peers; batch_std is left to whoever sees the batch."""
+    divisor = divisor_of(rewards, settings.scale)
+    return [c / divisor for c in centred(rewards, peers, settings.baseline)]
+
+
+def divisor_of(rewards: Sequence[float], scale: str) -> float:
+    """group_std: the rewards' sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) + 1e-6; else 1.
+
+    Where all are equal it is 1 too: nothing is scaled up to where a rounding error would count.
+    """
+    return spread_of(rewards).divisor if scale == "group_std" else 1.0
+
+
+def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float]:
+    """R - baseline, for n trajectories with l_i trained tokens each.
+
+        none (REINFORCE):                       R_i
+        greedy (ReMax, 2310.10505):             R_i - the reward of the episode that was decoded greedily
+        group_mean (GRPO, 2402.03300, 4.1.2):   R_i - mean(R)
+        leave_one_out (RLOO, 2402.14740):       R_i - mean of the others' R = (R_i - mean(R)) n / (n - 1)
+        length_weighted (OPO, 2505.23585):      R_i - sum(l R) / sum(l); the plain mean where nothing is trained
+
+    Raises TrajectoryError where a greedy baseline is asked for and the group has none for the role.
+    """
+    if baseline == "none":
+        return list(rewards)
+    if baseline == "greedy":
+        return [r - _greedy_reward(peers) for r in rewards]
+    spread = spread_of(rewards)
+    if spread.std == 0:
+        return [0.0] * len(rewards)
+    if baseline == "length_weighted":
+        lengths = [t.num_trained_tokens for t in peers.trajectories]
+        weighted = math.fsum(n * r for n, r in zip(lengths, rewards, strict=True))
+        mean = weighted / sum(lengths) if sum(lengths) else spread.mean
+        return [r - mean for r in rewards]
+    factor = len(rewards) / (len(rewards) - 1) if baseline == "leave_one_out" else 1.0
+    return [(r - spread.mean) * factor for r in rewards]
+
+
+def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
+    """The sum of each named reward's own advantage (GDPO, 2601.05242), which is then whitened.
+
+    `rewards` take the place of `reward`. A penalty for length is one more of them.
+    Raises TrajectoryError where the peers have not all the same names, or have none.
+    """
+    parts = [[t.rewards[name] for t in peers.trajectories] for name in _reward_names(peers)]
+    parts.append([-p for p in peers.overlong])
+    return [math.fsum(column) for column in zip(*(scaled(part, peers, settings) for part in parts), strict=True)]
+
+
+def _reward_names(peers: Peers) -> list[str]:
+    first = peers.trajectories[0].rewards.keys()
+    where = f"in group {peers.group.group_id}, role {peers.role!r}"
+    if not first:
+        raise TrajectoryError(f"rewards is empty {where}; advantage.separate_rewards needs each trajectory's parts")
+    for trajectory in peers.trajectories:
+        if different := first ^ trajectory.rewards.keys():
+            name = min(different)
+            raise TrajectoryError(f"rewards[{name!r}] is there for some trajectories {where} and not for others")
+    return sorted(first)
+
+
+def _greedy_reward(peers: Peers) -> float:
+    rewards = peers.group.greedy_rewards
+    if peers.role not in rewards:
+        raise TrajectoryError(
+            f"group {peers.group.group_id} has no greedy reward for role {peers.role!r}, only for "
+            f"{sorted(rewards) or 'no role'}; the greedy episode has to return a trajectory of each role"
+        )
+    return rewards[peers.role]

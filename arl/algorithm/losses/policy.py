@@ -1,0 +1,152 @@
+"""The policy's loss, put together from orthogonal parts. c current, p proximal, b behavior logprobs, A advantage.
+
+L = w (surrogate(c, p, A) + what a selection does) + coefficient * KL(c || reference) - entropy * H
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from arl.algorithm.losses.corrections import behavior_weight
+from arl.algorithm.losses.kl import divergence_from_sampler, kl_estimate, unbiased_kl
+from arl.algorithm.losses.ratios import Trajectories, approximated_proximal
+from arl.algorithm.losses.surrogates import PolicyTokens, surrogate
+from arl.api.algorithm import AlgorithmConfig
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+
+STALENESS_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))
+"""By which metrics are told apart: first and last staleness of each, with no end to the last."""
+
+ROUNDING = 1e-4
+"""Below this, |c - p| has no gradient: two forward passes in float32 differ by less, packed in different ways."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A TokenLoss for every AlgorithmConfig.
+
+    proximal: recomputed (tokens.proximal_logprobs), current (c, detached: what recomputing gives before the first
+    optimizer step of a batch), approximated (from c, b and versions) or bypassed (p = b, so r = exp(c - b), w = 1).
+    version: of the weights that the batch was taken with. max_staleness: the run's, which says how many buckets of
+    staleness have metrics of their own; they are the same on every rank.
+
+    Metrics, over all trained tokens:
+
+        ratio, ratio_max             exp(c - p)
+        clip_fraction                share of tokens that the surrogate's trust region holds back: see each surrogate
+        behavior_weight, .._max      w, as corrected
+        behavior_weight_zero         share of tokens that the correction masked or a veto took out
+        behavior_kl_proximal         estimate of KL(b || p), where p is known; of KL(b || c): behavior_kl_current
+        effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
+        entropy                      of the sampling distribution
+        kl_reference                 k3 estimate of KL(c || reference), where one is held, whatever is penalised
+        selected                     share of tokens treated apart, where there is a selection
+        staleness_K/...              ratio, clip_fraction, behavior_kl_proximal, behavior_kl_current and entropy of the
+                                     tokens of staleness K (`3-4`, .., `17+`), and their share of all: tokens
+    """
+
+    config: AlgorithmConfig
+    proximal: Literal["recomputed", "current", "approximated", "bypassed"]
+    version: int
+    max_staleness: int
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig, *, version: int = 0, max_staleness: int = 0) -> PolicyLoss:
+        is_current = config.proximal == "recomputed" and not config.needs_proximal_forward
+        return cls(
+            config=config,
+            proximal="current" if is_current else config.proximal,
+            version=version,
+            max_staleness=max_staleness,
+        )
+
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        config, current, behavior = self.config, outputs.logprobs, tokens.behavior_logprobs
+        trajectories = Trajectories.of(tokens.sequence_ids)
+        proximal = self._proximal_logprobs(current, tokens)
+        terms = PolicyTokens(
+            current=current, proximal=proximal, advantages=tokens.advantages, trajectories=trajectories
+        )
+        policy = surrogate(terms, config.loss)
+        weight = behavior_weight(proximal - behavior, trajectories, config.correction)
+        loss = weight * self._selected(policy.loss, terms, tokens)
+        if config.kl.coefficient > 0 and config.kl.place == "loss":
+            loss = loss + config.kl.coefficient * self._divergence(current, tokens)
+        if config.entropy > 0:
+            loss = loss - config.entropy * outputs.entropy
+        # Where p is bypassed it may be known all the same; where it is not, there is nothing to tell.
+        known = tokens.proximal_logprobs if self.proximal == "bypassed" else proximal
+        is_known = self.proximal != "bypassed" or config.needs_proximal_forward
+        values = {
+            "ratio": terms.ratio.detach(),
+            "clip_fraction": policy.is_clipped.to(current.dtype),
+            **({"behavior_kl_proximal": divergence_from_sampler(known - behavior)} if is_known else {}),
+            "behavior_kl_current": divergence_from_sampler(current.detach() - behavior),
+            "entropy": outputs.entropy.detach(),
+        }
+        return TokenLosses(
+            loss=loss,
+            means={
+                **values,
+                "behavior_weight": weight,
+                "behavior_weight_zero": (weight == 0).to(weight.dtype),
+                **self._optional_metrics(current.detach(), tokens),
+            },
+            maxima={"ratio_max": values["ratio"], "behavior_weight_max": weight},
+            quotients=self._by_staleness(values, tokens.versions),
+            sample_sizes={"effective_sample_size": values["ratio"] if self.proximal == "bypassed" else weight},
+        )
+
+    def _proximal_logprobs(self, current: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+        if self.proximal == "current":
+            return current.detach()
+        if self.proximal == "bypassed":
+            return tokens.behavior_logprobs
+        if self.proximal == "recomputed":
+            return tokens.proximal_logprobs
+        return approximated_proximal(current, tokens.behavior_logprobs, tokens.versions, self.version)
+
+    def _selected(self, loss: torch.Tensor, terms: PolicyTokens, tokens: PackedTokens) -> torch.Tensor:
+        """M2PO and Clip-Cov: no loss for selected tokens. KL-Cov: `coefficient` |c - p| more."""
+        selection = self.config.selection
+        if selection.kind == "kl_cov":
+            distance = terms.log_ratio.abs()
+            # Before the first update c - p is the rounding between two forward passes, whose sign leads nowhere.
+            distance = torch.where(distance < ROUNDING, distance.detach(), distance)
+            return loss + selection.coefficient * distance * tokens.selected
+        return loss if selection.kind == "none" else loss * ~tokens.selected
+
+    def _divergence(self, current: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+        kl, reference = self.config.kl, tokens.reference_logprobs
+        if kl.unbiased:
+            return unbiased_kl(current, tokens.behavior_logprobs, reference, kl.estimator)
+        return kl_estimate(current - reference, kl.estimator)
+
+    def _optional_metrics(self, current: torch.Tensor, tokens: PackedTokens) -> dict[str, torch.Tensor]:
+        metrics: dict[str, torch.Tensor] = {}
+        if self.config.kl.coefficient > 0:
+            metrics["kl_reference"] = kl_estimate(current - tokens.reference_logprobs, "k3")
+        if self.config.selection.kind != "none":
+            metrics["selected"] = tokens.selected.to(current.dtype)
+        return metrics
+
+    def _by_staleness(
+        self, values: Mapping[str, torch.Tensor], versions: torch.Tensor
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        if self.max_staleness == 0:
+            return {}
+        quotients: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        staleness, dtype = self.version - versions, values["ratio"].dtype
+        for first, last in STALENESS_BUCKETS:
+            if first > self.max_staleness:
+                break
+            is_inside = (staleness >= first) & (staleness <= (self.max_staleness if last is None else last))
+            inside = is_inside.to(dtype)
+            name = f"staleness_{first}" + ("+" if last is None else f"-{last}" if last > first else "")
+            quotients[f"{name}/tokens"] = (inside, torch.ones_like(inside))
+            quotients |= {f"{name}/{metric}": (value * inside, inside) for metric, value in values.items()}
+        return quotients

@@ -1,0 +1,129 @@
+"""Losses on pairs: a chosen and a rejected sequence of one unit, whose tokens have advantages 1 and -1.
+
+`paired` makes such units. Each token of a pair carries the pair's whole loss, and the loss weights are 1 / (P n) with P
+pairs in the minibatch and n trained tokens in this one, so that the minibatch's loss is the mean over its pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+from arl.api.types import TrainSequence
+
+Pair = tuple[TrainSequence, TrainSequence]
+"""Chosen, rejected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLoss:
+    """With h = (log-ratio of the chosen) - (log-ratio of the rejected), where a sequence's log-ratio is the sum of
+    c - reference over its trained tokens:
+
+        dpo (Rafailov et al. 2305.18290, eq. 7):   -log sigmoid(beta h)
+        ipo (Azar et al. 2310.12036, eq. 17):      (h - 1 / (2 beta))^2
+
+    label_smoothing e takes a share e of the labels for wrong (dpo alone; Mitchell 2023, "cDPO"):
+    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h). mean_logprobs: the mean over a sequence's tokens in the place
+    of the sum, so that length does not count; for ipo some libraries do so.
+
+    Metrics, means over pairs: margin (beta h), accuracy (share of h > 0), chosen_logratio, rejected_logratio.
+    """
+
+    kind: Literal["dpo", "ipo"] = "dpo"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    mean_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dpo", "ipo"):
+            raise ValueError(f"kind is {self.kind!r}; it must be dpo or ipo")
+        if not self.beta > 0:
+            raise ValueError(f"beta is {self.beta}; it must be above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5")
+        if self.label_smoothing and self.kind == "ipo":
+            raise ValueError("label_smoothing is for kind=dpo; ipo has a target for h instead")
+
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        log_ratio = outputs.logprobs - tokens.reference_logprobs
+        if self.mean_logprobs:
+            log_ratio = log_ratio / _counts(tokens.sequence_ids)
+        is_chosen = tokens.advantages > 0
+        chosen = _per_unit(torch.where(is_chosen, log_ratio, 0), tokens)
+        rejected = _per_unit(torch.where(is_chosen, 0, log_ratio), tokens)
+        h = chosen - rejected
+        if self.kind == "ipo":
+            loss = (h - 1 / (2 * self.beta)).square()
+        else:
+            e = self.label_smoothing
+            loss = -(1 - e) * F.logsigmoid(self.beta * h) - e * F.logsigmoid(-self.beta * h)
+        metrics = {
+            "margin": self.beta * h,
+            "accuracy": (h > 0).to(h.dtype),
+            "chosen_logratio": chosen,
+            "rejected_logratio": rejected,
+        }
+        return TokenLosses(
+            loss=loss[tokens.unit_ids],
+            means={"entropy": outputs.entropy.detach()},
+            weighted={name: value.detach()[tokens.unit_ids] for name, value in metrics.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelLoss:
+    """Bradley-Terry (Ouyang et al. 2203.02155, eq. 1), with a score s, the value of a sequence's one trained token:
+
+        -log sigmoid(s_chosen - s_rejected) + center (s_chosen + s_rejected)^2
+
+    Only differences of scores are determined by pairs; a small `center` (0.01 in Eisenstein et al. 2312.09244) keeps
+    them around 0. Metrics, means over pairs: margin (the difference), accuracy (share above 0), score.
+    """
+
+    center: float = 0.0
+
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        margin = _per_unit(outputs.values * tokens.advantages, tokens)
+        total = _per_unit(outputs.values, tokens)
+        loss = -F.logsigmoid(margin) + self.center * total.square()
+        metrics = {"margin": margin, "accuracy": (margin > 0).to(margin.dtype), "score": total / 2}
+        return TokenLosses(
+            loss=loss[tokens.unit_ids],
+            weighted={name: value.detach()[tokens.unit_ids] for name, value in metrics.items()},
+        )
+
+
+def paired(pairs: Sequence[Pair]) -> list[TrainSequence]:
+    """A minibatch of pairs: units numbered, advantages 1 and -1, and loss weights that make its loss a mean over pairs.
+
+    Pairs without a trained token count nowhere.
+    """
+    counts = [int(chosen.loss_mask.sum() + rejected.loss_mask.sum()) for chosen, rejected in pairs]
+    num_pairs = sum(count > 0 for count in counts)
+    return [
+        replace(
+            sequence,
+            unit=unit,
+            advantages=sign * sequence.loss_mask.to(torch.float32),
+            loss_weights=sequence.loss_mask.to(torch.float32) / max(num_pairs * count, 1),
+        )
+        for unit, (pair, count) in enumerate(zip(pairs, counts, strict=True))
+        for sign, sequence in zip((1.0, -1.0), pair, strict=True)
+    ]
+
+
+def _per_unit(values: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+    """Sums of [M] by unit, [U]."""
+    num_units = int(tokens.unit_ids.max()) + 1 if len(tokens.unit_ids) else 0
+    return values.new_zeros(num_units).index_add(0, tokens.unit_ids, values)
+
+
+def _counts(sequence_ids: torch.Tensor) -> torch.Tensor:
+    """For each token how many trained tokens its sequence has, [M]."""
+    return torch.bincount(sequence_ids)[sequence_ids] if len(sequence_ids) else sequence_ids

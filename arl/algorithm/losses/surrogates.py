@@ -1,0 +1,216 @@
+"""What replaces the policy gradient's objective: each loss of the field as one pure function of a microbatch's tokens.
+
+c current, p proximal logprobs, d = c - p, r = exp(d) with d clamped to +-MAX_LOG_RATIO, A advantage; n_i the trained
+tokens of trajectory i. D_i = sum(d) over them. sg( ) is held fixed under differentiation.
+
+Two things hold for all of them. A token's loss has a gradient in that token's c alone: what a trajectory has in common
+enters it detached, in the form whose gradient, added up over the trajectory, is the paper's. So weights per token
+(corrections, selections, aggregations) mean the same everywhere. And each is given at the scale of its paper under one
+aggregation:
+
+    losses that are means over a trajectory (gspo, gmpo) and losses per token: under sequence_mean the paper's
+    losses that are sums over a trajectory (topr, mirror_descent): under sequence_sum the paper's, over the constant;
+    under sequence_mean each trajectory's is divided by its n_i
+
+Under token_mean and group_mean a trajectory counts by its length, for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from arl.algorithm.losses.ratios import Trajectories, attached, clamped
+from arl.api.algorithm import (
+    CISPOLossConfig,
+    DPPOLossConfig,
+    GMPOLossConfig,
+    GSPOLossConfig,
+    LossConfig,
+    MirrorDescentLossConfig,
+    PPOLossConfig,
+    ReinforceLossConfig,
+    SAPOLossConfig,
+    TOPRLossConfig,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyTokens:
+    """What a surrogate is a function of, float[M] each. current: with gradient. proximal: without."""
+
+    current: torch.Tensor
+    proximal: torch.Tensor
+    advantages: torch.Tensor
+    trajectories: Trajectories
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        return self.current - self.proximal
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        return torch.exp(clamped(self.log_ratio))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Surrogate:
+    """loss float[M], with gradient. is_clipped bool[M]: tokens that the loss's trust region holds back, as it does."""
+
+    loss: torch.Tensor
+    is_clipped: torch.Tensor
+
+
+def surrogate(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
+    match config:
+        case PPOLossConfig():
+            return ppo(tokens, config)
+        case ReinforceLossConfig():
+            return reinforce(tokens)
+        case GSPOLossConfig():
+            return gspo(tokens, config)
+        case GMPOLossConfig():
+            return gmpo(tokens, config)
+        case CISPOLossConfig():
+            return cispo(tokens, config)
+        case SAPOLossConfig():
+            return sapo(tokens, config)
+        case TOPRLossConfig():
+            return topr(tokens, config)
+        case MirrorDescentLossConfig():
+            return mirror_descent(tokens, config)
+        case DPPOLossConfig():
+            return dppo_tv(tokens, config)
+
+
+def ppo(tokens: PolicyTokens, config: PPOLossConfig) -> Surrogate:
+    """PPO's clip (1707.06347, eq. 7), with bounds apart (DAPO, 2503.14476) and dual clip (1912.09729):
+
+        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          and min(L, dual_clip |A|)
+
+    The last concerns A < 0 alone, as L <= 0 elsewhere. A bound that is unset does not bind; without both this is
+    importance sampling, -A r. Clipped: no gradient.
+    """
+    low = 0.0 if config.clip_low is None else 1 - config.clip_low
+    high = torch.inf if config.clip_high is None else 1 + config.clip_high
+    loss, is_clipped = _clipped(tokens.ratio, tokens.advantages, low, high)
+    if config.dual_clip is not None:
+        highest = config.dual_clip * tokens.advantages.abs()
+        is_above = loss > highest
+        loss, is_clipped = torch.where(is_above, highest, loss), is_clipped | is_above
+    return Surrogate(loss=loss, is_clipped=is_clipped)
+
+
+def reinforce(tokens: PolicyTokens) -> Surrogate:
+    """The policy gradient itself (Williams 1992): -A c. No trust region, so nothing is clipped."""
+    return Surrogate(loss=-tokens.advantages * tokens.current, is_clipped=torch.zeros_like(tokens.current).bool())
+
+
+def gspo(tokens: PolicyTokens, config: GSPOLossConfig) -> Surrogate:
+    """GSPO (2507.18071, eq. 5-7), in its token form (eq. 13-14), the same where A is one number per trajectory:
+
+        s = exp(D_i / n_i)      s_t = sg(s) exp(c_t - sg(c_t))      L_t = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
+
+    Clipped: no gradient; with one A, whole trajectories at once.
+    """
+    mean = tokens.trajectories.means(tokens.log_ratio.detach())
+    ratio = attached(torch.exp(clamped(mean)), tokens.current)
+    loss, is_clipped = _clipped(ratio, tokens.advantages, 1 - config.clip_low, 1 + config.clip_high)
+    return Surrogate(loss=loss, is_clipped=is_clipped)
+
+
+def gmpo(tokens: PolicyTokens, config: GMPOLossConfig) -> Surrogate:
+    """GMPO (2507.20673): the geometric mean of token ratios, each clipped before, on the side that A pulls to.
+
+        m_t = min(d_t, clip_high) where A > 0, max(d_t, -clip_low) where A < 0       g = exp(mean(m))       L_i = -A g
+
+    As L_t = -A sg(g) exp(m_t - sg(m_t)), with a gradient of -A g for each token that is not clipped. Where A differs
+    among a trajectory's tokens, each has its own A and sign.
+    """
+    log_ratio, advantages = tokens.log_ratio, tokens.advantages
+    is_above = (advantages > 0) & (log_ratio > config.clip_high)
+    is_below = (advantages < 0) & (log_ratio < -config.clip_low)
+    is_clipped = is_above | is_below
+    moved = torch.where(is_clipped, log_ratio.clamp(-config.clip_low, config.clip_high), log_ratio)
+    mean = torch.exp(clamped(tokens.trajectories.means(moved.detach())))
+    return Surrogate(loss=-advantages * attached(mean, moved), is_clipped=is_clipped)
+
+
+def cispo(tokens: PolicyTokens, config: CISPOLossConfig) -> Surrogate:
+    """CISPO (MiniMax-M1, 2506.13585, eq. 4-5): L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A c.
+
+    Clipped: tokens whose weight is; they keep their gradient.
+    """
+    low = 0.0 if config.clip_low is None else 1 - config.clip_low
+    ratio = tokens.ratio.detach()
+    weight = ratio.clamp(low, 1 + config.clip_high)
+    return Surrogate(loss=-weight * tokens.advantages * tokens.current, is_clipped=weight != ratio)
+
+
+def sapo(tokens: PolicyTokens, config: SAPOLossConfig) -> Surrogate:
+    """SAPO (2511.20347, eq. 5-6): L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive where A > 0.
+
+    The gradient is that of -A r times 4 s (1 - s), s the sigmoid: 1 at r = 1, and falling to 0 on both sides.
+    Clipped: tokens for which this factor is below a half.
+    """
+    # By arithmetic, so that tau has the advantages' dtype.
+    is_positive = (tokens.advantages > 0).to(tokens.advantages.dtype)
+    tau = is_positive * config.tau_positive + (1 - is_positive) * config.tau_negative
+    gate = torch.sigmoid(tau * (tokens.ratio - 1))
+    passed = (4 * gate * (1 - gate)).detach()
+    return Surrogate(loss=-4 / tau * gate * tokens.advantages, is_clipped=passed < 0.5)
+
+
+def topr(tokens: PolicyTokens, config: TOPRLossConfig) -> Surrogate:
+    """TOPR (2503.14286): off-policy REINFORCE, in which good trajectories need no ratio and bad ones have theirs.
+
+        L_i = -sum_t w A_t c_t       w = 1 where A >= 0, sg(min(exp(D_i), ratio_cap)) where A < 0
+
+    The paper's rewards, positive or negative, are the advantages here, and its behavior policy is p: it is bypassed.
+    Clipped: tokens of A < 0 whose trajectory's ratio is capped; they keep their gradient.
+    """
+    total = torch.exp(clamped(tokens.trajectories.sums(tokens.log_ratio.detach())))
+    is_bad = tokens.advantages < 0
+    weight = torch.where(is_bad, total.clamp(max=config.ratio_cap), torch.ones_like(total))
+    loss = -weight * tokens.advantages * tokens.current
+    return Surrogate(loss=loss, is_clipped=is_bad & (total > config.ratio_cap))
+
+
+def mirror_descent(tokens: PolicyTokens, config: MirrorDescentLossConfig) -> Surrogate:
+    """Online policy mirror descent (Kimi k1.5, 2501.12599, eq. 3; K2's, 2507.20534, has 2 tau times its gradient):
+
+        L_i = -A sum_t c_t + tau / 2 D_i^2         as       L_t = -A_t c_t + tau / (2 n_i) D_i^2
+
+    whose gradient is -(A_t - tau D_i), so p is a point that the trajectory is drawn back to. d is clamped in D_i.
+    Clipped: tokens that this pull has brought to a stop or turns round, tau D_i >= A > 0 or tau D_i <= A < 0.
+    """
+    advantages = tokens.advantages
+    total = tokens.trajectories.sums(clamped(tokens.log_ratio.detach()))
+    pull = config.tau * total
+    penalty = pull * total / (2 * tokens.trajectories.counts)
+    # The penalty's value, and its derivative by this token's c.
+    penalty = penalty + pull * (tokens.current - tokens.current.detach())
+    is_stopped = (advantages != 0) & (advantages * (advantages - pull) <= 0)
+    return Surrogate(loss=-advantages * tokens.current + penalty, is_clipped=is_stopped)
+
+
+def dppo_tv(tokens: PolicyTokens, config: DPPOLossConfig) -> Surrogate:
+    """DPPO with a binary total variation (2602.04879, eq. 11-13): the trust region is one of probabilities, not ratios.
+
+        L = -M A r       M = 0 where |exp(c) - exp(p)| > delta and A (r - 1) > 0, else 1
+
+    |exp(c) - exp(p)| is the total variation of the policies if all other tokens are taken for one. The paper's p is
+    the sampler: proximal=bypassed. Clipped: masked.
+    """
+    moved = (torch.exp(tokens.current) - torch.exp(tokens.proximal)).detach()
+    is_masked = ((tokens.advantages > 0) & (moved > config.delta)) | ((tokens.advantages < 0) & (moved < -config.delta))
+    return Surrogate(loss=-tokens.advantages * tokens.ratio * ~is_masked, is_clipped=is_masked)
+
+
+def _clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """max(-A r, -A clip(r, low, high)), and where the second is the larger."""
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
+    return torch.maximum(unclipped, clipped), (clipped > unclipped).detach()

@@ -1,0 +1,33 @@
+"""Advantages for one success in k (Pass@k Training, 2508.10751)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+SUCCESS = 0.5
+"""A reward above this is a success: rewards are meant to be 0 and 1, and penalties may have moved them."""
+
+
+def pass_at_k_advantages(rewards: Sequence[float], k: int) -> list[float]:
+    """What each answer does for the chance that one of k is right: the paper's analytic form.
+
+    Of n answers c are right. A subgroup of k of them has reward 1 if one is right; over all subgroups the mean is rho
+    and the standard deviation sigma, and an answer's advantage is the mean of those of the subgroups it is in:
+
+        rho = 1 - C(n - c, k) / C(n, k)       sigma = sqrt(rho (1 - rho))
+        right: (1 - rho) / sigma              wrong: (1 - rho - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / sigma
+
+    All are 0 where all subgroups have the same reward: with n <= k, when all are wrong, and when fewer than k are.
+    Computed in whole numbers up to the last division. k = 1 is GRPO with the population's standard deviation.
+    """
+    n, num_right = len(rewards), sum(reward > SUCCESS for reward in rewards)
+    num_wrong = n - num_right
+    if n <= k or num_right == 0 or num_wrong < k:
+        return [0.0] * n
+    all_wrong = Fraction(math.comb(num_wrong, k), math.comb(n, k))
+    all_wrong_beside = Fraction(math.comb(num_wrong - 1, k - 1), math.comb(n - 1, k - 1))
+    sigma = math.sqrt(all_wrong * (1 - all_wrong))
+    right, wrong = float(all_wrong) / sigma, float(all_wrong - all_wrong_beside) / sigma
+    return [right if reward > SUCCESS else wrong for reward in rewards]

@@ -1,0 +1,97 @@
+"""Who is compared with whom, and the rewards that are compared."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from arl.algorithm.sequences import Batch, flat
+from arl.api.algorithm import KLConfig, OverlongConfig
+from arl.api.types import Group, TrainSequence, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The trajectories of a group with the same role, as many as there are: who is compared with whom.
+
+    Agents of different roles have rewards of their own, and a group from which episodes were dropped is normalised by
+    those that remain. places: where each lies in the flat batch. outcomes: each one's reward less the penalty for its
+    length; overlong: those penalties. Those that are masked out train nothing, but count in here as the others do.
+    """
+
+    group: Group
+    role: str
+    places: tuple[int, ...]
+    trajectories: tuple[Trajectory, ...]
+    sequences: tuple[TrainSequence, ...]
+    overlong: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def outcomes(self) -> list[float]:
+        return [t.reward - p for t, p in zip(self.trajectories, self.overlong, strict=True)]
+
+    @property
+    def totals(self) -> list[float]:
+        """Outcome and process rewards of each, added up."""
+        return [
+            math.fsum((outcome, *(turn.reward for turn in t.turns), *(t.token_rewards or ())))
+            for t, outcome in zip(self.trajectories, self.outcomes, strict=True)
+        ]
+
+
+def peers_of(groups: Sequence[Group], batch: Batch, overlong: OverlongConfig) -> Iterator[Peers]:
+    sequences, first = flat(batch), 0
+    for group in groups:
+        places: dict[str, list[int]] = defaultdict(list)
+        for i, trajectory in enumerate(group.trajectories):
+            places[trajectory.role].append(i)
+        for role, members in places.items():
+            trajectories = tuple(group.trajectories[i] for i in members)
+            yield Peers(
+                group=group,
+                role=role,
+                places=tuple(first + i for i in members),
+                trajectories=trajectories,
+                sequences=tuple(sequences[first + i] for i in members),
+                overlong=tuple(length_penalty(t.num_trained_tokens, overlong) for t in trajectories),
+            )
+        first += len(group.trajectories)
+
+
+def length_penalty(num_tokens: int, config: OverlongConfig) -> float:
+    """What is subtracted from the reward of a trajectory with so many trained tokens (DAPO, 2503.14476, eq. 13).
+
+    0 up to max_tokens - buffer_tokens, from there rising linearly to `penalty` at max_tokens, and `penalty` beyond.
+    """
+    if config.max_tokens is None:
+        return 0.0
+    over = num_tokens - (config.max_tokens - config.buffer_tokens)
+    if over <= 0:
+        return 0.0
+    return config.penalty * min(over / config.buffer_tokens, 1.0) if config.buffer_tokens else config.penalty
+
+
+def kl_penalties(sequences: Sequence[TrainSequence], kl: KLConfig) -> list[torch.Tensor] | None:
+    """What the KL takes off each token's reward, float64[T], 0 where nothing is trained; None: it is no part of it.
+
+    coefficient * k(d) with d = proximal - reference logprob, and k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d at
+    least -20, so that one token that the policy all but excludes does not outweigh everything. A trajectory that is
+    masked out has none: no logprobs were computed for it.
+    """
+    if kl.coefficient == 0 or kl.place == "loss":
+        return None
+    return [torch.where(s.loss_mask, kl.coefficient * _estimate(s, kl.estimator), 0.0) for s in sequences]
+
+
+def _estimate(sequence: TrainSequence, estimator: str) -> torch.Tensor:
+    distance = sequence.proximal_logprobs.double() - sequence.reference_logprobs.double()
+    if estimator == "k1":
+        return distance
+    return distance**2 / 2 if estimator == "k2" else torch.expm1(-(d := distance.clamp(min=-20.0))) + d

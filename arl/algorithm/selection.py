@@ -1,0 +1,119 @@
+"""Tokens that a loss treats apart, chosen over a whole minibatch before it is split."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from arl.api.algorithm import ClipCovSelection, KLCovSelection, SecondMomentSelection, SelectionConfig
+from arl.api.types import TrainSequence
+
+
+def select_tokens(sequences: Sequence[TrainSequence], config: SelectionConfig, *, seed: int) -> list[TrainSequence]:
+    """The minibatch's sequences, with `selected` set on the tokens that `config` chooses among the trained ones.
+
+    It looks at proximal_logprobs p, behavior_logprobs b and advantages A: at what is known before any update on the
+    batch. Where the papers look at the current logprobs, this looks at p, which is what those are before the first
+    update; so a choice stands for the whole of its minibatch, however it is split later. In PolicyLoss, selected tokens
+    have no policy gradient under second_moment and clip_cov, and coefficient * |c - p| more loss under kl_cov. With one
+    update per batch c is p, and what kl_cov adds has no gradient.
+
+    The choice is a function of the set of sequences, whatever their order, and of `seed` where it is random.
+    """
+    if config.kind == "none":
+        return list(sequences)
+    advantages, proximal, behavior = (
+        torch.cat([getattr(s, name)[s.loss_mask] for s in sequences] or [torch.empty(0)]).double()
+        for name in ("advantages", "proximal_logprobs", "behavior_logprobs")
+    )
+    if config.kind == "second_moment":
+        chosen = largest_moments(proximal - behavior, advantages, config)
+    else:
+        covariances = _centred(proximal) * _centred(advantages)
+        chosen = extreme_covariances(covariances, _random_keys(sequences, seed), config)
+    parts = chosen.split([int(s.loss_mask.sum()) for s in sequences])
+    return [_with_selected(s, part) for s, part in zip(sequences, parts, strict=True)]
+
+
+def largest_moments(log_ratio: torch.Tensor, advantages: torch.Tensor, config: SecondMomentSelection) -> torch.Tensor:
+    """M2PO's mask (2510.01161), bool[N] over N trained tokens, True for those to leave out.
+
+    Only tokens that a clip could concern are looked at: A > 0 with a log-ratio p - b above 0, or A < 0 with one below
+    0. Of these, the ones of largest (p - b)^2 are left out until the mean over the rest is at most config.limit. Equal
+    ones go together, so that no order decides between them, and all go if the smallest is above the limit.
+
+    The authors' code differs: it bounds moments at a threshold in the place of leaving tokens out, leaves ratios near 1
+    alone, and looks at c.
+    """
+    moments = log_ratio.square()
+    is_concerned = advantages * log_ratio > 0
+    ascending = moments[is_concerned].sort().values
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1)
+    # A mean that includes only some of a run of equals is no bound: the last of the run decides.
+    is_last_of_equals = torch.cat([ascending[1:] > ascending[:-1], torch.ones_like(ascending[:1]).bool()])
+    kept = ascending[is_last_of_equals & (means <= config.limit)]
+    largest_kept = kept[-1] if len(kept) else torch.tensor(-1.0)
+    return is_concerned & (moments > largest_kept)
+
+
+def extreme_covariances(
+    covariances: torch.Tensor, keys: torch.Tensor, config: ClipCovSelection | KLCovSelection
+) -> torch.Tensor:
+    """Clip-Cov's and KL-Cov's choice (2505.22617, section 4), bool[N] over N trained tokens.
+
+    covariances: each token's (p - mean p) (A - mean A), both means over the N. Of share * N tokens, rounded down but at
+    least one: clip_cov draws them among those of covariance in [low, high], where there are as many; kl_cov takes those
+    of largest covariance. keys: random numbers, by which tokens are drawn, and the order among equals decided.
+    """
+    chosen = torch.zeros_like(covariances).bool()
+    drawn = keys.argsort()
+    if config.kind == "clip_cov":
+        is_candidate = (covariances >= config.low) & (covariances <= config.high)
+        ranked = drawn[is_candidate[drawn]]
+    else:
+        ranked = drawn[covariances[drawn].argsort(descending=True, stable=True)]
+    chosen[ranked[: max(int(config.share * len(covariances)), 1)]] = True
+    return chosen
+
+
+def _centred(values: torch.Tensor) -> torch.Tensor:
+    # fsum is exact, so the mean does not depend on the order of the sequences.
+    return values - math.fsum(values.tolist()) / max(len(values), 1)
+
+
+def _random_keys(sequences: Sequence[TrainSequence], seed: int) -> torch.Tensor:
+    """A number in [0, 1) for each trained token, float64[N], that follows from seed, sequence and place in it.
+
+    What a model computed plays no part, as it is rounded otherwise in other packings. Sequences that were sampled the
+    same are told apart by number, in the order of their advantages.
+    """
+    contents = [_sampled(sequence) for sequence in sequences]
+    order = sorted(range(len(sequences)), key=lambda i: (contents[i], sequences[i].advantages.tolist()))
+    keys, seen = [torch.empty(0)] * len(sequences), Counter[bytes]()
+    for i in order:
+        seen[contents[i]] += 1
+        origin = hashlib.sha256(contents[i] + f"{seed} {seen[contents[i]]}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(origin[:8], "little", signed=True))
+        row = torch.rand(len(sequences[i]), dtype=torch.float64, generator=generator)
+        keys[i] = row[sequences[i].loss_mask]
+    return torch.cat(keys or [torch.empty(0, dtype=torch.float64)])
+
+
+def _sampled(sequence: TrainSequence) -> bytes:
+    """A digest of what was sampled, and what of it is trained."""
+    content = hashlib.sha256(array("q", sequence.token_ids.tolist()))
+    for values in (sequence.behavior_logprobs, sequence.loss_mask):
+        content.update(array("d", values.tolist()))
+    return content.digest()
+
+
+def _with_selected(sequence: TrainSequence, chosen: torch.Tensor) -> TrainSequence:
+    selected = torch.zeros_like(sequence.loss_mask)
+    selected[sequence.loss_mask] = chosen
+    return replace(sequence, selected=selected)

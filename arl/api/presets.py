@@ -1,0 +1,287 @@
+"""Named algorithms, each a set of values of AlgorithmConfig's fields, with its paper's own constants.
+
+A preset says only in what it differs from BASE. Where a paper trains batches of its own policy, BASE's proximal policy
+takes that policy's place, and the behavior weight what lies between it and the sampler: at staleness 0 the two are the
+same. A preset is bypassed where the paper's one ratio is that to the sampler. Optimizer steps per batch are the
+paper's where its loss differs from the policy gradient only from the second step of a batch on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+BASE: Mapping[str, Any] = {
+    "advantage": {"kind": "returns", "baseline": "group_mean", "scale": "group_std"},
+    "loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2},
+    "selection": {"kind": "none"},
+    "correction": {"kind": "truncate", "level": "token", "upper": 5.0},
+    "kl": {"coefficient": 0.0},
+    "overlong": {},
+    "critic": None,
+    "proximal": "recomputed",
+    "aggregation": "token_mean",
+    "sequence_tokens": 1024,
+    "entropy": 0.0,
+    "dynamic_sampling": False,
+    "epochs": 1,
+    "minibatches": 1,
+}
+"""Decoupled PPO with group-relative advantages, and no penalties."""
+
+_BYPASSED = {"proximal": "bypassed", "correction": {"kind": "none"}}
+_UNCLIPPED = {"clip_low": None, "clip_high": None}
+_CENTRED = {"scale": "none"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """paper: its arXiv number, or authors and year where it has none. about: what it is for, in a sentence.
+    settings: complete, BASE's included."""
+
+    paper: str
+    about: str
+    settings: Mapping[str, Any]
+
+
+def _preset(paper: str, about: str, **changes: Any) -> Preset:
+    settings = dict(BASE)
+    for name, value in changes.items():
+        below = BASE[name]
+        if isinstance(value, dict) and isinstance(below, dict):
+            above = cast("dict[str, Any]", value)
+            below = cast("dict[str, Any]", below)
+            settings[name] = {**below, **above} if above.get("kind", below.get("kind")) == below.get("kind") else above
+        else:
+            settings[name] = value
+    return Preset(paper=paper, about=about, settings=settings)
+
+
+_OF_PPO: Mapping[str, Preset] = {
+    "decoupled_ppo": _preset(
+        "2505.24298",
+        "As AReaL's: PPO's clip around the proximal policy, stale tokens weighed by exp(p - b), here truncated.",
+    ),
+    "naive": _preset(
+        "1707.06347", "PPO's clip around the sampler's policy: what decoupled_ppo is to be compared with.", **_BYPASSED
+    ),
+    "a3po": _preset(
+        "2512.06547",
+        "decoupled_ppo without the forward pass for p, which is put between b and c by their versions.",
+        proximal="approximated",
+        minibatches=4,
+    ),
+    "ppo": _preset(
+        "2203.02155",
+        "PPO with a critic, for process rewards and long episodes; InstructGPT's constants.",
+        advantage={"kind": "gae", "discount": 1.0, "lam": 0.95, "whiten": True},
+        critic={"value_clip": 0.2},
+        kl={"coefficient": 0.02, "estimator": "k1", "place": "reward"},
+        minibatches=8,
+    ),
+}
+
+_OF_GRPO: Mapping[str, Preset] = {
+    "grpo": _preset(
+        "2402.03300",
+        "Group-relative advantages, each trajectory weighing the same, close to the first model.",
+        kl={"coefficient": 0.04, "estimator": "k3"},
+        aggregation="sequence_mean",
+    ),
+    "dr_grpo": _preset(
+        "2503.20783",
+        "GRPO without its biases towards long wrong answers and towards questions of nearly equal rewards.",
+        advantage=_CENTRED,
+        aggregation="sequence_sum",
+        sequence_tokens=3000,
+    ),
+    "dapo": _preset(
+        "2503.14476",
+        "For long reasoning: room to explore upwards, equal groups refilled, overlong answers penalised softly.",
+        loss={"clip_high": 0.28},
+        overlong={"max_tokens": 20480, "buffer_tokens": 4096, "penalty": 1.0},
+        dynamic_sampling=True,
+        minibatches=16,
+    ),
+    "gspo": _preset(
+        "2507.18071",
+        "One ratio and one clip for each trajectory; steadier for mixtures of experts.",
+        loss={"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+        aggregation="sequence_mean",
+        minibatches=4,
+    ),
+    "gmpo": _preset(
+        "2507.20673",
+        "The geometric mean of a trajectory's ratios, which outliers hardly move, in a wide clip.",
+        loss={"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
+        aggregation="sequence_mean",
+        minibatches=8,
+    ),
+    "cispo": _preset(
+        "2506.13585",
+        "MiniMax-M1's: ratios are clipped as weights, so that rare, decisive tokens keep their gradient.",
+        loss={"kind": "cispo", "clip_low": None, "clip_high": 4.0},
+        dynamic_sampling=True,
+        minibatches=16,
+    ),
+    "sapo": _preset(
+        "2511.20347",
+        "A smooth gate in the clip's place, which closes faster for tokens of bad trajectories.",
+        loss={"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
+        aggregation="sequence_mean",
+        minibatches=4,
+    ),
+    "clip_cov": _preset(
+        "2505.22617",
+        "Keeps entropy up: some of the tokens that would lower it most are left out.",
+        loss={"clip_low": 1.0, "clip_high": 1.0},
+        selection={"kind": "clip_cov", "share": 2e-4, "low": 1.0, "high": 5.0},
+        minibatches=8,
+    ),
+    "kl_cov": _preset(
+        "2505.22617",
+        "Keeps entropy up: the tokens that would lower it most are held close to the proximal policy.",
+        loss=_UNCLIPPED,
+        selection={"kind": "kl_cov", "share": 2e-3, "coefficient": 1.0},
+        minibatches=8,
+    ),
+}
+
+_OF_REINFORCE: Mapping[str, Preset] = {
+    "reinforce": _preset(
+        "2402.14740",
+        "The policy gradient with nothing else: rewards as they are, which may come from episodes one by one.",
+        advantage={"baseline": "none", "scale": "none"},
+        loss={"kind": "reinforce"},
+        aggregation="sequence_sum",
+    ),
+    "rloo": _preset(
+        "2402.14740",
+        "REINFORCE with the mean of a group's other rewards as baseline, which leaves the gradient unbiased.",
+        advantage={"baseline": "leave_one_out", "scale": "none"},
+        loss={"kind": "reinforce"},
+        kl={"coefficient": 0.03, "estimator": "k1", "place": "reward"},
+        aggregation="sequence_sum",
+    ),
+    "reinforce++": _preset(
+        "2501.03262",
+        "One episode for each example will do: advantages are whitened over the batch, with a KL in the reward.",
+        advantage={"baseline": "none", "scale": "batch_std"},
+        kl={"coefficient": 0.01, "estimator": "k1", "place": "reward"},
+    ),
+    "reinforce++_baseline": _preset(
+        "2501.03262",
+        "The group's mean subtracted, then whitened over the batch: small groups do not inflate small differences.",
+        advantage={"scale": "batch_std"},
+        kl={"coefficient": 1e-3, "estimator": "k2"},
+    ),
+    "remax": _preset(
+        "2310.10505",
+        "REINFORCE with the reward of one more, greedy episode as baseline: useful with very small groups.",
+        advantage={"baseline": "greedy", "scale": "none"},
+        loss={"kind": "reinforce"},
+        aggregation="sequence_sum",
+    ),
+    "opo": _preset(
+        "2505.23585",
+        "REINFORCE with the baseline of least variance, the mean weighted by length; made for fresh batches.",
+        advantage={"baseline": "length_weighted", "scale": "none"},
+        loss={"kind": "reinforce"},
+    ),
+    "topr": _preset(
+        "2503.14286",
+        "For old data: good trajectories are imitated as they are, bad ones only as far as they are still likely.",
+        advantage=_CENTRED,
+        loss={"kind": "topr", "ratio_cap": 1.0},
+        aggregation="sequence_sum",
+        **_BYPASSED,
+    ),
+    "mirror_descent": _preset(
+        "2501.12599",
+        "Kimi's: no ratio weighs anything; trajectories are pulled back to the policy that sampled them.",
+        advantage=_CENTRED,
+        loss={"kind": "mirror_descent", "tau": 0.1},
+        aggregation="sequence_sum",
+        **_BYPASSED,
+    ),
+}
+
+_OF_ADVANTAGES: Mapping[str, Preset] = {
+    "gdpo": _preset(
+        "2601.05242",
+        "For several named rewards: each is normalised in its group apart, so that none drowns the others.",
+        advantage={"separate_rewards": True},
+    ),
+    "pass_at_k": _preset(
+        "2508.10751",
+        "Rewards a group for one success among k answers: explores where single answers mostly fail.",
+        advantage={"kind": "pass_at_k", "k": 4},
+    ),
+    "gigpo": _preset(
+        "2505.10978",
+        "For agents that meet the same states again: turns are compared with turns from the same state.",
+        advantage={"kind": "gigpo", "step_weight": 1.0, "turn_discount": 0.95, "scale": "group_std"},
+        kl={"coefficient": 0.01, "estimator": "k3"},
+    ),
+    "raft++": _preset(
+        "2504.11343",
+        "Rejection sampling: trains on the trajectories with a reward alone, within PPO's clip.",
+        advantage={"kind": "rejection", "threshold": 0.0},
+        aggregation="sequence_mean",
+        minibatches=4,
+    ),
+    "distillation": _preset(
+        "2306.13649",
+        "The student's own tokens, each rewarded with how much likelier a teacher finds it (token_rewards).",
+        advantage={"kind": "distillation"},
+        loss=_UNCLIPPED,
+    ),
+}
+
+_OF_CORRECTIONS: Mapping[str, Preset] = {
+    "importance_sampling": _preset(
+        "Precup et al. 2000",
+        "-A exp(c - b), without any clip: unbiased token by token, and as noisy.",
+        loss=_UNCLIPPED,
+        **_BYPASSED,
+    ),
+    "tis": _preset(
+        "Yao et al. 2025",
+        "For servers that compute a little differently: each token's weight exp(p - b) is at most 2.",
+        correction={"kind": "truncate", "upper": 2.0},
+    ),
+    "mis": _preset(
+        "Liu et al. 2025",
+        "Trajectories that the trainer finds more than twice as likely as the sampler did are left out.",
+        correction={"kind": "mask", "level": "sequence", "upper": 2.0},
+    ),
+    "icepop": _preset(
+        "2510.18855",
+        "Tokens on which trainer and sampler disagree, either way, are left out; for mixtures of experts.",
+        correction={"kind": "icepop", "lower": 0.5, "upper": 5.0},
+    ),
+    "m2po": _preset(
+        "2510.01161",
+        "For data hundreds of versions old: the few tokens that moved most are left out, the others not clipped.",
+        loss=_UNCLIPPED,
+        selection={"kind": "second_moment", "limit": 0.04},
+        **_BYPASSED,
+    ),
+    "dppo_tv": _preset(
+        "2602.04879",
+        "Trusts a region of probabilities, not of ratios: rare tokens may move far, frequent ones may not.",
+        loss={"kind": "dppo_tv", "delta": 0.15},
+        **_BYPASSED,
+    ),
+}
+
+PRESETS: Mapping[str, Preset] = {**_OF_PPO, **_OF_GRPO, **_OF_REINFORCE, **_OF_ADVANTAGES, **_OF_CORRECTIONS}
+
+
+def unknown_preset(name: object) -> str:
+    """What to say to someone who asked for a preset that does not exist."""
+    close = difflib.get_close_matches(str(name), PRESETS, n=3, cutoff=0.5)
+    advice = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"no preset is named {name!r}; {advice}`arl algorithms` lists all of them"

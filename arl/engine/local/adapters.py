@@ -1,0 +1,184 @@
+"""Low-rank adapters beside the model: read from peft's files, and added in the layers for the tokens that have them.
+
+    y = W x + alpha / rank * B A x        for a token whose request names the adapter, else y = W x
+
+A step computes tokens of many requests in one row. Each linear layer runs once over all of them, and then, for each
+adapter of the step, over those tokens that it belongs to. So requests of several adapters, and of none, share a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from arl.engine.local.weights import WeightsError, named
+
+_PREFIX = "base_model.model."
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_UNSUPPORTED = (
+    "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern",
+    "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
+)  # fmt: skip
+"""What peft's configuration can ask for beside A and B of one rank and scale."""
+
+Tokens = Sequence[tuple["Adapter | None", int]]
+"""Runs of a step's tokens, in order: what they are adapted by, and how many they are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """One layer's update in the form in which it is applied: x @ a @ b. a [in, rank]; b [rank, out], scaled."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Adapter:
+    """An adapter that fits the model. layers: by the names of the model's modules.
+
+    key: names it among all that ever had its name, so that nobody finds keys and values of another.
+    """
+
+    name: str
+    path: str
+    layers: Mapping[str, Factors]
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class Adapters:
+    """A model's adapters. `read` and `loaded` may be called from any thread, the rest belongs to the model's."""
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        """head: what logits are made by, of some of a step's tokens; it is not adapted. Nor are experts, for the same
+        reason."""
+        self._linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not head and ".experts." not in name
+        }
+        self._loaded: dict[str, Adapter] = {}
+        self._groups: list[tuple[Adapter, torch.Tensor | None]] = []
+        self._is_installed = False
+
+    @property
+    def loaded(self) -> dict[str, str]:
+        """Name -> directory."""
+        return {name: adapter.path for name, adapter in self._loaded.copy().items()}
+
+    def find(self, name: str) -> Adapter | None:
+        return self._loaded.get(name)
+
+    def read(self, name: str, directory: str) -> Adapter:
+        """Read peft's files. Raises WeightsError, saying what is missing, does not fit, or is not supported."""
+        if not os.path.isabs(directory) or not Path(directory).is_dir():
+            raise WeightsError(f"lora_path is {directory!r}, which is not an absolute path of a directory here")
+        scale = _scale(Path(directory, _CONFIG))
+        tensors = _tensors(Path(directory, _WEIGHTS))
+        layers = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
+        factors = {layer.removeprefix(_PREFIX): self._factors(layer, tensors, scale) for layer in sorted(layers)}
+        if unknown := sorted(tensors):
+            raise WeightsError(f"{directory} holds {named(unknown)}, which no layer has a use for")
+        return Adapter(name=name, path=directory, layers=factors)
+
+    def _factors(self, layer: str, tensors: dict[str, torch.Tensor], scale: float) -> Factors:
+        """Take a layer's A and B out of `tensors`."""
+        module = self._linears.get(layer.removeprefix(_PREFIX))
+        if module is None or not layer.startswith(_PREFIX):
+            raise WeightsError(f"the served model has no linear layer {layer.removeprefix(_PREFIX)} to adapt")
+        a = tensors.pop(f"{layer}.lora_A.weight")
+        b = tensors.pop(f"{layer}.lora_B.weight", None)
+        if b is None or a.dim() != 2 or a.shape[1] != module.in_features or b.shape != (module.out_features, len(a)):
+            told = f"A {list(a.shape)} and B {None if b is None else list(b.shape)}"
+            wanted = f"A [rank, {module.in_features}] and B [{module.out_features}, rank]"
+            raise WeightsError(f"{layer.removeprefix(_PREFIX)} has {told}; it must have {wanted}")
+        like = module.weight
+        return Factors(a.T.to(like).contiguous(), (b.float() * scale).T.to(like).contiguous())
+
+    def add(self, adapter: Adapter) -> None:
+        """Let requests name it. Raises WeightsError if another has its name."""
+        if adapter.name in self._loaded:
+            raise WeightsError(f"Failed to load LoRA adapter {adapter.name} because it is already loaded")
+        if not self._is_installed:
+            for name, module in self._linears.items():
+                module.forward = self._adapted(name, module.forward)  # pyright: ignore[reportAttributeAccessIssue]
+            self._is_installed = True
+        self._loaded[adapter.name] = adapter
+
+    def remove(self, name: str) -> None:
+        """Let no more requests name it; those that did keep it to their end. Raises WeightsError if there is none."""
+        if self._loaded.pop(name, None) is None:
+            raise WeightsError(f"LoRA with name {name} does not exist. Loaded LoRAs: {', '.join(self._loaded)}")
+
+    def use(self, tokens: Tokens, device: torch.device) -> None:
+        """Which adapters the tokens of the next step have."""
+        self._groups = []
+        present = dict.fromkeys(adapter for adapter, _ in tokens)
+        if None not in present and len(present) == 1:
+            self._groups = [(adapter, None) for adapter in present if adapter is not None]
+            return
+        for adapter in present:
+            if adapter is not None:
+                self._groups.append((adapter, torch.tensor(list(_places(adapter, tokens)), device=device)))
+
+    def _adapted(
+        self, name: str, own: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A layer's forward, `own`, followed by what the step's adapters add to it."""
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            y = own(x)
+            flat_x, flat_y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+            for adapter, places in self._groups:
+                if (factors := adapter.layers.get(name)) is None:
+                    continue
+                if places is None:
+                    flat_y.addmm_(flat_x @ factors.a, factors.b)
+                else:
+                    flat_y.index_add_(0, places, flat_x[places] @ factors.a @ factors.b)
+            return y
+
+        return forward
+
+
+def _places(adapter: Adapter, tokens: Tokens) -> Iterable[int]:
+    start = 0
+    for owner, count in tokens:
+        if owner is adapter:
+            yield from range(start, start + count)
+        start += count
+
+
+def _scale(file: Path) -> float:
+    """alpha / rank, of an adapter that is nothing but A and B."""
+    try:
+        config = json.loads(file.read_text())
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{file} is not a configuration as peft writes it: {error!r}") from error
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise WeightsError(f"{file.parent} holds an adapter of type {kind}; this server knows LORA alone")
+    if asked := [name for name in _UNSUPPORTED if config.get(name)]:
+        raise WeightsError(f"{file.parent} needs {named(asked)}, which this server does not support")
+    if config.get("bias", "none") != "none":
+        raise WeightsError(
+            f"{file.parent} trains biases (bias is {config['bias']}), which this server does not support"
+        )
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"cannot read {file}: {error}") from error

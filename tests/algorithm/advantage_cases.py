@@ -1,0 +1,148 @@
+"""Groups to estimate advantages from, by hand and at random, and every way of estimating them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from arl.algorithm.advantages import with_advantages
+from arl.algorithm.sequences import Batch, to_sequences
+from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.types import Group, Trajectory, TurnSpan
+
+Settings = dict[str, Any]
+MASK = (0, 1, 0, 1)
+
+
+def trajectory(reward: float = 0.0, mask: Sequence[int] = MASK, **changes: Any) -> Trajectory:
+    """A trajectory of one token for each entry of `mask`, the trained ones sampled."""
+    fields: Settings = {
+        "token_ids": tuple(range(len(mask))),
+        "loss_mask": tuple(mask),
+        "behavior_logprobs": tuple(-0.5 * m for m in mask),
+        "versions": tuple(3 if m else -1 for m in mask),
+        "reward": reward,
+    }
+    return Trajectory(**fields | changes)
+
+
+def group(*trajectories: Trajectory, group_id: int = 0, greedy_rewards: dict[str, float] | None = None) -> Group:
+    return Group(
+        group_id=group_id,
+        example_id=(0, group_id),
+        stamp=0,
+        trajectories=trajectories,
+        episode_indices=tuple(range(len(trajectories))),
+        greedy_rewards=greedy_rewards or {},
+    )
+
+
+def of_rewards(*rewards: float) -> Group:
+    return group(*map(trajectory, rewards))
+
+
+def config_of(advantage: Settings, **others: Any) -> AlgorithmConfig:
+    """Decoupled PPO with these advantages, and a critic where they need one."""
+    critic = {"critic": {}} if advantage.get("kind") == "gae" else {}
+    return preset("decoupled_ppo", advantage=advantage, **critic, **others)
+
+
+def returns(baseline: str = "none", scale: str = "none", **others: Any) -> Settings:
+    return {"kind": "returns", "baseline": baseline, "scale": scale, **others}
+
+
+def advantages_of(groups: Sequence[Group], advantage: Settings, **others: Any) -> list[list[list[float]]]:
+    """For each group and each of its trajectories its tokens' advantages, with nothing forwarded beforehand."""
+    config = config_of(advantage, **others)
+    batch = with_advantages(groups, to_sequences(groups, config.overlong), config)
+    return [[sequence.advantages.tolist() for sequence in sequences] for sequences in batch]
+
+
+def one_each(groups: Sequence[Group], advantage: Settings, **others: Any) -> list[list[float]]:
+    """For each group the one advantage that each of its trajectories has, at its first trained token."""
+    tokens = advantages_of(groups, advantage, **others)
+    return [
+        [values[t.loss_mask.index(1)] for values, t in zip(rows, g.trajectories, strict=True)]
+        for rows, g in zip(tokens, groups, strict=True)
+    ]
+
+
+def forwarded(batch: Batch, seed: int = 0) -> Batch:
+    """The batch with logprobs and values as forward passes would have filled them in: 0 where nothing is trained."""
+    filled: Batch = []
+    for group_index, sequences in enumerate(batch):
+        rows = []
+        for index, sequence in enumerate(sequences):
+            generator = torch.Generator().manual_seed(seed + 1000 * group_index + index)
+            noise = torch.rand(3, len(sequence), generator=generator) * sequence.loss_mask
+            rows.append(
+                replace(sequence, proximal_logprobs=-noise[0], reference_logprobs=-2 * noise[1], values=noise[2])
+            )
+        filled.append(rows)
+    return filled
+
+
+def random_groups(seed: int, *, has_process: bool = True, max_groups: int = 4) -> list[Group]:
+    """Groups of 1 to 6 trajectories in two roles, of 1 to 12 tokens: some untrained, truncated, in turns, rewarded."""
+    rng = random.Random(seed)
+    groups = []
+    for group_id in range(rng.randint(1, max_groups)):
+        members = [_random_trajectory(rng, has_process) for _ in range(rng.randint(1, 6))]
+        greedy = {"agent": rng.choice((0.0, 0.5, 1.0)), "critic": rng.random()}
+        groups.append(group(*members, group_id=group_id, greedy_rewards=greedy))
+    return groups
+
+
+def _random_trajectory(rng: random.Random, has_process: bool) -> Trajectory:
+    length = rng.randint(1, 12)
+    share = rng.choice((0.0, 0.4, 1.0))
+    mask = (0, *(int(rng.random() < share) for _ in range(length - 1)))
+    cuts = sorted(rng.sample(range(1, length + 1), k=min(rng.choice((0, 0, 2, 4, 6)), length // 2 * 2)))
+    spans = zip(cuts[::2], cuts[1::2], strict=True)
+    return trajectory(
+        rng.choice((0.0, 1.0, 1.0, rng.uniform(-3, 3))),
+        mask,
+        role=rng.choice(("agent", "agent", "critic")),
+        rewards={"right": float(rng.random() < 0.5), "brief": rng.uniform(-1, 1)},
+        is_truncated=rng.random() < 0.2,
+        token_rewards=tuple(rng.gauss(0, 1) for _ in range(length)) if has_process and rng.random() < 0.6 else None,
+        turns=tuple(
+            TurnSpan(start=a, stop=b, state=rng.choice((None, "x", "y")), reward=rng.gauss(0, 1) * has_process)
+            for a, b in spans
+        ),
+    )
+
+
+BASELINES = ("none", "group_mean", "leave_one_out", "greedy", "length_weighted")
+SCALES = ("none", "group_std", "batch_std")
+KL = [{"coefficient": 0.3, "place": "reward", "estimator": estimator} for estimator in ("k1", "k2", "k3")]
+OVERLONG = {"mask_truncated": True, "max_tokens": 5, "buffer_tokens": 3, "penalty": 0.7}
+
+ESTIMATORS: list[tuple[Settings, Settings]] = [
+    *((returns(b, s), {}) for b in BASELINES for s in SCALES),
+    *((returns(b, s, token_discount=0.9, turn_discount=0.5), {"kl": KL[2]}) for b in BASELINES for s in SCALES),
+    (returns("none", token_discount=0.0), {"kl": KL[0]}),
+    (returns("none"), {"kl": KL[2] | {"place": "loss"}}),
+    (returns("leave_one_out", turn_discount=0.0), {"kl": KL[1], "overlong": OVERLONG | {"mask_truncated": False}}),
+    ({"kind": "distillation", "coefficient": 0.6}, {}),
+    *((returns(b, s, separate_rewards=True), {}) for b in ("group_mean", "leave_one_out") for s in SCALES),
+    (returns("group_mean", "group_std", separate_rewards=True), {"overlong": OVERLONG}),
+    (returns("group_mean", "batch_std"), {"overlong": OVERLONG}),
+    *(({"kind": "pass_at_k", "k": k}, {}) for k in (1, 2, 3)),
+    ({"kind": "pass_at_k", "k": 2}, {"overlong": OVERLONG}),
+    ({"kind": "rejection", "threshold": 0.4}, {}),
+    *(({"kind": "gigpo", "scale": scale, "step_weight": 0.8}, {}) for scale in ("none", "group_std")),
+    ({"kind": "gigpo", "turn_discount": 0.0}, {"overlong": OVERLONG}),
+    *(({"kind": "gae", "discount": d, "lam": lam}, {}) for d in (1.0, 0.9, 0.0) for lam in (1.0, 0.95, 0.0)),
+    ({"kind": "gae", "lam": 0.95, "whiten": False}, {"kl": KL[2], "overlong": OVERLONG}),
+]
+"""Every estimator with its options: (advantage, the other sections)."""
+
+
+def name_of(estimator: object) -> str:
+    """A test's name for one of ESTIMATORS' parts."""
+    if not isinstance(estimator, dict):
+        return str(estimator)
+    return "-".join(f"{key}={value}" for key, value in estimator.items() if key != "kind" or value != "returns")[:60]

@@ -1,0 +1,302 @@
+"""Every advantage estimator the slow way: number by number, in plain Python, straight from its definition."""
+
+import itertools
+import math
+import statistics
+
+from arl.algorithm.sequences import Batch
+from arl.api.algorithm import (
+    AlgorithmConfig,
+    DistillationAdvantage,
+    GAEAdvantage,
+    GiGPOAdvantage,
+    PassAtKAdvantage,
+    RejectionAdvantage,
+    ReturnsAdvantage,
+)
+from arl.api.types import Group, TrainSequence, Trajectory
+
+EPSILON = 1e-6
+Member = tuple[Group, Trajectory, TrainSequence]
+Numbers = list[float]
+
+
+def reference_advantages(groups: list[Group], batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
+    """For each group and trajectory its tokens' advantages."""
+    members = [
+        [(g, t, s) for t, s in zip(g.trajectories, sequences, strict=True)]
+        for g, sequences in zip(groups, batch, strict=True)
+    ]
+    raw = [[_of_one(member, peers, config) for member in peers] for peers in members]
+    masked = [
+        [[a if m else 0.0 for a, m in zip(row, member[2].loss_mask.tolist(), strict=True)] for row, member in pairs]
+        for pairs in (zip(rows, peers, strict=True) for rows, peers in zip(raw, members, strict=True))
+    ]
+    return _whitened(masked, batch, config)
+
+
+def reference_returns(groups: list[Group], batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
+    """What the critic learns of each token, by GAE."""
+    rows = []
+    for g, sequences in zip(groups, batch, strict=True):
+        row = []
+        for t, s in zip(g.trajectories, sequences, strict=True):
+            advantages, values = _gae(t, s, config), s.values.tolist()
+            row.append(
+                [(a + v) if m else 0.0 for a, v, m in zip(advantages, values, s.loss_mask.tolist(), strict=True)]
+            )
+        rows.append(row)
+    return rows
+
+
+def _of_one(member: Member, group: list[Member], config: AlgorithmConfig) -> Numbers:
+    _, me, sequence = member
+    peers = [m for m in group if m[1].role == me.role]
+    place = next(i for i, m in enumerate(peers) if m[1] is me and m[2] is sequence)
+    settings = config.advantage
+    if isinstance(settings, ReturnsAdvantage):
+        return _returns(place, peers, config, settings)
+    if isinstance(settings, GAEAdvantage):
+        return _gae(me, sequence, config)
+    if isinstance(settings, GiGPOAdvantage):
+        return _gigpo(place, peers, config, settings)
+    if isinstance(settings, DistillationAdvantage):
+        given = me.token_rewards or (0.0,) * len(me.token_ids)
+        moved = [
+            b - p for b, p in zip(sequence.behavior_logprobs.tolist(), sequence.proximal_logprobs.tolist(), strict=True)
+        ]
+        return [r + settings.coefficient * m for r, m in zip(given, moved, strict=True)]
+    totals = [_total(t, config) for _, t, _ in peers]
+    if isinstance(settings, PassAtKAdvantage):
+        return [_pass_at_k(place, [total > 0.5 for total in totals], settings.k)] * len(me.token_ids)
+    assert isinstance(settings, RejectionAdvantage)
+    return [1.0 if totals[place] > settings.threshold else 0.0] * len(me.token_ids)
+
+
+# Rewards --------------------------------------------------------------------------------------------------------------
+
+
+def _penalty(trajectory: Trajectory, config: AlgorithmConfig) -> float:
+    limit, buffer = config.overlong.max_tokens, config.overlong.buffer_tokens
+    length = sum(trajectory.loss_mask)
+    if limit is None or length <= limit - buffer:
+        return 0.0
+    if length >= limit:
+        return config.overlong.penalty if length > limit or buffer else 0.0
+    return config.overlong.penalty * (length - (limit - buffer)) / buffer
+
+
+def _outcome(trajectory: Trajectory, config: AlgorithmConfig) -> float:
+    return trajectory.reward - _penalty(trajectory, config)
+
+
+def _total(trajectory: Trajectory, config: AlgorithmConfig) -> float:
+    process = sum(trajectory.token_rewards or ()) + sum(turn.reward for turn in trajectory.turns)
+    return _outcome(trajectory, config) + process
+
+
+def _kl(sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
+    if config.kl.place == "loss":
+        return [0.0] * len(sequence)
+    penalties = []
+    proximal, reference = sequence.proximal_logprobs.tolist(), sequence.reference_logprobs.tolist()
+    for p, q, trained in zip(proximal, reference, sequence.loss_mask.tolist(), strict=True):
+        d = p - q
+        estimate = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[config.kl.estimator]
+        penalties.append(config.kl.coefficient * estimate if trained else 0.0)
+    return penalties
+
+
+def _owner(trajectory: Trajectory, token: int) -> int | None:
+    """The last trained token at or before this one."""
+    return next((t for t in range(token, -1, -1) if trajectory.loss_mask[t]), None)
+
+
+def _credited(trajectory: Trajectory) -> Numbers:
+    """What each token has of the rewards of tokens."""
+    credited = [0.0] * len(trajectory.token_ids)
+    for token, reward in enumerate(trajectory.token_rewards or ()):
+        owner = _owner(trajectory, token)
+        if owner is not None:
+            credited[owner] += reward
+    return credited
+
+
+# Among peers ----------------------------------------------------------------------------------------------------------
+
+
+def _std(numbers: Numbers) -> float:
+    return statistics.stdev(numbers) if len(set(numbers)) > 1 else 0.0
+
+
+def _scaled(value: float, std: float, scale: str) -> float:
+    return value / (std + EPSILON) if scale == "group_std" and std else value
+
+
+def _compared(place: int, rewards: Numbers, peers: list[Member], settings: ReturnsAdvantage) -> float:
+    mine, others = rewards[place], rewards[:place] + rewards[place + 1 :]
+    if settings.baseline not in ("none", "greedy") and len(set(rewards)) == 1:
+        return 0.0
+    lengths = [sum(t.loss_mask) for _, t, _ in peers]
+    if settings.baseline == "none":
+        baseline = 0.0
+    elif settings.baseline == "greedy":
+        baseline = peers[place][0].greedy_rewards[peers[place][1].role]
+    elif settings.baseline == "leave_one_out":
+        baseline = statistics.mean(others)
+    elif settings.baseline == "length_weighted" and sum(lengths):
+        baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+    else:
+        baseline = statistics.mean(rewards)
+    return mine - baseline
+
+
+def _returns(place: int, peers: list[Member], config: AlgorithmConfig, settings: ReturnsAdvantage) -> Numbers:
+    _, me, sequence = peers[place]
+    is_relative = settings.baseline not in ("none", "greedy")
+    outcomes = [_outcome(t, config) for _, t, _ in peers]
+    totals = [o - sum(_kl(s, config)) for o, (_, _, s) in zip(outcomes, peers, strict=True)]
+    if settings.separate_rewards:
+        parts = [[t.rewards[name] for _, t, _ in peers] for name in me.rewards]
+        parts.append([-_penalty(t, config) for _, t, _ in peers])
+        outcome = sum(_scaled(_compared(place, part, peers, settings), _std(part), settings.scale) for part in parts)
+    else:
+        value = _compared(place, totals if is_relative else outcomes, peers, settings)
+        outcome = _scaled(value, _std(outcomes), settings.scale)
+    rewards = _normalised_process(place, peers, settings)
+    if not is_relative:
+        rewards = [
+            r - _scaled(k, _std(outcomes), settings.scale) for r, k in zip(rewards, _kl(sequence, config), strict=True)
+        ]
+    return [outcome + _to_go(t, rewards, me, settings) for t in range(len(me.token_ids))]
+
+
+def _to_go(start: int, rewards: Numbers, me: Trajectory, settings: ReturnsAdvantage) -> float:
+    total = 0.0
+    for t in range(start, len(rewards)):
+        tokens_between = sum(me.loss_mask[start + 1 : t + 1])
+        turns_between = sum(start < turn.start <= t for turn in me.turns)
+        if me.loss_mask[t]:
+            total += settings.token_discount**tokens_between * settings.turn_discount**turns_between * rewards[t]
+    return total
+
+
+def _normalised_process(place: int, peers: list[Member], settings: ReturnsAdvantage) -> Numbers:
+    me = peers[place][1]
+    of_tokens = [
+        [r for r, m in zip(_credited(t), t.loss_mask, strict=True) if m] if t.token_rewards else [] for _, t, _ in peers
+    ]
+    of_turns = [[turn.reward for turn in t.turns] for _, t, _ in peers]
+    rewards = [0.0] * len(me.token_ids)
+    mine = iter(_normalised(place, of_tokens, settings))
+    if me.token_rewards:
+        for t, trained in enumerate(me.loss_mask):
+            if trained:
+                rewards[t] += next(mine)
+    for turn, value in zip(me.turns, _normalised(place, of_turns, settings), strict=True):
+        owner = _owner(me, turn.stop - 1)
+        if owner is not None:
+            rewards[owner] += value
+    return rewards
+
+
+def _normalised(place: int, rewards: list[Numbers], settings: ReturnsAdvantage) -> Numbers:
+    everyone = [r for row in rewards for r in row]
+    is_relative = settings.baseline not in ("none", "greedy")
+    if is_relative and (len(rewards) == 1 or len(set(everyone)) < 2):
+        return [0.0] * len(rewards[place])
+    others = [statistics.mean(row) for i, row in enumerate(rewards) if row and i != place]
+    if not is_relative:
+        centred = list(rewards[place])
+    elif settings.baseline == "leave_one_out":
+        centred = [r - statistics.mean(others) if others else 0.0 for r in rewards[place]]
+    else:
+        centred = [r - statistics.mean(everyone) for r in rewards[place]]
+    return [_scaled(c, _std(everyone), settings.scale) for c in centred]
+
+
+# The other estimators -------------------------------------------------------------------------------------------------
+
+
+def _pass_at_k(place: int, is_right: list[bool], k: int) -> float:
+    """By forming every subgroup of k: how much better those with this answer do than all of them."""
+    subgroups = list(itertools.combinations(range(len(is_right)), k))
+    scores = [float(any(is_right[i] for i in subgroup)) for subgroup in subgroups]
+    if len(set(scores)) < 2:
+        return 0.0
+    own = [score for score, subgroup in zip(scores, subgroups, strict=True) if place in subgroup]
+    return (statistics.mean(own) - statistics.mean(scores)) / statistics.pstdev(scores)
+
+
+def _gigpo(place: int, peers: list[Member], config: AlgorithmConfig, settings: GiGPOAdvantage) -> Numbers:
+    def standing(value: float, among: Numbers) -> float:
+        if len(set(among)) < 2:
+            return 0.0
+        return _scaled(value - statistics.mean(among), _std(among), settings.scale)
+
+    def q(trajectory: Trajectory, first: int) -> float:
+        total = 0.0
+        for j in range(first, len(trajectory.turns)):
+            is_last = j == len(trajectory.turns) - 1
+            stop = len(trajectory.token_ids) if is_last else trajectory.turns[j + 1].start
+            reward = trajectory.turns[j].reward + (_outcome(trajectory, config) if is_last else 0.0)
+            reward += sum((trajectory.token_rewards or ())[trajectory.turns[j].start : stop])
+            total += settings.turn_discount ** (j - first) * reward
+        return total
+
+    me = peers[place][1]
+    totals = [_total(t, config) for _, t, _ in peers]
+    advantages = [standing(totals[place], totals)] * len(me.token_ids)
+    for j, turn in enumerate(me.turns):
+        if turn.state is None:
+            continue
+        among = [q(t, i) for _, t, _ in peers for i, other in enumerate(t.turns) if other.state == turn.state]
+        for token in range(turn.start, turn.stop):
+            advantages[token] += settings.step_weight * standing(q(me, j), among)
+    return advantages
+
+
+def _gae(me: Trajectory, sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
+    settings = config.advantage
+    assert isinstance(settings, GAEAdvantage)
+    advantages = [0.0] * len(me.token_ids)
+    places = [t for t, trained in enumerate(sequence.loss_mask.tolist()) if trained]
+    if not places:
+        return advantages
+    rewards = [r - k for r, k in zip(_credited(me), _kl(sequence, config), strict=True)]
+    for turn in me.turns:
+        owner = _owner(me, turn.stop - 1)
+        if owner is not None:
+            rewards[owner] += turn.reward
+    rewards[places[-1]] += _outcome(me, config)
+    values = [*(sequence.values[t].item() for t in places), 0.0]
+    deltas = [rewards[t] + settings.discount * values[i + 1] - values[i] for i, t in enumerate(places)]
+    for i, t in enumerate(places):
+        advantages[t] = sum((settings.discount * settings.lam) ** (j - i) * deltas[j] for j in range(i, len(deltas)))
+    return advantages
+
+
+# Over the batch -------------------------------------------------------------------------------------------------------
+
+
+def _whitened(rows: list[list[Numbers]], batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
+    settings = config.advantage
+    is_returns = isinstance(settings, ReturnsAdvantage)
+    by_tokens = settings.scale == "batch_std" if is_returns else isinstance(settings, GAEAdvantage) and settings.whiten
+    if not by_tokens and not (is_returns and settings.separate_rewards):
+        return rows
+    pairs = [(row, s) for r, sequences in zip(rows, batch, strict=True) for row, s in zip(r, sequences, strict=True)]
+    trained = [[a for a, m in zip(row, s.loss_mask.tolist(), strict=True) if m] for row, s in pairs]
+    weighed = [(a, 1.0 if by_tokens else 1 / len(row)) for row in trained for a in row]
+    count = math.fsum(weight for _, weight in weighed)
+    if len({a for a, _ in weighed}) < 2 or count < 1.5:
+        return [[[0.0] * len(row) for row in r] for r in rows]
+    mean = math.fsum(a * weight for a, weight in weighed) / count
+    std = math.sqrt(math.fsum((a - mean) ** 2 * weight for a, weight in weighed) / (count - 1))
+    return [
+        [
+            [(a - mean) / (std + EPSILON) if m else 0.0 for a, m in zip(row, s.loss_mask.tolist(), strict=True)]
+            for row, s in zip(r, sequences, strict=True)
+        ]
+        for r, sequences in zip(rows, batch, strict=True)
+    ]

@@ -1,0 +1,96 @@
+"""The weight of the behavior policy's tokens, against its definition in plain Python."""
+
+import math
+
+import pytest
+import torch
+from loss_references import Tokens, behavior_weights, joined, random_batch, trajectories_of
+
+from arl.algorithm.losses.corrections import behavior_weight
+from arl.algorithm.losses.ratios import Trajectories
+from arl.api.algorithm import CorrectionConfig
+
+KINDS = {
+    "none": {"kind": "none"},
+    "truncate": {"kind": "truncate", "upper": 1.3},
+    "mask": {"kind": "mask", "upper": 1.3},
+    "icepop": {"kind": "icepop", "lower": 0.7, "upper": 1.3},
+}
+every_correction = pytest.mark.parametrize(
+    "config",
+    [
+        CorrectionConfig(**settings, level=level, veto=veto)
+        for settings in KINDS.values()
+        for level in ("token", "sequence", "geometric")
+        for veto in (None, 0.6)
+    ],
+    ids=lambda config: f"{config.kind}-{config.level}-{config.veto}",
+)
+
+
+def weights_of(batch: list[Tokens], config: CorrectionConfig) -> list[float]:
+    log_weight = joined(batch, "proximal") - joined(batch, "behavior")
+    return behavior_weight(log_weight, trajectories_of(batch), config).tolist()
+
+
+def weights_of_ratios(*ratios: float, **settings) -> list[float]:
+    """Of one trajectory whose tokens have these ratios."""
+    log_weight = torch.tensor([math.log(r) for r in ratios], dtype=torch.float64)
+    trajectories = Trajectories.of(torch.zeros(len(ratios), dtype=torch.int64))
+    return behavior_weight(log_weight, trajectories, CorrectionConfig(**settings)).tolist()
+
+
+@every_correction
+@pytest.mark.parametrize("seed", range(3))
+def test_the_weight_is_that_of_its_formula(config: CorrectionConfig, seed: int):
+    batch = random_batch(seed)
+    expected = [w for t in batch for w in behavior_weights(t.proximal, t.behavior, config)]
+    assert weights_of(batch, config) == pytest.approx(expected, abs=1e-12)
+
+
+def test_truncated_importance_sampling_bounds_the_weight_and_keeps_the_token():
+    assert weights_of_ratios(0.5, 1.0, 3.0, kind="truncate", upper=2.0) == pytest.approx([0.5, 1.0, 2.0])
+
+
+def test_masked_importance_sampling_drops_the_token():
+    assert weights_of_ratios(0.5, 2.0, 3.0, kind="mask", upper=2.0) == pytest.approx([0.5, 2.0, 0.0])
+
+
+def test_icepop_drops_tokens_on_both_sides():
+    assert weights_of_ratios(0.4, 0.5, 2.0, 3.0, kind="icepop", lower=0.5, upper=2.0) == pytest.approx([0, 0.5, 2.0, 0])
+
+
+def test_a_sequences_weight_is_the_product_over_its_tokens():
+    assert weights_of_ratios(0.5, 3.0, kind="truncate", upper=5.0, level="sequence") == pytest.approx([1.5, 1.5])
+
+
+def test_a_geometric_weight_is_the_mean_over_its_tokens():
+    assert weights_of_ratios(0.5, 8.0, kind="none", level="geometric") == pytest.approx([2.0, 2.0])
+
+
+def test_one_token_vetoes_its_whole_trajectory_and_no_other():
+    log_weight = torch.tensor([math.log(r) for r in (1.0, 1e-5, 1.0, 1.0, 2e-4)])
+    trajectories = Trajectories.of(torch.tensor([0, 0, 0, 1, 1]))
+    weight = behavior_weight(log_weight, trajectories, CorrectionConfig(kind="none", veto=1e-4))
+    assert weight.tolist() == pytest.approx([0, 0, 0, 1, 2e-4])
+
+
+def test_the_weight_is_held_fixed():
+    log_weight = torch.zeros(2, requires_grad=True)
+    assert not behavior_weight(log_weight, Trajectories.of(torch.zeros(2).long()), CorrectionConfig()).requires_grad
+
+
+@every_correction
+def test_weights_are_finite_wherever_the_policies_are(config: CorrectionConfig):
+    log_weight = torch.tensor([-1e4, -25.0, 0.0, 25.0, 1e4] * 200)
+    for ids in (torch.zeros(1000, dtype=torch.int64), torch.arange(1000)):
+        assert behavior_weight(log_weight, Trajectories.of(ids), config).isfinite().all()
+
+
+def test_a_long_sequences_product_does_not_overflow():
+    weight = behavior_weight(
+        torch.full((5000,), 0.1),
+        Trajectories.of(torch.zeros(5000).long()),
+        CorrectionConfig(kind="none", level="sequence"),
+    )
+    assert weight.tolist() == pytest.approx([math.exp(20)] * 5000)

@@ -1,0 +1,93 @@
+"""Generalised advantage estimation on trajectories that can be checked by hand."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from advantage_cases import config_of, group, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arl.algorithm.advantages import with_advantages
+from arl.algorithm.process_rewards import discounted_sums
+from arl.algorithm.sequences import to_sequences
+from arl.api.types import TrainSequence, Trajectory, TurnSpan
+
+VALUES = (9.0, 0.5, 9.0, 0.25, 9.0, 2.0)
+"""Those of untrained tokens are 9: whoever looks at them is found out."""
+MASK = (0, 1, 0, 1, 0, 1)
+
+
+def estimated(*members: Trajectory, **changes: object) -> list[TrainSequence]:
+    """The trajectories' sequences with advantages and returns, and VALUES for the first of their tokens."""
+    config = config_of({"kind": "gae", "whiten": False} | changes)
+    groups = [group(*members)]
+    batch = [
+        [replace(s, values=torch.tensor(VALUES[: len(s)])) for s in sequences]
+        for sequences in to_sequences(groups, config.overlong)
+    ]
+    return with_advantages(groups, batch, config)[0]
+
+
+def close(*numbers: float) -> object:
+    return pytest.approx(list(numbers), rel=1e-6, abs=1e-6)
+
+
+def test_with_lambda_0_the_critics_next_value_is_trusted():
+    (sequence,) = estimated(trajectory(1.0, MASK), discount=0.5, lam=0.0)
+    assert sequence.advantages.tolist() == close(0, 0.125 - 0.5, 0, 1.0 - 0.25, 0, 1.0 - 2.0)
+
+
+def test_with_lambda_1_returns_are_what_is_still_to_come():
+    (sequence,) = estimated(trajectory(1.0, MASK), discount=0.5, lam=1.0)
+    assert sequence.returns.tolist() == close(0, 0.25, 0, 0.5, 0, 1.0)
+    assert sequence.advantages.tolist() == close(0, 0.25 - 0.5, 0, 0.5 - 0.25, 0, 1.0 - 2.0)
+
+
+def test_untrained_tokens_are_stepped_over():
+    (short,) = estimated(trajectory(1.0, (0, 1, 0)), lam=0.9)
+    (long,) = estimated(trajectory(1.0, (0, 1, 0, 0, 0, 0)), lam=0.9)
+    assert short.advantages[1] == long.advantages[1]
+
+
+def test_a_reward_of_an_untrained_token_is_the_trained_one_befores():
+    (sequence,) = estimated(trajectory(0.0, MASK, token_rewards=(5.0, 0.0, 3.0, 0.0, 0.0, 0.0)), lam=1.0)
+    assert sequence.returns.tolist() == close(0, 3.0, 0, 0.0, 0, 0.0)
+
+
+def test_a_turns_reward_is_its_last_tokens():
+    turns = (TurnSpan(start=1, stop=4, reward=2.0), TurnSpan(start=5, stop=6, reward=4.0))
+    (sequence,) = estimated(trajectory(1.0, MASK, turns=turns), discount=0.5)
+    assert sequence.returns.tolist() == close(0, 0.5 * (2 + 2.5), 0, 2 + 2.5, 0, 5.0)
+
+
+def test_a_trajectory_that_was_cut_off_ends_with_value_zero_too():
+    (cut,), (whole,) = estimated(trajectory(1.0, MASK, is_truncated=True)), estimated(trajectory(1.0, MASK))
+    assert torch.equal(cut.advantages, whole.advantages)
+
+
+def test_a_trajectory_does_not_see_its_peers():
+    alone, other = trajectory(1.0, MASK), trajectory(-7.0, MASK)
+    assert torch.equal(estimated(alone)[0].advantages, estimated(alone, other)[0].advantages)
+
+
+def test_returns_are_those_before_whitening():
+    members = (trajectory(1.0, MASK), trajectory(0.0, MASK))
+    raw, white = estimated(*members), estimated(*members, whiten=True)
+    assert [s.returns.tolist() for s in white] == [s.returns.tolist() for s in raw]
+    trained = [a for s in white for a in s.advantages[s.loss_mask].tolist()]
+    assert statistics.mean(trained) == pytest.approx(0.0, abs=1e-6)
+    assert statistics.stdev(trained) == pytest.approx(1.0, abs=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), max_size=40), st.data())
+def test_discounted_sums_are_those_of_a_plain_loop(rewards: list[float], data: st.DataObject):
+    kept = [data.draw(st.sampled_from((0.0, 0.5, 0.99, 1.0))) for _ in rewards[1:]]
+    sums, running = list(rewards), 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        running = rewards[t] + (kept[t] * running if t < len(kept) else 0.0)
+        sums[t] = running
+    found = discounted_sums(torch.tensor(rewards, dtype=torch.float64), torch.tensor(kept, dtype=torch.float64))
+    assert found.tolist() == pytest.approx(sums, rel=1e-9, abs=1e-6)

@@ -1,0 +1,193 @@
+"""Whatever the preset: loss, gradient and metrics are the same however a minibatch is split into microbatches, and in
+whatever order groups and trajectories come."""
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from random_groups import MAX_STALENESS, VERSION, random_groups, reordered, seen_by_the_trainer
+
+from arl.algorithm.advantages import with_advantages
+from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
+from arl.algorithm.selection import select_tokens
+from arl.algorithm.sequences import flat, regrouped
+from arl.api.algorithm import AlgorithmConfig, PPOLossConfig, preset
+from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
+from arl.api.presets import PRESETS
+from arl.api.types import TOKEN_FIELDS, Group, TrainSequence
+
+Metrics = dict[str, float]
+Gradients = dict[tuple[int, ...], list[torch.Tensor]]
+"""By a sequence's tokens: of its logprobs, entropies and values."""
+
+
+def config_of(name: str) -> AlgorithmConfig:
+    """The preset with its clips as they are, in the regime that they are made for: several updates per batch."""
+    shares = {"clip_cov": {"selection": {"share": 0.1, "low": 0.0}}, "kl_cov": {"selection": {"share": 0.1}}}
+    return preset(name, minibatches=max(preset(name).minibatches, 2), **shares.get(name, {}))
+
+
+def minibatch_of(groups: Sequence[Group], config: AlgorithmConfig) -> list[TrainSequence]:
+    """As a Learner makes it of a batch that is one minibatch."""
+    batch = with_advantages(groups, seen_by_the_trainer(groups, config), config)
+    chosen = regrouped(select_tokens(flat(batch), config.selection, seed=0), batch)
+    return weigh_tokens(chosen, config.aggregation, sequence_tokens=config.sequence_tokens)
+
+
+def loss_of(config: AlgorithmConfig) -> TokenLoss:
+    policy = PolicyLoss.of(config, version=VERSION, max_staleness=MAX_STALENESS)
+    if config.critic is None:
+        return policy
+    value = ValueLoss(value_clip=config.critic.value_clip)
+    return ActorCriticLoss(policy=policy, value=value, coefficient=config.critic.coefficient)
+
+
+@dataclass
+class Tally:
+    """What microbatches report, added up in plain numbers, as arl.engine.tally says that it is to be read."""
+
+    reports: list[tuple[TokenLosses, torch.Tensor]]
+
+    def metrics(self) -> Metrics:
+        names = {kind: list(getattr(self.reports[0][0], kind)) for kind in TokenLosses.__slots__ if kind != "loss"}
+        num_tokens = sum(len(weights) for _, weights in self.reports)
+        metrics = {name: self._sum("means", name) / num_tokens for name in names["means"]}
+        metrics |= {name: max(self._values("maxima", name)) for name in names["maxima"]}
+        for name in names["weighted"]:
+            pairs = [
+                zip(losses.weighted[name].tolist(), weights.tolist(), strict=True) for losses, weights in self.reports
+            ]
+            metrics[name] = math.fsum(value * weight for pair in pairs for value, weight in pair)
+        for name in names["quotients"]:
+            above, below = (
+                math.fsum(v for x, _ in self.reports for v in x.quotients[name][i].tolist()) for i in (0, 1)
+            )
+            if below:
+                metrics[name] = above / below
+        for name in names["sample_sizes"]:
+            values = self._values("sample_sizes", name)
+            metrics[name] = math.fsum(values) ** 2 / (num_tokens * math.fsum(v * v for v in values))
+        return metrics
+
+    def _values(self, kind: str, name: str) -> list[float]:
+        return [value for losses, _ in self.reports for value in getattr(losses, kind)[name].tolist()]
+
+    def _sum(self, kind: str, name: str) -> float:
+        return math.fsum(self._values(kind, name))
+
+
+def outputs_of(sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float64[trained tokens] of logprobs, entropies and values: what a model may say, following from the tokens."""
+    mask = sequence.loss_mask
+    generator = torch.Generator().manual_seed(1 + zlib.crc32(str(sequence.token_ids.tolist()).encode()))
+    noise = torch.randn(2, int(mask.sum()), dtype=torch.float64, generator=generator)
+    current = sequence.proximal_logprobs[mask].double() + noise[0]
+    entropy, values = noise[1].abs(), sequence.values[mask].double() + noise[1]
+    return current.requires_grad_(), entropy.requires_grad_(), values.requires_grad_()
+
+
+def evaluated(microbatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> tuple[float, Gradients, Metrics]:
+    total, reports = 0.0, list[tuple[TokenLosses, torch.Tensor]]()
+    leaves: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
+    for sequences in microbatches:
+        outputs = [outputs_of(s) for s in sequences]
+        leaves |= {tuple(s.token_ids.tolist()): row for s, row in zip(sequences, outputs, strict=True)}
+        tokens = packed(sequences)
+        logprobs, entropy, values = (torch.cat(column) for column in zip(*outputs, strict=True))
+        losses = loss(TokenOutputs(logprobs=logprobs, entropy=entropy, values=values), tokens)
+        weighed = (losses.loss * tokens.loss_weights.double()).sum()
+        weighed.backward()
+        total += weighed.item()
+        reports.append((losses, tokens.loss_weights.double()))
+    gradients = {key: [zeros_for_none(leaf) for leaf in row] for key, row in leaves.items()}
+    return total, gradients, Tally(reports).metrics()
+
+
+def zeros_for_none(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def packed(sequences: Sequence[TrainSequence]) -> PackedTokens:
+    fields = {name: torch.cat([getattr(s, name)[s.loss_mask] for s in sequences]) for name in TOKEN_FIELDS}
+    fields = {name: value.double() if value.dtype == torch.float32 else value for name, value in fields.items()}
+    numbers = [torch.full((int(s.loss_mask.sum()),), index) for index, s in enumerate(sequences)]
+    ids = torch.cat(numbers)
+    return PackedTokens(**fields, sequence_ids=ids, unit_ids=ids)
+
+
+def assert_same(ours: tuple[float, Gradients, Metrics], theirs: tuple[float, Gradients, Metrics]) -> None:
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-9, abs=1e-12)
+    assert ours[1].keys() == theirs[1].keys()
+    for key, row in ours[1].items():
+        for mine, other in zip(row, theirs[1][key], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+    assert ours[2] == pytest.approx(theirs[2], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_minibatch_may_be_split_into_any_microbatches(name: str) -> None:
+    config = config_of(name)
+    minibatch, loss = minibatch_of(random_groups(seed=1), config), loss_of(config)
+    whole = evaluated([minibatch], loss)
+    for count in (2, 3, 7):
+        assert_same(evaluated(split(minibatch, count), loss), whole)
+
+
+def split(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
+    """At random, in any order, into parts of which one has a single sequence."""
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(count)).tolist()
+    parts = [[order[0]], *(order[1 + k :: count - 1] for k in range(count - 1))]
+    return [[sequences[i] for i in part] for part in parts]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_groups_and_trajectories_may_come_in_any_order(name: str) -> None:
+    config, groups = config_of(name), random_groups(seed=2)
+    loss = loss_of(config)
+    expected = evaluated([minibatch_of(groups, config)], loss)
+    for seed in (1, 2):
+        assert_same(evaluated([minibatch_of(reordered(groups, seed), config)], loss), expected)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_there_is_something_to_be_the_same(name: str) -> None:
+    """The batch has what the two properties are about: gradients, several stalenesses, and tokens that are clipped."""
+    config = config_of(name)
+    _, gradients, metrics = evaluated([minibatch_of(random_groups(seed=1), config)], loss_of(config))
+    assert max(float(logprobs.abs().max()) for logprobs, _, _ in gradients.values() if len(logprobs)) > 1e-6
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(metrics[f"staleness_{bucket}/tokens"] > 0 for bucket in ("0", "1", "2", "3-4"))
+    assert config.selection.kind == "none" or 0 < metrics["selected"] < 1
+    assert (metrics["clip_fraction"] > 0) == has_a_trust_region(config)
+
+
+def has_a_trust_region(config: AlgorithmConfig) -> bool:
+    loss = config.loss
+    return loss.kind != "reinforce" and not (isinstance(loss, PPOLossConfig) and loss.clip_low is None)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
+def test_which_tokens_are_selected_does_not_hang_on_how_logprobs_were_rounded(name: str) -> None:
+    config, groups = config_of(name), random_groups(seed=3)
+    sequences = flat(with_advantages(groups, seen_by_the_trainer(groups, config), config))
+    rounded = [replace(s, proximal_logprobs=s.proximal_logprobs * (1 + 1e-6)) for s in sequences]
+    expected = [s.selected.tolist() for s in select_tokens(sequences, config.selection, seed=0)]
+    assert any(map(any, expected))
+    assert [s.selected.tolist() for s in select_tokens(rounded, config.selection, seed=0)] == expected
+
+
+def test_sequences_that_were_sampled_the_same_may_come_in_any_order() -> None:
+    """Though their advantages differ, as those of answers to an environment that throws dice."""
+    config = config_of("clip_cov")
+    groups = random_groups(seed=3)
+    sequences = flat(with_advantages(groups, seen_by_the_trainer(groups, config), config))
+    twins = [replace(sequences[0], advantages=sequences[0].advantages + shift) for shift in (0.5, 0.0)]
+    orders = [[*twins, *sequences[1:]], [*sequences[1:], *reversed(twins)]]
+    first, second = (select_tokens(order, config.selection, seed=0) for order in orders)
+    assert first[0].selected.tolist() == second[-1].selected.tolist()
+    assert first[1].selected.tolist() == second[-2].selected.tolist()

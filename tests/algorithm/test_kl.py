@@ -1,0 +1,103 @@
+"""Estimates of divergence: their values, and what their gradients are, by summing over a whole small vocabulary."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from loss_references import gradient, kl
+
+from arl.algorithm.losses.kl import divergence_from_sampler, kl_estimate, unbiased_kl
+
+LOGITS = [0.3, -1.2, 0.8, 0.1, -0.4]
+BEHAVIOR = [math.log(q) for q in (0.3, 0.1, 0.25, 0.15, 0.2)]
+REFERENCE = [math.log(q) for q in (0.15, 0.35, 0.1, 0.3, 0.1)]
+
+
+def log_softmax(logits: list[float]) -> list[float]:
+    total = math.log(sum(math.exp(x) for x in logits))
+    return [x - total for x in logits]
+
+
+def divergence(p: list[float], q: list[float]) -> float:
+    """KL(p || q) of two lists of logprobs."""
+    return sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
+
+
+def expected(estimate: Callable[[torch.Tensor], torch.Tensor], sampler: list[float]) -> tuple[float, list[float]]:
+    """An estimate's mean over tokens from `sampler`, and the mean of its gradient by the logits."""
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    current = torch.log_softmax(logits, dim=0)
+    mean = (torch.tensor(sampler, dtype=torch.float64).exp() * estimate(current)).sum()
+    return mean.item(), torch.autograd.grad(mean, logits)[0].tolist()
+
+
+def float64(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+ON_POLICY = log_softmax(LOGITS)
+OF_THE_KL = gradient(lambda logits: divergence(log_softmax(list(logits)), REFERENCE), LOGITS)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_an_estimate_is_that_of_its_formula(estimator):
+    values = [-3.0, -0.5, 0.0, 1e-4, 0.7, 4.0]
+    assert kl_estimate(float64(values), estimator).tolist() == pytest.approx([kl(d, 0.0, estimator) for d in values])
+
+
+@pytest.mark.parametrize("sampler", [ON_POLICY, BEHAVIOR], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_an_unbiased_estimates_gradient_is_that_of_the_divergence(estimator, sampler):
+    _, slopes = expected(lambda c: unbiased_kl(c, float64(sampler), float64(REFERENCE), estimator), sampler)
+    assert slopes == pytest.approx(OF_THE_KL, abs=1e-8)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_k1_and_k3_estimate_the_divergence_itself(estimator):
+    value, _ = expected(lambda c: unbiased_kl(c, float64(BEHAVIOR), float64(REFERENCE), estimator), BEHAVIOR)
+    assert value == pytest.approx(divergence(ON_POLICY, REFERENCE), abs=1e-12)
+
+
+def test_k1_as_a_loss_teaches_nothing():
+    value, slopes = expected(lambda c: kl_estimate(c - float64(REFERENCE), "k1"), ON_POLICY)
+    assert value == pytest.approx(divergence(ON_POLICY, REFERENCE))
+    assert slopes == pytest.approx([0.0] * 5, abs=1e-12)
+
+
+def test_k2s_gradient_is_that_of_the_divergence_on_policy():
+    _, slopes = expected(lambda c: kl_estimate(c - float64(REFERENCE), "k2"), ON_POLICY)
+    assert slopes == pytest.approx(OF_THE_KL, abs=1e-8)
+
+
+def test_k3s_gradient_is_that_of_the_divergence_turned_round():
+    value, slopes = expected(lambda c: kl_estimate(c - float64(REFERENCE), "k3"), ON_POLICY)
+    turned = gradient(lambda logits: divergence(REFERENCE, log_softmax(list(logits))), LOGITS)
+    assert value == pytest.approx(divergence(ON_POLICY, REFERENCE))
+    assert slopes == pytest.approx(turned, abs=1e-8)
+
+
+def test_the_samplers_divergence_is_estimated_without_bias():
+    mean, _ = expected(lambda c: divergence_from_sampler(c.detach() - float64(BEHAVIOR)) + 0 * c, BEHAVIOR)
+    assert mean == pytest.approx(divergence(BEHAVIOR, ON_POLICY))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_penalty_draws_the_policy_back_from_whichever_side_it_is_on(estimator):
+    """Its gradient never has the wrong sign, however far; beyond e^-20, k3's is gone."""
+    far = [-1e4, -30.0, -19.0, -0.5, 0.5, 19.0, 30.0, 1e4]
+    d = float64(far).requires_grad_()
+    (slopes,) = torch.autograd.grad(kl_estimate(d, estimator).sum(), d)
+    assert (slopes * d >= 0).all()
+    assert slopes[2:].all()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_estimates_are_finite_wherever_the_policies_are(estimator):
+    far = [0.0, -1e-6, -19.9, -25.0, -1e4]
+    triples = torch.tensor([(c, b, r) for c in far for b in far for r in far])
+    current = triples[:, 0].clone().requires_grad_()
+    total = unbiased_kl(current, triples[:, 1], triples[:, 2], estimator).sum()
+    total = total + kl_estimate(current - triples[:, 2], estimator).sum()
+    assert total.isfinite()
+    assert torch.autograd.grad(total, current)[0].isfinite().all()

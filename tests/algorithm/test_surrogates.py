@@ -1,0 +1,229 @@
+"""Each policy loss against its paper's formula in plain Python, value and gradient, in float64."""
+
+import math
+
+import pytest
+import torch
+from loss_references import (
+    MEANS_OVER_A_TRAJECTORY,
+    SUMS_OVER_A_TRAJECTORY,
+    TOKEN_FORMS,
+    Tokens,
+    gradient,
+    joined,
+    random_batch,
+    trajectories_of,
+    weighed,
+)
+
+from arl.algorithm.losses.ratios import Trajectories
+from arl.algorithm.losses.surrogates import PolicyTokens, Surrogate, surrogate
+from arl.api.algorithm import (
+    CISPOLossConfig,
+    DPPOLossConfig,
+    GMPOLossConfig,
+    GSPOLossConfig,
+    LossConfig,
+    MirrorDescentLossConfig,
+    PPOLossConfig,
+    ReinforceLossConfig,
+    SAPOLossConfig,
+    TOPRLossConfig,
+)
+
+CONFIGS = {
+    "ppo": PPOLossConfig(clip_low=0.2, clip_high=0.28),
+    "ppo without a lower clip": PPOLossConfig(clip_low=None, clip_high=0.2),
+    "ppo without an upper clip": PPOLossConfig(clip_low=0.2, clip_high=None),
+    "importance sampling": PPOLossConfig(clip_low=None, clip_high=None),
+    "ppo with dual clip": PPOLossConfig(clip_low=0.2, clip_high=0.2, dual_clip=1.5),
+    "dual clip alone": PPOLossConfig(clip_low=None, clip_high=None, dual_clip=1.3),
+    "reinforce": ReinforceLossConfig(),
+    "gspo": GSPOLossConfig(clip_low=0.1, clip_high=0.15),
+    "gmpo": GMPOLossConfig(clip_low=0.3, clip_high=0.4),
+    "cispo": CISPOLossConfig(clip_low=0.2, clip_high=0.3),
+    "cispo without a lower clip": CISPOLossConfig(clip_high=0.3),
+    "sapo": SAPOLossConfig(),
+    "sapo with other temperatures": SAPOLossConfig(tau_positive=2.0, tau_negative=0.7),
+    "topr": TOPRLossConfig(),
+    "topr with another cap": TOPRLossConfig(ratio_cap=0.6),
+    "mirror descent": MirrorDescentLossConfig(tau=0.7),
+    "dppo": DPPOLossConfig(delta=0.1),
+}
+every_loss = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def evaluated(batch: list[Tokens], config: LossConfig) -> tuple[Surrogate, torch.Tensor, list[float]]:
+    """The surrogate, sum(weight * loss), and its gradient by each current logprob."""
+    current = joined(batch, "current").requires_grad_()
+    result = surrogate(
+        PolicyTokens(
+            current=current,
+            proximal=joined(batch, "proximal"),
+            advantages=joined(batch, "advantages"),
+            trajectories=trajectories_of(batch),
+        ),
+        config,
+    )
+    weights = torch.tensor([t.weight for t in batch for _ in t.current], dtype=torch.float64)
+    total = (weights * result.loss).sum()
+    return result, total.detach(), torch.autograd.grad(total, current)[0].tolist()
+
+
+def of_tokens(**lists: list[float]) -> Tokens:
+    """One trajectory; what is not given is 0."""
+    length = len(next(iter(lists.values())))
+    floats = {name: [0.0] * length for name in ("current", "proximal", "behavior", "reference", "advantages")}
+    return Tokens(**{**floats, **lists}, versions=[0] * length, selected=[False] * length, weight=1.0)
+
+
+@every_loss
+@pytest.mark.parametrize("seed", range(5))
+def test_a_loss_and_its_gradient_are_those_of_its_formula(config: LossConfig, seed: int):
+    batch, form = random_batch(seed), TOKEN_FORMS[config.kind]
+    result, _, slopes = evaluated(batch, config)
+    expected_losses, expected_slopes = [], []
+    for t in batch:
+        expected_losses += form(t.current, t.current, t.proximal, t.advantages, config)
+        expected_slopes += gradient(
+            lambda c, t=t: t.weight * sum(form(c, t.current, t.proximal, t.advantages, config)), t.current
+        )
+    assert result.loss.tolist() == pytest.approx(expected_losses, abs=1e-6, rel=0)
+    assert slopes == pytest.approx(expected_slopes, abs=1e-6, rel=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "topr", "topr with another cap", "mirror descent"])
+def test_a_trajectorys_tokens_add_up_to_the_papers_loss_of_the_whole(name: str, seed: int):
+    """Under sequence_mean where it is a mean, under sequence_sum where it is a sum; with nothing of ours held fixed."""
+    config = CONFIGS[name]
+    is_mean = config.kind in MEANS_OVER_A_TRAJECTORY
+    paper = (MEANS_OVER_A_TRAJECTORY | SUMS_OVER_A_TRAJECTORY)[config.kind]
+    batch = weighed(random_batch(seed, one_advantage=True, moved=0.2), by_length=is_mean)
+    _, total, slopes = evaluated(batch, config)
+    expected = sum(paper(t.current, t.current, t.proximal, t.advantages[0], config) for t in batch)
+    expected_slopes = [
+        slope
+        for t in batch
+        for slope in gradient(lambda c, t=t: paper(c, t.current, t.proximal, t.advantages[0], config), t.current)
+    ]
+    assert total.item() == pytest.approx(expected, abs=1e-6)
+    assert slopes == pytest.approx(expected_slopes, abs=1e-6, rel=0)
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in ("importance sampling", "reinforce")])
+def test_the_batches_have_tokens_on_both_sides_of_every_trust_region(name: str):
+    is_clipped = torch.cat([evaluated(random_batch(seed), CONFIGS[name])[0].is_clipped for seed in range(5)])
+    assert is_clipped.any()
+    assert not is_clipped.all()
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "topr with another cap"])
+def test_on_policy_the_gradient_is_reinforces(name: str):
+    """Where c is p, for every loss and without a factor: SAPO's gate passes 4 s (1 - s) = 1 of it there, and mirror
+    descent's penalty is at its minimum. But for TOPR with a cap below 1, which caps the ratio 1 as well."""
+    batch = [
+        of_tokens(current=list(t.proximal), proximal=list(t.proximal), advantages=list(t.advantages))
+        for t in random_batch(0)
+    ]
+    _, _, slopes = evaluated(batch, CONFIGS[name])
+    assert slopes == pytest.approx([-a for t in batch for a in t.advantages], abs=1e-12)
+
+
+@every_loss
+def test_a_tokens_loss_has_a_gradient_in_that_token_alone(config: LossConfig):
+    batch = random_batch(1)
+    current = joined(batch, "current")
+
+    def losses(current: torch.Tensor) -> torch.Tensor:
+        tokens = PolicyTokens(
+            current=current,
+            proximal=joined(batch, "proximal"),
+            advantages=joined(batch, "advantages"),
+            trajectories=trajectories_of(batch),
+        )
+        return surrogate(tokens, config).loss
+
+    jacobian = torch.autograd.functional.jacobian(losses, current)
+    assert isinstance(jacobian, torch.Tensor)
+    assert jacobian.equal(torch.diag(jacobian.diagonal()))
+    assert jacobian.diagonal().any()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, config in CONFIGS.items() if config.kind in ("ppo", "gspo", "gmpo", "dppo_tv", "reinforce")]
+)
+def test_clipped_tokens_are_those_without_gradient(name: str):
+    result, _, slopes = evaluated(random_batch(2), CONFIGS[name])
+    assert result.is_clipped.tolist() == [slope == 0 for slope in slopes]
+
+
+def test_cispo_reports_the_tokens_whose_weight_is_clipped():
+    tokens = of_tokens(current=[math.log(r) for r in (0.5, 1.0, 1.5)], advantages=[1.0, 1.0, -1.0])
+    result, _, slopes = evaluated([tokens], CISPOLossConfig(clip_low=0.2, clip_high=0.3))
+    assert result.is_clipped.tolist() == [True, False, True]
+    assert slopes == pytest.approx([-0.8, -1.0, 1.3])
+
+
+def test_sapo_reports_the_tokens_that_keep_less_than_half_of_their_gradient():
+    # 4 s (1 - s) = 1/2 where tau |r - 1| = log((sqrt(2) + 1) / (sqrt(2) - 1)) = 1.7627
+    ratios = [0.1, 1.0, 2.76, 2.77]
+    result, _, _ = evaluated([of_tokens(current=[math.log(r) for r in ratios], advantages=[1.0] * 4)], SAPOLossConfig())
+    assert result.is_clipped.tolist() == [False, False, False, True]
+
+
+def test_topr_reports_bad_trajectories_whose_ratio_is_capped():
+    likelier, less_likely = [0.1, 0.2], [-0.1, -0.2]
+    batch = [of_tokens(current=c, advantages=[a, a]) for c in (likelier, less_likely) for a in (1.0, -1.0)]
+    result, _, slopes = evaluated(batch, TOPRLossConfig())
+    assert result.is_clipped.tolist() == [False] * 2 + [True] * 2 + [False] * 4
+    assert slopes == pytest.approx([-1.0] * 2 + [1.0] * 2 + [-1.0] * 2 + [math.exp(-0.3)] * 2)
+
+
+def test_mirror_descent_reports_tokens_that_are_drawn_back():
+    batch = [of_tokens(current=[0.9, 0.0], advantages=[a, a]) for a in (1.0, 0.8, -1.0)]
+    result, _, slopes = evaluated(batch, MirrorDescentLossConfig(tau=1.0))
+    assert result.is_clipped.tolist() == [False, False, True, True, False, False]
+    assert slopes == pytest.approx([-0.1, -0.1, 0.1, 0.1, 1.9, 1.9])
+
+
+@pytest.mark.parametrize("name", ["gspo", "topr", "mirror descent"])
+def test_trajectories_do_not_mix(name: str):
+    """In one microbatch, a trajectory's numbers are those that it has alone."""
+    batch = random_batch(3)
+    together, _, _ = evaluated(batch, CONFIGS[name])
+    alone = [loss for t in batch for loss in evaluated([t], CONFIGS[name])[0].loss.tolist()]
+    assert together.loss.tolist() == pytest.approx(alone, abs=1e-12)
+
+
+FAR = [0.0, -1e-6, -19.9, -20.0, -25.0, -1e3, -1e4]
+
+
+@every_loss
+@pytest.mark.parametrize("is_one_trajectory", [True, False])
+def test_losses_and_gradients_are_finite_wherever_the_policies_are(config: LossConfig, is_one_trajectory: bool):
+    """Ratios of e^20 and far beyond, advantages of a million, in float32: token by token, and all as one sequence."""
+    pairs = [(c, p, a) for c in FAR for p in FAR for a in (1e6, -1e6, 0.0)]
+    values = torch.tensor(pairs, dtype=torch.float32)
+    current = values[:, 0].clone().requires_grad_()
+    ids = torch.zeros(len(pairs), dtype=torch.int64) if is_one_trajectory else torch.arange(len(pairs))
+    tokens = PolicyTokens(
+        current=current, proximal=values[:, 1], advantages=values[:, 2], trajectories=Trajectories.of(ids)
+    )
+    loss = surrogate(tokens, config).loss
+    (slopes,) = torch.autograd.grad(loss.sum(), current)
+    assert loss.isfinite().all()
+    assert slopes.isfinite().all()
+
+
+def test_a_trajectorys_sums_and_means_are_over_its_own_tokens():
+    trajectories = Trajectories.of(torch.tensor([2, 2, 5, 9, 9, 9]))
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    assert trajectories.counts.tolist() == [2, 2, 1, 3, 3, 3]
+    assert trajectories.sums(values).tolist() == [3.0, 3.0, 4.0, 56.0, 56.0, 56.0]
+    assert trajectories.means(values).tolist() == pytest.approx([1.5, 1.5, 4.0, 56 / 3, 56 / 3, 56 / 3])
+
+
+def test_a_microbatch_without_trained_tokens_has_no_trajectories():
+    trajectories = Trajectories.of(torch.zeros(0, dtype=torch.int64))
+    assert trajectories.means(torch.zeros(0)).tolist() == []

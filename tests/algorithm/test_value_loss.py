@@ -1,0 +1,103 @@
+"""The critic's loss, against its definition in plain Python, and beside the policy's."""
+
+import random
+
+import pytest
+import torch
+from loss_references import clip, gradient
+
+from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
+from arl.api.algorithm import preset
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+
+
+def outputs_of(values: list[float]) -> TokenOutputs:
+    numbers = torch.tensor(values, dtype=torch.float64)
+    return TokenOutputs(logprobs=-torch.ones_like(numbers), entropy=torch.ones_like(numbers), values=numbers)
+
+
+def tokens_of(before: list[float], returns: list[float]) -> PackedTokens:
+    return PackedTokens(
+        behavior_logprobs=-torch.ones(len(before), dtype=torch.float64),
+        proximal_logprobs=-torch.ones(len(before), dtype=torch.float64),
+        advantages=torch.ones(len(before), dtype=torch.float64),
+        values=torch.tensor(before, dtype=torch.float64),
+        returns=torch.tensor(returns, dtype=torch.float64),
+    )
+
+
+def reference(value: float, before: float, target: float, value_clip: float | None) -> float:
+    unclipped = (value - target) ** 2
+    if value_clip is None:
+        return unclipped / 2
+    return max(unclipped, (clip(value, before - value_clip, before + value_clip) - target) ** 2) / 2
+
+
+@pytest.mark.parametrize("value_clip", [None, 0.2, 1.0])
+def test_the_loss_and_its_gradient_are_those_of_the_definition(value_clip: float | None):
+    rng = random.Random(0)
+    now, before, returns = ([rng.gauss(0, 1) for _ in range(60)] for _ in range(3))
+    outputs = outputs_of(now)
+    outputs.values.requires_grad_()
+    losses = ValueLoss(value_clip=value_clip)(outputs, tokens_of(before, returns))
+    (slopes,) = torch.autograd.grad(losses.loss.sum(), outputs.values)
+    expected = [reference(*triple, value_clip) for triple in zip(now, before, returns, strict=True)]
+
+    def slope(value: float, v0: float, target: float) -> float:
+        return gradient(lambda at: reference(at[0], v0, target, value_clip), [value])[0]
+
+    assert losses.loss.tolist() == pytest.approx(expected, abs=1e-12)
+    assert slopes.tolist() == pytest.approx([slope(*t) for t in zip(now, before, returns, strict=True)], abs=1e-6)
+
+
+def test_a_value_that_moved_too_far_towards_its_return_has_no_gradient():
+    outputs = outputs_of([0.5, -0.5])
+    outputs.values.requires_grad_()
+    losses = ValueLoss(value_clip=0.2)(outputs, tokens_of([0.0, 0.0], [1.0, 1.0]))
+    assert torch.autograd.grad(losses.loss.sum(), outputs.values)[0].tolist() == [0.0, -1.5]
+    assert losses.means["value_clip_fraction"].tolist() == [1.0, 0.0]
+
+
+def test_metrics_say_what_was_predicted_and_how_far_off_it_was():
+    losses = ValueLoss(value_clip=None)(outputs_of([0.5, 2.0]), tokens_of([0.0, 0.0], [1.0, 1.0]))
+    assert losses.means["value"].tolist() == [0.5, 2.0]
+    assert losses.means["value_error"].tolist() == [0.5, 1.0]
+    assert losses.means["value_clip_fraction"].tolist() == [0.0, 0.0]
+
+
+def test_returns_of_a_million_are_finite():
+    losses = ValueLoss(value_clip=0.2)(outputs_of([0.0, 1e6]), tokens_of([1e6, -1e6], [1e6, -1e6]))
+    assert losses.loss.isfinite().all()
+
+
+def three() -> tuple[TokenLosses, TokenLosses, TokenLosses]:
+    """The policy's loss alone, the critic's alone, and both on one backbone."""
+    policy = PolicyLoss.of(preset("decoupled_ppo"), version=1, max_staleness=1)
+    value = ValueLoss(value_clip=0.2)
+    outputs, tokens = outputs_of([0.5, 2.0]), tokens_of([0.0, 0.0], [1.0, 1.0])
+    outputs.values.requires_grad_()
+    together = ActorCriticLoss(policy=policy, value=value, coefficient=0.5)
+    return policy(outputs, tokens), value(outputs, tokens), together(outputs, tokens)
+
+
+def test_on_a_shared_backbone_the_losses_add_up():
+    policy, value, together = three()
+    assert value.loss.all()
+    assert together.loss.tolist() == pytest.approx((policy.loss + 0.5 * value.loss).tolist())
+
+
+def test_on_a_shared_backbone_both_report_what_they_report_alone():
+    policy, value, together = three()
+    named = {**policy.means, **{f"critic/{name}": numbers for name, numbers in value.means.items()}}
+    assert {name: v.tolist() for name, v in together.means.items()} == {name: v.tolist() for name, v in named.items()}
+    assert list(together.maxima) == list(policy.maxima)
+    assert list(together.quotients) == list(policy.quotients) != []
+    assert list(together.sample_sizes) == list(policy.sample_sizes)
+
+
+def test_on_a_shared_backbone_the_critics_loss_is_reported_apart():
+    _, value, together = three()
+    assert together.loss.requires_grad
+    assert together.weighted["critic/loss"].tolist() == value.loss.tolist()
+    assert not together.weighted["critic/loss"].requires_grad

@@ -1,0 +1,74 @@
+"""Settings of an algorithm that contradict each other, or come to nothing, are refused with the reason."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from arl.api import Config, preset
+
+IN_REWARD = {"coefficient": 0.1, "place": "reward"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"advantage": {"kind": "gae"}}, "gae, which needs a critic's values"),
+    ({"critic": {}}, "critic is set, but advantage.kind=returns does not ask it"),
+    ({"proximal": "bypassed"}, "correction.kind is truncate, but with proximal=bypassed there is no weight"),
+    ({"proximal": "bypassed", "correction": {"kind": "none", "veto": 0.1}}, "correction.veto is set"),
+    (
+        {"proximal": "approximated", "minibatches": 2, "selection": {"kind": "second_moment"}},
+        "selection.kind is second_moment, and",
+    ),
+    ({"proximal": "approximated", "minibatches": 2, "kl": IN_REWARD}, "kl.place is reward, and proximal=approximated"),
+    ({"advantage": {"kind": "rejection"}, "kl": IN_REWARD}, "advantage.kind=rejection compares rewards as they are"),
+    ({"kl": {**IN_REWARD, "unbiased": True}}, "kl.unbiased is about the gradient of a KL in the loss"),
+    ({"kl": IN_REWARD, "advantage": {"separate_rewards": True}}, "scales its coefficient away"),
+    ({"dynamic_sampling": True, "advantage": {"baseline": "none"}}, "groups of equal rewards teach something"),
+    ({"advantage": {"baseline": "greedy", "separate_rewards": True}}, "a greedy baseline has one reward alone"),
+    ({"selection": {"kind": "kl_cov"}}, "selection.kind is kl_cov, which holds tokens back by c - p"),
+    ({"loss": {"kind": "mirror_descent"}}, "loss.kind is mirror_descent, which pulls back by c - p"),
+    ({"proximal": "approximated"}, "with one update per batch p is c, which costs nothing"),
+    ({"proximal": "approximated", "minibatches": 2, "advantage": {"kind": "distillation"}}, "advantage.kind is dist"),
+    ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "kl.estimator is k1 in the loss, whose gradient knows no ref"),
+    ({"kl": IN_REWARD, "overlong": {"mask_truncated": True}}, "what overlong.mask_truncated leaves out has no KL"),
+    ({"kl": IN_REWARD, "dynamic_sampling": True}, "a group of equal rewards is not equal"),
+    ({"correction": {"kind": "icepop", "lower": 6.0}}, "lower is 6.0; it must be at most upper, which is 5.0"),
+    ({"correction": {"kind": "none", "upper": 2.0}}, "upper is 2.0, but kind=none corrects nothing"),
+    ({"correction": {"lower": 0.1}}, "lower is 0.1, but kind=truncate has no lower bound"),
+    ({"kl": {"coefficient": 0.1, "update_every": 5}}, "update_every is set, but reference=frozen does not move"),
+    ({"critic": {"backbone": "shared", "warmup_batches": 3}}, "warmup_batches is for a critic of its own"),
+    ({"critic": {"backbone": "shared", "lr": 1e-3}}, "lr is for a critic of its own"),
+    ({"critic": {"coefficient": 0.1}}, "coefficient is for backbone=shared"),
+    ({"overlong": {"penalty": 0.5}}, "penalty is 0.5, for answers above a max_tokens that is not set"),
+    ({"overlong": {"buffer_tokens": 5}}, "buffer_tokens is 5, below a max_tokens that is not set"),
+    ({"overlong": {"buffer_tokens": 5, "max_tokens": 4}}, "it must be at most max_tokens, 4"),
+    ({"loss": {"kind": "grpo"}}, "does not match any of the expected tags"),
+    ({"loss": {"kind": "gspo", "dual_clip": 3.0}}, "Extra inputs are not permitted"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_makes_no_sense_together_is_refused_with_the_reason(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        preset("decoupled_ppo", **settings)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rollout", "reason"),
+    [
+        ({}, {"group_size": 1}, "rollout.group_size is 1, but algorithm.preset=decoupled_ppo compares the episodes"),
+        ({"preset": "pass_at_k"}, {"group_size": 4}, "advantage.k is 4; it must be below rollout.group_size=4"),
+        ({"minibatches": 3}, {}, "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
+        ({"kl": {"reference": "moving"}}, {}, "kl.reference is moving, but kl.coefficient is 0"),
+    ],
+)
+def test_what_makes_no_sense_with_the_groups_is_refused(
+    algorithm: dict[str, Any], rollout: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValidationError) as error:
+        Config.model_validate({"model": "m", "algorithm": algorithm, "rollout": rollout})
+    assert reason in str(error.value)
+
+
+def test_one_episode_for_each_example_is_enough_where_groups_are_not_compared() -> None:
+    config = Config.model_validate({"model": "m", "algorithm": {"preset": "reinforce"}, "rollout": {"group_size": 1}})
+    assert config.rollout.group_size == 1

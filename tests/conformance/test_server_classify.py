@@ -1,0 +1,113 @@
+"""A served reward model: the score of a sequence is its head's at the last token."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from conftest import write_reward_model
+from protocol_client import Client
+from servers import Server
+from transformers import AutoModelForSequenceClassification
+
+from arl.engine.tiny import tiny_tokenizer
+from arl.workflow.scoring import RewardModelClient
+
+pytestmark = pytest.mark.parametrize(
+    "server", ["embedded-reward", pytest.param("sglang-reward", marks=pytest.mark.sglang)], indirect=True
+)
+
+SEQUENCES = [[7], list(range(40)), list(range(30, 0, -1)), [*range(35), 1, 2, 3]]
+
+
+@pytest.fixture
+async def scorer(server: Server, reward_model: Path) -> AsyncIterator[Client]:
+    """A client of the reward server, which afterwards has its first weights again."""
+    async with aiohttp.ClientSession(server.url) as session:
+        client = Client(session)
+        yield client
+        await client.post("/update_weights_from_disk", {"model_path": str(reward_model), "weight_version": "default"})
+
+
+@torch.no_grad()
+def scores_by_transformers(directory: Path, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    return torch.stack([model(torch.tensor([list(sequence)])).logits[0, 0] for sequence in sequences])
+
+
+async def scores(scorer: Client, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    answer = await scorer.post("/classify", {"input_ids": sequences})
+    assert answer.status == 200, answer.body
+    assert all(len(one["embedding"]) == 1 for one in answer.body)
+    return torch.tensor([one["embedding"][0] for one in answer.body])
+
+
+async def test_a_batch_has_the_scores_that_transformers_computes(scorer: Client, reward_model: Path) -> None:
+    wanted = scores_by_transformers(reward_model, SEQUENCES)
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(await scores(scorer, SEQUENCES), wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(await scores(scorer, SEQUENCES[::-1]), wanted.flip(0), atol=1e-4, rtol=0)
+
+
+async def test_one_sequence_is_answered_alone(scorer: Client, reward_model: Path) -> None:
+    answer = (await scorer.post("/classify", {"input_ids": SEQUENCES[1], "rid": "mine"})).body
+    wanted = scores_by_transformers(reward_model, SEQUENCES[1:2])
+    torch.testing.assert_close(torch.tensor(answer["embedding"]), wanted, atol=1e-4, rtol=0)
+    meta = answer["meta_info"]
+    assert (meta["id"], meta["prompt_tokens"], meta["weight_version"]) == ("mine", 40, "default")
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+
+
+async def test_a_text_is_scored_as_its_tokens(scorer: Client) -> None:
+    tokens = (await scorer.post("/tokenize", {"prompt": "hello"})).body["tokens"]
+    by_text = (await scorer.post("/classify", {"text": ["hello", "you"]})).body
+    by_tokens = await scores(scorer, [tokens])
+    assert by_text[0]["embedding"][0] == pytest.approx(by_tokens[0].item(), abs=1e-4)
+    assert by_text[1]["embedding"] != by_text[0]["embedding"]
+
+
+async def test_new_weights_give_their_own_scores(scorer: Client, reward_model: Path, tmp_path: Path) -> None:
+    before = await scores(scorer, SEQUENCES)
+    other = write_reward_model(tmp_path / "other", 1)
+    answer = await scorer.post("/update_weights_from_disk", {"model_path": str(other), "weight_version": "next"})
+    assert answer.body["success"], answer.body
+    after = await scores(scorer, SEQUENCES)
+    torch.testing.assert_close(after, scores_by_transformers(other, SEQUENCES), atol=1e-4, rtol=0)
+    assert (after - before).abs().min() > 1e-2
+    assert (await scorer.get("/model_info")).body["weight_version"] == "next"
+
+
+async def test_it_says_that_it_generates_nothing(scorer: Client) -> None:
+    info = (await scorer.get("/model_info")).body
+    assert info["is_generation"] is False
+    assert info["architectures"] == ["LlamaForSequenceClassification"]
+    assert (await scorer.get("/health")).status == 200
+
+
+async def test_a_body_without_a_sequence_and_one_too_long_are_refused(scorer: Client) -> None:
+    for body, sentence in (({}, "should be provided"), ({"input_ids": [1] * 3000}, "longer than the model's context")):
+        answer = await scorer.post("/classify", body)
+        assert answer.status == 400
+        assert sentence in answer.message
+
+
+async def test_a_request_for_tokens_is_refused_with_a_sentence(scorer: Client, server: Server) -> None:
+    if server.kind == "sglang":
+        pytest.skip("a /generate ends the process of a stock SGLang server that has a reward model")
+    for path, body in (
+        ("/generate", {"input_ids": [1]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        answer = await scorer.post(path, body)
+        assert answer.status == 400
+        assert "this server has a reward model" in answer.message
+
+
+async def test_a_reward_model_client_is_told_the_score(scorer: Client, server: Server, reward_model: Path) -> None:
+    async with RewardModelClient(server.url, tokenizer=tiny_tokenizer()) as judge:
+        told = [await judge.score(sequence) for sequence in SEQUENCES]
+    assert told == pytest.approx(scores_by_transformers(reward_model, SEQUENCES).tolist(), abs=1e-4)

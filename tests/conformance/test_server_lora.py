@@ -1,0 +1,282 @@
+"""Adapters: loaded while the server generates, named by requests, and computed as the model that each makes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_files import write_adapter
+from agent_script import SayDigits
+from conftest import Models
+from protocol_client import Client, fresh_rid, spans
+from reference import Reference
+from servers import Server
+
+from arl.api import Config, ModelRequest, SamplingParams
+from arl.api.config import ClientConfig
+from arl.api.engine import AdapterWeights
+from arl.engine.sglang import RemoteSGLangEngine
+from arl.launch import launch
+
+SERVERS = ["embedded", pytest.param("sglang-lora", marks=pytest.mark.sglang)]
+pytestmark = pytest.mark.parametrize("server", SERVERS, indirect=True)
+
+PROMPT = torch.randint(256, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+SAMPLED = {"max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def written(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(root / name, models.directory_a, seed, merged=root / f"merged-{name}")
+    return root
+
+
+@pytest.fixture(scope="module")
+def references(models: Models, written: Path) -> dict[str | None, Reference]:
+    """By adapter; of None, the model alone."""
+    return {None: models.a, **{name: Reference(written / f"merged-{name}") for name in ("one", "two")}}
+
+
+class Shelf:
+    """Adapters on the server, under names that no other test has."""
+
+    def __init__(self, client: Client, written: Path) -> None:
+        self.client = client
+        self.names: dict[str | None, str | None] = {None: None}
+        self._written = written
+
+    async def load(self, *directories: str) -> None:
+        for directory in directories:
+            name = f"{directory}-{uuid.uuid4().hex[:8]}"
+            path = str(self._written / directory)
+            answer = await self.client.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+            assert answer.status == 200, answer.body
+            assert answer.body["success"]
+            assert answer.body["loaded_adapters"][name] == path
+            self.names[directory] = name
+
+    async def generate(self, adapter: str | None, prompt: Sequence[int] = PROMPT, **options: Any) -> Any:
+        named = {} if adapter is None else {"lora_path": self.names[adapter]}
+        body = {"input_ids": list(prompt), "sampling_params": SAMPLED, "return_logprob": True, **named, **options}
+        return await self.client.generate(**body)
+
+
+@pytest.fixture
+async def shelf(client: Client, written: Path) -> AsyncIterator[Shelf]:
+    shelf = Shelf(client, written)
+    yield shelf
+    await client.post("/continue_generation")
+    for name in shelf.names.values():
+        await client.post("/unload_lora_adapter", {"lora_name": name or "none"})
+
+
+def assert_of(reference: Reference, answer: Any, prompt: Sequence[int] = PROMPT) -> None:
+    told = torch.tensor([logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]])
+    torch.testing.assert_close(told, reference.logprobs(prompt, answer["output_ids"]), rtol=0, atol=1e-4)
+
+
+async def test_requests_of_several_adapters_and_of_none_at_once(
+    shelf: Shelf, references: dict[str | None, Reference]
+) -> None:
+    await shelf.load("one", "two")
+    names = [None, "one", "two", "one", None, "two"]
+    prompts = [[i, *PROMPT[: 20 + i]] for i in range(len(names))]
+    answers = await asyncio.gather(*map(shelf.generate, names, prompts))
+    for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        assert_of(references[name], answer, prompt)
+
+
+async def test_a_batch_names_an_adapter_for_each_prompt(shelf: Shelf, references: dict[str | None, Reference]) -> None:
+    await shelf.load("one", "two")
+    names = [None, "one", "two"]
+    prompts = [[i, *PROMPT] for i in range(3)]
+    answers = await shelf.client.generate(
+        input_ids=prompts,
+        lora_path=[shelf.names[name] for name in names],
+        sampling_params=SAMPLED,
+        return_logprob=True,
+    )
+    for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        assert_of(references[name], answer, prompt)
+
+
+async def test_prefixes_are_shared_under_one_adapter_alone(
+    shelf: Shelf, references: dict[str | None, Reference]
+) -> None:
+    await shelf.load("one", "two")
+    prompt = torch.randint(256, (40,)).tolist()
+    cached = []
+    for name in ("one", "two", None, "one", "two", None):
+        answer = await shelf.generate(name, prompt)
+        cached.append(answer["meta_info"]["cached_tokens"])
+        assert_of(references[name], answer, prompt)
+    assert cached == [0, 0, 0, 39, 39, 39]
+
+
+async def test_labels_say_nothing_of_adapters(shelf: Shelf) -> None:
+    await shelf.load("one")
+    assert spans(await shelf.generate("one")) == [("a", 0, 8)]
+
+
+async def test_loaded_adapters_are_among_the_models(shelf: Shelf, written: Path) -> None:
+    await shelf.load("one")
+    cards = {card["id"]: card for card in (await shelf.client.get("/v1/models")).body["data"]}
+    model = next(card for card in cards.values() if card["parent"] is None)
+    card = cards[str(shelf.names["one"])]
+    assert (card["root"], card["parent"], card["max_model_len"]) == (str(written / "one"), model["id"], None)
+
+
+async def test_an_adapter_is_loaded_beside_a_request_which_goes_on_under_its_own(
+    shelf: Shelf, references: dict[str | None, Reference]
+) -> None:
+    await shelf.load("one")
+    rid = fresh_rid()
+    sampling = {**SAMPLED, "max_new_tokens": 4000}
+    running = asyncio.create_task(shelf.generate("one", rid=rid, sampling_params=sampling))
+    await shelf.client.until_running(1)
+    await shelf.load("two")
+    assert_of(references["two"], await shelf.generate("two"))
+    assert not running.done()
+    await shelf.client.post("/abort_request", {"rid": rid})
+    answer = await running
+    assert len(answer["output_ids"]) > 8
+    assert_of(references["one"], answer)
+
+
+async def test_a_request_in_flight_keeps_an_adapter_that_is_unloaded(
+    shelf: Shelf, references: dict[str | None, Reference]
+) -> None:
+    await shelf.load("one")
+    sampling = {**SAMPLED, "max_new_tokens": 300}
+    running = asyncio.create_task(shelf.generate("one", sampling_params=sampling))
+    await shelf.client.until_running(1)
+    unloaded = await shelf.client.post("/unload_lora_adapter", {"lora_name": shelf.names["one"]})
+    assert (unloaded.status, unloaded.body["success"]) == (200, True)
+    assert shelf.names["one"] not in unloaded.body["loaded_adapters"]
+    answer = await running
+    assert len(answer["output_ids"]) == 300
+    assert_of(references["one"], answer)
+
+
+async def test_adapters_are_loaded_while_the_server_is_paused(
+    shelf: Shelf, references: dict[str | None, Reference]
+) -> None:
+    await shelf.client.post("/pause_generation", {"mode": "in_place"})
+    await shelf.load("one")
+    waiting = asyncio.create_task(shelf.generate("one"))
+    await shelf.client.post("/continue_generation")
+    assert_of(references["one"], await waiting)
+
+
+async def test_weights_from_a_directory_replace_the_model_below_the_adapters(shelf: Shelf, models: Models) -> None:
+    await shelf.load("one")
+    update = {"model_path": str(models.directory_b), "weight_version": "7"}
+    assert (await shelf.client.post("/update_weights_from_disk", update)).body["success"]
+    under, alone = await shelf.generate("one"), await shelf.generate(None)
+    assert_of(models.b, alone)
+    assert spans(under) == [("7", 0, 8)]
+    with pytest.raises(AssertionError):
+        assert_of(models.b, under)
+
+
+async def test_a_name_that_was_never_loaded_is_refused(shelf: Shelf) -> None:
+    await shelf.load("one")
+    body = {"input_ids": PROMPT, "lora_path": "nobody", "sampling_params": SAMPLED}
+    answer = await shelf.client.post("/generate", body)
+    assert answer.status == 400
+    assert "LoRA adapter" in answer.message
+    assert "nobody" in answer.message
+    assert str(shelf.names["one"]) in answer.message
+
+
+async def refusal(client: Client, path: str, **body: Any) -> str:
+    answer = await client.post(path, body)
+    assert answer.status == 400, answer.body
+    assert answer.body["success"] is False
+    return answer.body["error_message"]
+
+
+async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(
+    shelf: Shelf, written: Path, models: Models, tmp_path: Path
+) -> None:
+    await shelf.load("one")
+    taken = await refusal(
+        shelf.client, "/load_lora_adapter", lora_name=shelf.names["one"], lora_path=str(written / "two")
+    )
+    assert taken == f"Failed to load LoRA adapter {shelf.names['one']} because it is already loaded"
+    for name, directory in (("x", "/nonexistent"), ("y", str(models.directory_a))):
+        assert await refusal(shelf.client, "/load_lora_adapter", lora_name=name, lora_path=directory)
+    dora = write_adapter(tmp_path / "dora", models.directory_a, 0, use_dora=True)
+    assert "dora" in (await refusal(shelf.client, "/load_lora_adapter", lora_name="z", lora_path=str(dora))).lower()
+    loaded = {card["id"] for card in (await shelf.client.get("/v1/models")).body["data"]}
+    assert shelf.names["one"] in loaded
+    assert not {"x", "y", "z"} & loaded
+
+
+async def test_what_is_not_loaded_cannot_be_unloaded(shelf: Shelf) -> None:
+    said = await refusal(shelf.client, "/unload_lora_adapter", lora_name="nobody")
+    assert said.startswith("LoRA with name nobody does not exist")
+
+
+@pytest.mark.parametrize("body", [{}, {"lora_name": "x"}, {"lora_name": 7, "lora_path": "/x"}])
+async def test_malformed_calls_are_told_so(client: Client, body: dict[str, Any]) -> None:
+    answer = await client.post("/load_lora_adapter", body)
+    assert (answer.status, answer.body["object"], answer.body["type"]) == (400, "error", "Bad Request")
+
+
+async def test_arls_client_publishes_adapters_beside_requests_that_end_under_their_own(
+    client: Client, server: Server, written: Path, references: dict[str | None, Reference]
+) -> None:
+    run = uuid.uuid4().hex[:8]
+    sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    names = ("one", "two", "one", "two")
+    async with RemoteSGLangEngine([server.url], ClientConfig(request_timeout_s=60.0)) as engine:
+        calls: list[asyncio.Task[Any]] = []
+        async with asyncio.TaskGroup() as group:
+            for version, name in enumerate(names):
+                adapter = f"{run}-v{version}"
+                update = AdapterWeights(version=version, adapter=adapter, directory=written / name)
+                assert (await engine.update_weights(update)).pause_s == 0
+                request = ModelRequest(input_ids=(version, *PROMPT), sampling=sampling)
+                calls.append(group.create_task(engine.agenerate(request)))
+                await client.until_running(version + 1)
+        loaded = await engine._pool.servers[0].client.adapters()
+        assert {f"{run}-v{version}" for version in range(4)} <= loaded, "all were in use"
+        await engine.update_weights(AdapterWeights(version=4, adapter=f"{run}-v4", directory=written / "one"))
+        async with asyncio.timeout(30):
+            while {name for name in loaded if run in name} != {f"{run}-v3", f"{run}-v4"}:  # in the background
+                loaded = await engine._pool.servers[0].client.adapters()
+    assert not any(run in card["id"] for card in (await client.get("/v1/models")).body["data"])
+    for version, (name, call) in enumerate(zip(names, calls, strict=True)):
+        response = call.result()
+        assert response.output_versions == (version,) * sampling.max_new_tokens
+        wanted = references[name].logprobs((version, *PROMPT), response.output_ids)
+        torch.testing.assert_close(torch.tensor(response.output_logprobs), wanted, rtol=0, atol=2e-4)
+
+
+async def test_a_training_of_adapters_sees_the_samplers_logprobs_again(
+    client: Client, server: Server, models: Models, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "model": str(models.directory_a),
+        "run_dir": tmp_path,
+        "steps": 3,
+        "engine": {"kind": "sglang", "addresses": [server.url]},
+        "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 0},
+        "train": {"optimizer": {"lr": 0.01}, "lora": {"rank": 4}},
+        "weights": {"transport": "adapter"},
+        "log": {"console": False, "trajectories": 0},
+    }
+    config = Config.model_validate(settings)
+    async with launch(config, workflow=SayDigits(), dataset=[{"number": n} for n in range(9)]) as trainer:
+        steps = [step async for step in trainer]
+    assert [step.max_staleness_seen for step in steps] == [0, 0, 0]
+    for step in steps:
+        assert step.metrics["behavior_weight_max"] == pytest.approx(1.0, abs=1e-3)

@@ -1,0 +1,183 @@
+"""What settings and arguments of `launch` make of the flow of groups, over the official fakes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_launch import use_fakes
+
+import arl.launch
+from arl.api import (
+    Config,
+    Example,
+    ExampleRecord,
+    InferenceEngine,
+    ModelRequest,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    StepStats,
+    Trajectory,
+    TurnSpan,
+)
+from arl.api.errors import StarvedError
+from arl.launch import launch
+from arl.metrics import read_jsonl
+
+EXAMPLES = [{"number": number} for number in range(12)]
+
+
+class OneTurn(RolloutWorkflow):
+    """Answers with two tokens; `changes` says how the trajectory differs from one of reward 1."""
+
+    def __init__(self, changes: Callable[[ModelRequest, int], dict[str, Any]] = lambda *_: {}) -> None:
+        self._changes = changes
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=2))
+        response = await engine.agenerate(request)
+        trajectory = Trajectory(
+            token_ids=(*request.input_ids, *response.output_ids),
+            loss_mask=(0, 0, 1, 1),
+            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
+            versions=(-1, -1, *response.output_versions),
+            reward=1.0,
+        )
+        return replace(trajectory, **self._changes(request, response.output_ids[0]))
+
+
+class Run:
+    """A whole run of `launch`; `asked` is how each request was to be sampled."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run_dir = run_dir
+        self.asked: list[SamplingParams] = []
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(arl.launch, "_decoder", lambda config: None)
+
+    def _answer(self, request: ModelRequest) -> Sequence[int]:
+        self.asked.append(request.sampling)
+        return [int(request.sampling.temperature == 0), len(self.asked) % 7]
+
+    async def __call__(
+        self, workflow: RolloutWorkflow, *, evaluate: bool = False, curriculum: Any = None, **settings: Any
+    ) -> list[StepStats]:
+        use_fakes(self._monkeypatch, ScriptedEngine(self._answer))  # a run closes its engine
+        rollout = {"batch_size": 2, "group_size": 2, **settings.pop("rollout", {})}
+        config = Config.model_validate(
+            {
+                "model": "none",
+                "run_dir": self.run_dir,
+                "steps": 3,
+                "rollout": rollout,
+                "log": {"console": False, "trajectories": 100},
+                **settings,
+            }
+        )
+        given = {"dataset": EXAMPLES, "eval_dataset": EXAMPLES[:2] if evaluate else None, "curriculum": curriculum}
+        async with launch(config, workflow=workflow, **given) as trainer:
+            steps = [step async for step in trainer]
+            if evaluate:
+                await trainer.evaluate()
+        return steps
+
+    def logged(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.run_dir / "trajectories.jsonl")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(tmp_path / "run", monkeypatch)
+
+
+async def test_an_algorithm_with_a_greedy_baseline_has_one_greedy_episode_for_each_group(run: Run) -> None:
+    """It answers 1 where it is greedy, which is its reward."""
+    greedy = OneTurn(lambda _, answer: {"reward": float(answer)})
+    advantage = {"kind": "returns", "baseline": "greedy", "scale": "none"}
+    steps = await run(greedy, algorithm={"advantage": advantage}, rollout={"max_staleness": 0})
+    assert len(run.logged()) == 12
+    assert all(row["greedy_rewards"] == {"agent": 1.0} and row["reward"] == 0.0 for row in run.logged())
+    greedy_requests = sum(sampling.temperature == 0 for sampling in run.asked)
+    assert 6 <= steps[-1].metrics["baselines_finished"] <= greedy_requests <= 8
+
+
+async def test_other_algorithms_ask_nothing_greedily(run: Run) -> None:
+    await run(OneTurn())
+    assert {sampling.temperature for sampling in run.asked} == {1.0}
+    assert {sampling.seed for sampling in run.asked} == {None}
+
+
+def turns_are_rewarded(_: int) -> dict[str, Any]:
+    return {"turns": (TurnSpan(start=2, stop=4, reward=0.5),)}
+
+
+def parts_differ(number: int) -> dict[str, Any]:
+    return {"rewards": {"form": float(number % 2), "answer": 1.0 - number % 2}}
+
+
+def way_is_shorter(number: int) -> dict[str, Any]:
+    turns = TurnSpan(start=2, stop=3, state="there"), TurnSpan(start=3, stop=4, state=f"here {number}")
+    return {"turns": turns if number % 2 else turns[:1]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advantage"),
+    [
+        (turns_are_rewarded, {}),
+        (parts_differ, {"separate_rewards": True}),
+        (way_is_shorter, {"kind": "gigpo"}),
+    ],
+)
+async def test_dynamic_sampling_keeps_groups_of_equal_outcomes_where_advantages_see_a_difference(
+    run: Run, changes: Callable[[int], dict[str, Any]], advantage: dict[str, Any]
+) -> None:
+    numbers = count()
+    steps = await run(
+        OneTurn(lambda *_: changes(next(numbers))),
+        algorithm={"dynamic_sampling": True, "advantage": advantage},
+        rollout={"max_staleness": 0},
+    )
+    assert steps[-1].metrics["episodes_rejected"] == 0
+
+
+async def test_and_rejects_those_where_they_see_none(run: Run) -> None:
+    with pytest.raises(StarvedError, match="process rewards included, are equal"):
+        await run(OneTurn(lambda *_: parts_differ(3)), algorithm={"dynamic_sampling": True})
+
+
+async def test_a_curriculum_says_what_is_trained(run: Run) -> None:
+    def odd_ones(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
+        return [record.index for record in records if record.index % 2]
+
+    await run(OneTurn(), curriculum=odd_ones, rollout={"max_staleness": 0})
+    trained = list(dict.fromkeys(row["example_id"][1] for row in run.logged()))
+    assert trained == [1, 3, 5, 7, 9, 11]
+
+
+async def test_replay_is_as_the_settings_say(run: Run) -> None:
+    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": 0.5}
+    steps = await run(OneTurn(), rollout=rollout)
+    assert [step.metrics["replayed_groups"] for step in steps] == [0, 1, 1]
+
+
+async def test_a_run_that_is_continued_replays_what_was_trained_before(run: Run) -> None:
+    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": 0.5}
+    await run(OneTurn(), rollout=rollout)
+    steps = await run(OneTurn(), rollout=rollout, steps=4)
+    assert [(step.version, step.metrics["replayed_groups"]) for step in steps] == [(4, 1)]
+
+
+async def test_groups_below_the_replays_reward_are_not_replayed(run: Run) -> None:
+    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": 1.0}
+    steps = await run(OneTurn(), rollout=rollout)
+    assert [step.metrics["replayed_groups"] for step in steps] == [0, 0, 0]
+
+
+async def test_every_request_has_a_seed_where_asked_for_those_of_evaluations_too(run: Run) -> None:
+    await run(OneTurn(), evaluate=True, rollout={"seed_requests": True, "max_staleness": 0})
+    seeds = [sampling.seed for sampling in run.asked]
+    assert None not in seeds
+    assert len(set(seeds)) == len(seeds)

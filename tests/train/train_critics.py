@@ -1,0 +1,117 @@
+"""Critics: a tiny one on disk, what Hugging Face's own class says of a sequence, and how a plain loop trains one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from train_sequences import random_sequences, twin_logprobs
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
+
+from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
+from arl.api.algorithm import preset
+from arl.api.config import OptimizerConfig
+from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
+from arl.api.types import TrainSequence
+from arl.engine.tiny import tiny_tokenizer
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
+VALUE = ValueLoss(value_clip=0.2)
+BOTH = ActorCriticLoss(
+    policy=PolicyLoss.of(preset("decoupled_ppo", correction={"upper": 2.0}, minibatches=2)),
+    value=VALUE,
+    coefficient=0.5,
+)
+
+
+def write_critic(directory: Path) -> Path:
+    """A Qwen3 with a head of one label, which no one asks for the score of a padded text."""
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+    )
+    config.num_labels = 1
+    torch.manual_seed(1)
+    Qwen3ForSequenceClassification(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def load_critic(directory: Path) -> PreTrainedModel:
+    """The model as transformers runs it by itself, with attention in plain operations."""
+    return AutoModelForSequenceClassification.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+def score_of(model: PreTrainedModel) -> nn.Linear:
+    return cast("nn.Linear", model.score)
+
+
+def sequences_with_returns(count: int = 9, seed: int = 1) -> list[TrainSequence]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        replace(
+            sequence,
+            values=0.1 * torch.randn(len(sequence), generator=generator),
+            returns=torch.randn(len(sequence), generator=generator),
+        )
+        for sequence in random_sequences(count, seed=seed)
+    ]
+
+
+def scored(token_ids: torch.Tensor) -> TrainSequence:
+    """A text whose score is the value of the token behind it, whichever that is."""
+    longer = torch.cat([token_ids, torch.zeros(1, dtype=torch.int64)])
+    return TrainSequence(token_ids=longer, loss_mask=torch.arange(len(longer)) == len(token_ids))
+
+
+@torch.no_grad()
+def slow_values(model: PreTrainedModel, sequence: TrainSequence) -> torch.Tensor:
+    """One forward pass of the model as it is for each trained token, over the tokens before it alone."""
+    values = torch.zeros(len(sequence))
+    for place in sequence.loss_mask.nonzero()[:, 0].tolist():
+        values[place] = model(input_ids=sequence.token_ids[None, :place]).logits[0, 0]
+    return values
+
+
+def twin_steps(
+    model: PreTrainedModel, score: nn.Linear, sequences: Sequence[TrainSequence], loss: TokenLoss, steps: int
+) -> None:
+    """A plain loop: one sequence at a time, torch's own AdamW and clipping."""
+    parameters = [*model.parameters(), *(p for p in score.parameters() if all(p is not q for q in model.parameters()))]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    for _ in range(steps):
+        for sequence in sequences:
+            mask = sequence.loss_mask
+            hidden = model.get_decoder()(input_ids=sequence.token_ids[None, :-1]).last_hidden_state[0]
+            values = score(hidden)[mask[1:], 0]
+            logprobs = entropy = torch.zeros_like(values)
+            if model.get_output_embeddings() is not None:
+                logprobs, entropy = twin_logprobs(model, sequence)
+            names = ("behavior_logprobs", "proximal_logprobs", "advantages", "values", "returns")
+            tokens = PackedTokens(**{name: getattr(sequence, name)[mask] for name in names})
+            outputs = TokenOutputs(logprobs=logprobs, entropy=entropy, values=values)
+            (loss(outputs, tokens).loss * sequence.loss_weights[mask]).sum().backward()
+        torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()

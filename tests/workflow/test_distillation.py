@@ -1,0 +1,214 @@
+"""A teacher's judgement as the reward of each token, and a student that comes nearer to its teacher by it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from arl.api import (
+    Config,
+    Example,
+    InferenceEngine,
+    ModelRequest,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    Trajectory,
+    TurnSpan,
+)
+from arl.api.config import LogConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from arl.api.errors import ConfigError, ServerError
+from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
+from arl.launch import launch
+from arl.workflow.distillation import DistillationWorkflow
+from arl.workflow.scoring import TeacherClient
+
+STUDENT = ScriptedEngine(lambda request: [0])
+
+
+class FixedTeacher:
+    """Finds token t as likely as exp(-t / 10). asked: what about."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+
+    async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
+        self.asked.append((tuple(token_ids), start))
+        return (0.0,) * start + tuple(-t / 10 for t in token_ids[start:])
+
+
+class Fixed(RolloutWorkflow):
+    def __init__(self, episode: Trajectory | list[Trajectory] | None) -> None:
+        self.episode = episode
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | Sequence[Trajectory] | None:
+        return self.episode
+
+
+TWO_TURNS = Trajectory(
+    token_ids=(3, 4, 5, 6, 7, 8),
+    loss_mask=(0, 0, 1, 0, 1, 1),
+    behavior_logprobs=(0.0, 0.0, -1.0, -3.0, -0.5, -0.25),
+    versions=(-1, -1, 0, 0, 1, 1),
+    reward=2.0,
+    rewards={"style": 1.0},
+    token_rewards=(0.0, 0.0, 1.0, 0.0, 0.0, 4.0),
+    turns=(TurnSpan(start=2, stop=3, reward=0.5, state="s"), TurnSpan(start=4, stop=6)),
+    metrics={"turns": 2.0},
+)
+
+
+async def distilled(episode: Trajectory, coefficient: float = 1.0, keep_reward: bool = False) -> Trajectory:
+    workflow = DistillationWorkflow(Fixed(episode), FixedTeacher(), coefficient=coefficient, keep_reward=keep_reward)
+    result = await workflow.arun_episode(STUDENT, {})
+    assert isinstance(result, Trajectory)
+    return result
+
+
+async def test_a_trained_token_is_rewarded_with_teacher_less_behavior_logprob() -> None:
+    result = await distilled(TWO_TURNS, coefficient=2.0)
+    assert result.token_rewards == pytest.approx((0.0, 0.0, 1.0, 0.0, -0.4, -1.1))
+    assert result.metrics == pytest.approx({"turns": 2.0, "task_reward": 2.0, "teacher_kl": (-0.5 + 0.2 + 0.55) / 3})
+
+
+async def test_the_teachers_rewards_are_alone_unless_the_workflows_own_are_kept() -> None:
+    alone = await distilled(TWO_TURNS)
+    assert (alone.reward, dict(alone.rewards), [turn.reward for turn in alone.turns]) == (0.0, {}, [0.0, 0.0])
+    assert alone.turns[0].state == "s"
+    kept = await distilled(TWO_TURNS, keep_reward=True)
+    assert (kept.reward, kept.rewards, kept.turns) == (2.0, {"style": 1.0}, TWO_TURNS.turns)
+    assert kept.token_rewards == pytest.approx((0.0, 0.0, 1.5, 0.0, -0.2, 3.45))
+    assert "task_reward" not in kept.metrics
+    assert (await distilled(replace(TWO_TURNS, token_rewards=None), keep_reward=True)).token_rewards == pytest.approx(
+        (0.0, 0.0, 0.5, 0.0, -0.2, -0.55)
+    )
+
+
+async def test_what_was_sampled_stays_as_it_was() -> None:
+    result = await distilled(TWO_TURNS)
+    unchanged = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "role", "temperature", "is_truncated")
+    assert [getattr(result, name) for name in unchanged] == [getattr(TWO_TURNS, name) for name in unchanged]
+
+
+async def test_the_teacher_is_asked_from_the_first_trained_token_on() -> None:
+    teacher = FixedTeacher()
+    await DistillationWorkflow(Fixed(TWO_TURNS), teacher).arun_episode(STUDENT, {})
+    assert teacher.asked == [(TWO_TURNS.token_ids, 2)]
+
+
+async def test_each_trajectory_of_an_episode_is_judged_and_a_rejected_episode_stays_rejected() -> None:
+    teacher, other = FixedTeacher(), replace(TWO_TURNS, token_ids=(9, 9, 9, 9, 9, 9), role="critic")
+    result = await DistillationWorkflow(Fixed([TWO_TURNS, other]), teacher).arun_episode(STUDENT, {})
+    assert isinstance(result, list)
+    assert [t.role for t in result] == ["agent", "critic"]
+    assert result[1].token_rewards == pytest.approx((0.0, 0.0, 0.1, 0.0, -0.4, -0.65))
+    assert await DistillationWorkflow(Fixed(None), teacher).arun_episode(STUDENT, {}) is None
+    assert len(teacher.asked) == 2
+
+
+async def test_a_trajectory_without_trained_tokens_asks_nothing() -> None:
+    teacher, untrained = FixedTeacher(), replace(TWO_TURNS, loss_mask=(0,) * 6)
+    result = await DistillationWorkflow(Fixed(untrained), teacher).arun_episode(STUDENT, {})
+    assert isinstance(result, Trajectory)
+    assert result.token_rewards == (0.0,) * 6
+    assert "teacher_kl" not in result.metrics
+    assert teacher.asked == []
+
+
+async def test_a_temperature_that_the_teacher_cannot_follow_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sampled at temperature 0\.7"):
+        await distilled(replace(TWO_TURNS, temperature=0.7))
+    for coefficient in (0.0, -1.0, math.nan):
+        with pytest.raises(ConfigError, match="coefficient"):
+            DistillationWorkflow(Fixed(None), FixedTeacher(), coefficient=coefficient)
+
+
+async def test_a_teacher_that_fails_fails_the_episode_with_its_own_error() -> None:
+    class Away(FixedTeacher):
+        async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
+            raise ServerError("the teacher is away")
+
+    for episode in (TWO_TURNS, [TWO_TURNS, TWO_TURNS]):
+        with pytest.raises(ServerError, match="away"):
+            await DistillationWorkflow(Fixed(episode), Away()).arun_episode(STUDENT, {})
+
+
+SHAPE = TinyShape(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
+
+
+class Babbling(RolloutWorkflow):
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        prompt = data["input_ids"]
+        sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
+        response = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
+        n, m = len(prompt), len(response.output_ids)
+        return Trajectory(
+            token_ids=(*prompt, *response.output_ids),
+            loss_mask=(0,) * n + (1,) * m,
+            behavior_logprobs=(0.0,) * n + response.output_logprobs,
+            versions=(-1,) * n + response.output_versions,
+            reward=1.0,
+            temperature=response.temperature,
+        )
+
+
+def write_model_of_habits(directory: Path, strength: float, seed: int) -> Path:
+    """A model that says some tokens oftener than others whatever came before: what a student learns soonest.
+
+    All embeddings have one direction in common, so that states have it too.
+    """
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer, replace(SHAPE, initializer_range=strength), seed)
+    with torch.no_grad():
+        model.get_input_embeddings().weight += 2 * SHAPE.hidden_size**-0.5
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def served(model: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "arl.engine.local", "--model", str(model)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.timeout(300)
+async def test_a_few_steps_bring_the_student_nearer_to_its_teacher(tmp_path: Path) -> None:
+    teacher_model = write_model_of_habits(tmp_path / "teacher", strength=0.4, seed=1)
+    student_model = write_model_of_habits(tmp_path / "student", strength=0.02, seed=2)
+    config = Config(
+        model=str(student_model),
+        run_dir=tmp_path / "run",
+        steps=12,
+        rollout=RolloutConfig(batch_size=8, group_size=4, max_staleness=1),
+        train=TrainConfig(num_threads=1, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0, eps=1e-8)),
+        algorithm={"preset": "distillation"},
+        log=LogConfig(console=False, trajectories=0),
+    )
+    questions = [{"input_ids": [i, i + 1, i + 2]} for i in range(64)]
+    with served(teacher_model) as url:
+        async with TeacherClient(url, tokenizer=tiny_tokenizer()) as teacher:
+            workflow = DistillationWorkflow(Babbling(), teacher)
+            async with launch(config, workflow=workflow, dataset=questions) as trainer:
+                steps = [step async for step in trainer]
+    gaps = [step.metrics["episode/teacher_kl"] for step in steps]
+    assert all(step.metrics["episode/task_reward"] == 1.0 for step in steps)
+    assert sum(gaps[-3:]) / 3 < 0.7 * sum(gaps[:3]) / 3, gaps

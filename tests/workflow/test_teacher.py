@@ -1,0 +1,211 @@
+"""A teacher behind a URL: what it is asked, what is believed of its answers, and how failures are borne."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import pytest
+from served import BREAK, Served, language_model
+
+from arl.api.errors import ModelError, RequestTimeoutError, ServerError
+from arl.engine.tiny import tiny_tokenizer
+from arl.workflow import model_server
+from arl.workflow.scoring import TeacherClient
+
+TOKENS = (7, 8, 9, 10)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_server, "_FIRST_WAIT_S", 0.001)
+
+
+def answering_in_turn(served: Served, *answers: Any) -> None:
+    """/generate answers with these, and then as it did before."""
+    usual, left = served.answers["/generate"], deque(answers)
+    served.answers["/generate"] = lambda body: left.popleft() if left else usual(body)
+
+
+async def test_every_token_but_the_first_has_the_teachers_logprob() -> None:
+    async with language_model() as served, TeacherClient(served.url) as teacher:
+        assert await teacher.logprobs(TOKENS) == (0.0, -0.08, -0.09, -0.1)
+        _, body = served.asked[-1]
+    assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+    assert (body["return_logprob"], body["logprob_start_len"]) == (True, 0)
+
+
+async def test_a_later_start_asks_for_no_more_and_has_zeros_before_it() -> None:
+    async with language_model() as served, TeacherClient(served.url) as teacher:
+        assert await teacher.logprobs(TOKENS, start=3) == (0.0, 0.0, 0.0, -0.1)
+        assert served.asked[-1][1]["logprob_start_len"] == 2
+        assert await teacher.logprobs((7,)) == (0.0,)
+        with pytest.raises(ValueError, match="at least 1"):
+            await teacher.logprobs(TOKENS, start=0)
+        assert served.count("/generate") == 1
+
+
+async def test_the_vocabularys_last_token_may_be_told_as_0_and_no_other_token() -> None:
+    async with language_model() as served, TeacherClient(served.url) as teacher:
+        entries = [[None, 7, None], [-1.0, 0, None], [-2.0, 8, None], [-3.0, 0, None]]
+        answering_in_turn(served, {"meta_info": {"input_token_logprobs": entries}})
+        assert await teacher.logprobs((7, 499, 8, 499)) == (0.0, -1.0, -2.0, -3.0)
+        answering_in_turn(served, {"meta_info": {"input_token_logprobs": entries}})
+        with pytest.raises(ServerError, match="was sent token 9 and gave the logprob of token 8"):
+            await teacher.logprobs((7, 499, 9, 499))
+        answering_in_turn(served, {"meta_info": {"input_token_logprobs": entries}})
+        with pytest.raises(ServerError, match="was sent token 5 and gave the logprob of token 0"):
+            await teacher.logprobs((7, 5, 8, 499))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ({"meta_info": {}}, "without input_token_logprobs"),
+        ({"meta_info": {"input_token_logprobs": [[None, 8, None]]}}, "logprobs of 1 tokens for 4"),
+        (
+            {"meta_info": {"input_token_logprobs": [[None, 7, None], [None, 8, None], [-1, 9, None], [-1, 10, None]]}},
+            "not a finite number",
+        ),
+        ([1], "without input_token_logprobs"),
+    ],
+)
+async def test_an_answer_that_is_not_about_these_tokens_is_an_error_with_the_url(answer: Any, sentence: str) -> None:
+    async with language_model() as served, TeacherClient(served.url, retries=0) as teacher:
+        answering_in_turn(served, answer)
+        with pytest.raises(ServerError, match=sentence) as caught:
+            await teacher.logprobs(TOKENS)
+        assert served.url.rstrip("/") in str(caught.value)
+
+
+async def test_failures_of_the_server_are_borne_and_refusals_are_not() -> None:
+    async with language_model() as served, TeacherClient(served.url, retries=2) as teacher:
+        answering_in_turn(served, (503, {"error": {"message": "loading"}}), (429, {"error": "busy"}))
+        assert len(await teacher.logprobs(TOKENS)) == 4
+        assert served.count("/generate") == 3
+        answering_in_turn(served, *[(500, {"error": {"message": "out of memory"}})] * 3)
+        with pytest.raises(ServerError, match="HTTP 500: out of memory"):
+            await teacher.logprobs(TOKENS)
+        assert served.count("/generate") == 6
+        answering_in_turn(served, (400, {"error": {"message": "too long"}}))
+        with pytest.raises(ServerError, match="HTTP 400: too long"):
+            await teacher.logprobs(TOKENS)
+        assert served.count("/generate") == 7
+
+
+async def test_a_server_that_is_away_is_named_after_as_many_tries_as_were_asked_for() -> None:
+    async with language_model() as served:
+        url = served.url
+    async with TeacherClient(url, retries=1) as teacher:
+        with pytest.raises(ServerError, match="could not be reached") as caught:
+            await teacher.logprobs(TOKENS)
+    assert url.rstrip("/") in str(caught.value)
+    assert "(asked 2 times)" in str(caught.value)
+
+
+async def test_a_connection_that_breaks_is_tried_again() -> None:
+    async with language_model() as served, TeacherClient(served.url) as teacher:
+        answering_in_turn(served, BREAK, BREAK)
+        assert len(await teacher.logprobs(TOKENS)) == 4
+        assert served.count("/generate") == 3
+
+
+async def test_an_answer_that_takes_too_long_is_a_named_timeout() -> None:
+    never = asyncio.Event()
+    async with language_model() as served, TeacherClient(served.url, timeout_s=0.2) as teacher:
+
+        async def hang(body: Any) -> Any:
+            await never.wait()
+            return {}
+
+        served.answers["/generate"] = hang
+        with pytest.raises(RequestTimeoutError, match=r"timeout_s = 0\.2 s"):
+            await teacher.logprobs(TOKENS)
+        never.set()
+
+
+async def test_episodes_share_few_connections_and_one_greeting() -> None:
+    async with language_model() as served, TeacherClient(served.url, max_concurrent=3) as teacher:
+        usual, tasks = served.answers["/generate"], list[Any]()
+        gate = asyncio.Event()
+
+        async def wait_for_the_gate(body: Any) -> Any:
+            if served.running == 3:
+                gate.set()
+            await gate.wait()
+            return usual(body)
+
+        served.answers["/generate"] = wait_for_the_gate
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(teacher.logprobs((1, 2, i))) for i in range(1, 200)]
+        assert [task.result()[2] for task in tasks] == [-i / 100 for i in range(1, 200)]
+        assert served.most_running == 3
+        assert len(served.peers) <= 3
+        assert served.count("/model_info") == 1
+
+
+async def test_the_key_is_sent_and_a_missing_one_is_explained() -> None:
+    async with language_model() as served:
+        async with TeacherClient(served.url, api_key="secret") as teacher:
+            await teacher.logprobs(TOKENS)
+        assert set(served.keys) == {"Bearer secret"}
+        served.answers["/model_info"] = lambda _: (401, {"error": "Unauthorized"})
+        async with TeacherClient(served.url) as teacher:
+            with pytest.raises(ServerError, match="pass the api_key"):
+                await teacher.logprobs(TOKENS)
+
+
+async def test_a_token_that_the_teacher_does_not_have_is_never_sent() -> None:
+    async with language_model(vocab_size=100) as served, TeacherClient(served.url) as teacher:
+        for tokens in ((1, 100), (1, -1)):
+            with pytest.raises(ModelError, match="none of the 100"):
+                await teacher.logprobs(tokens)
+        assert served.count("/generate") == 0
+
+
+async def test_a_teacher_that_does_not_tell_its_vocabulary_is_compared_by_a_tokenizer() -> None:
+    tokenizer, other = tiny_tokenizer(), tiny_tokenizer(["a phrase"])
+    async with language_model() as served:
+        served.answers["/model_info"] = lambda _: {"is_generation": True}
+        served.answers["/tokenize"] = lambda body: {
+            "tokens": tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        }
+        async with TeacherClient(served.url) as teacher:
+            with pytest.raises(ModelError, match="pass the tokenizer"):
+                await teacher.logprobs(TOKENS)
+        async with TeacherClient(served.url, tokenizer=other) as teacher:
+            with pytest.raises(ModelError, match="other tokens than the tokenizer given"):
+                await teacher.logprobs(TOKENS)
+        async with TeacherClient(served.url, tokenizer=tokenizer) as teacher:
+            assert len(await teacher.logprobs(TOKENS)) == 4
+            with pytest.raises(ModelError, match=f"none of the {len(tokenizer)}"):
+                await teacher.logprobs((1, len(tokenizer)))
+
+
+async def test_a_reward_model_is_no_teacher() -> None:
+    async with language_model() as served, TeacherClient(served.url) as teacher:
+        served.answers["/model_info"] = lambda _: {"is_generation": False, "vocab_size": 500}
+        with pytest.raises(ModelError, match="a teacher must be a language model"):
+            await teacher.logprobs(TOKENS)
+
+
+def test_a_client_serves_one_event_loop_after_another() -> None:
+    async def once(teacher: TeacherClient) -> None:
+        async with language_model() as served:
+            teacher._server.url = served.url.rstrip("/")
+            assert len(await teacher.logprobs(TOKENS)) == 4
+            await teacher.aclose()
+            await teacher.aclose()
+
+    teacher = TeacherClient("http://nowhere")
+    asyncio.run(once(teacher))
+    asyncio.run(once(teacher))
+
+
+async def test_all_who_wait_while_a_server_is_asked_what_it_is_share_the_failure() -> None:
+    async with language_model() as served, TeacherClient(served.url, retries=0) as teacher:
+        served.answers["/model_info"] = lambda _: (500, {"error": {"message": "starting"}})
+        answers = await asyncio.gather(*(teacher.logprobs(TOKENS) for _ in range(5)), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [ServerError] * 5
+        assert served.count("/model_info") == 1
