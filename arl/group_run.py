@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -14,8 +13,7 @@ from arl.buffer import Slot
 from arl.episode import Episode
 from arl.ledger import Issue, Outcome
 from arl.over_sampling import most_varied
-
-log = logging.getLogger(__name__)
+from arl.starvation import Fruitless, Reason
 
 GREEDY = -1
 """The index of the episode that is decoded greedily, as a baseline."""
@@ -121,24 +119,29 @@ class GroupRun:
         if self.scope:
             self.scope.reschedule(asyncio.get_running_loop().time())
 
-    def judge(self) -> Group | Outcome:
+    def judge(self) -> Group | Fruitless:
         """The group to train on, or why there is none."""
         if self.is_cut:
-            return Outcome.DROPPED
+            return self._fruitless(Outcome.DROPPED, Reason.STRAGGLED)
         enough = min(self.config.min_group_size, self.config.group_size)
         if self.num_finished < enough:
-            return Outcome.DROPPED if self.num_finished + self.num_failed >= enough else Outcome.REJECTED
+            if self.num_finished + self.num_failed >= enough:
+                return self._fruitless(Outcome.DROPPED, Reason.FAILED)
+            return self._fruitless(Outcome.REJECTED, Reason.RETURNED_NONE)
         if self.rules.has_baseline and (self.greedy is None or not self.greedy.is_finished):
-            return Outcome.REJECTED if self.greedy and self.greedy.is_rejected else Outcome.DROPPED
+            is_rejected = self.greedy is not None and self.greedy.is_rejected
+            return self._fruitless(Outcome.REJECTED if is_rejected else Outcome.DROPPED, Reason.NO_BASELINE)
         group = self._group()
-        if reason := why_not_comparable(group, self.rules):
-            log.warning("group %d of example %d was dropped: %s", group.group_id, group.example_id[1], reason)
-            return Outcome.DROPPED
+        if missing := why_not_comparable(group, self.rules):
+            return self._fruitless(Outcome.DROPPED, Reason.NOT_COMPARABLE, missing)
         if self.rules.drop_equal_rewards and has_equal_rewards(group, self.rules):
-            return Outcome.REJECTED
+            return self._fruitless(Outcome.REJECTED, Reason.EQUAL_REWARDS)
         if self.rules.keep is not None and not self.rules.keep(group):
-            return Outcome.REJECTED
+            return self._fruitless(Outcome.REJECTED, Reason.FILTERED)
         return group
+
+    def _fruitless(self, outcome: Outcome, reason: Reason, detail: str = "") -> Fruitless:
+        return Fruitless(outcome=outcome, reason=reason, detail=detail, reward=self.reward)
 
     def _cancel_all_but(self, *indices: int) -> None:
         for index, task in self.tasks.items():

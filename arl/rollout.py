@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from arl.api.config import RolloutConfig
 from arl.api.curriculum import Curriculum
 from arl.api.engine import InferenceEngine
-from arl.api.errors import StarvedError, first_error
+from arl.api.errors import first_error
 from arl.api.types import Example, Group
 from arl.api.workflow import RolloutWorkflow
 from arl.buffer import ReplayBuffer
@@ -35,6 +35,7 @@ from arl.group_run import GREEDY, GroupRules, GroupRun
 from arl.lag import LagMonitor
 from arl.ledger import ExampleLedger, Outcome
 from arl.rollout_totals import RolloutTotals
+from arl.starvation import StarvationWatch
 from arl.steered_engine import SteeredEngine
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,9 @@ class RolloutController:
         self._lag = LagMonitor(type(workflow).__name__)
         self._running: dict[int, GroupRun] = {}
         self._totals = RolloutTotals()
-        self._fruitless_groups = 0
+        # Fewer would end a run on hard examples that would have learned from a lucky one.
+        patience = max(1000, 10 * config.batch_size)
+        self._starvation = StarvationWatch(window=max(32, config.batch_size), patience=patience)
         self._was_run = False
 
     @property
@@ -217,34 +220,18 @@ class RolloutController:
     async def _end(self, run: GroupRun) -> None:
         """Hand the group over, or free its place at once. A group that was cut has lost its place before."""
         self._running.pop(run.slot.number, None)
-        outcome = run.judge()
-        self._totals.count_group(run, outcome)
+        judged = run.judge()
+        self._totals.count_group(run, judged)
         if run.reward is not None and not run.is_cut:
             self._ledger.note_reward(run.issue.example_id, run.reward)
-        if isinstance(outcome, Group):
-            self._fruitless_groups = 0
-            await self._buffer.finish(run.slot, outcome)
+        if isinstance(judged, Group):
+            self._starvation.fruitful()
+            await self._buffer.finish(run.slot, judged)
             return
-        self._ledger.settle(run.issue.example_id, outcome)
+        self._ledger.settle(run.issue.example_id, judged.outcome)
         if not run.is_cut:
             await self._buffer.release(run.slot)
-        self._check_starvation(outcome)
-
-    def _check_starvation(self, outcome: Outcome) -> None:
-        """A thousand groups, or ten batches if these are more, without one to train on: it will not change by itself.
-
-        Fewer would stop a run on hard examples that would have learned from a lucky one.
-        """
-        self._fruitless_groups += 1
-        if self._fruitless_groups >= max(1000, 10 * self._config.batch_size):
-            raise StarvedError(
-                f"the last {self._fruitless_groups} groups were all rejected or dropped (the last one was "
-                f"{outcome.name.lower()}), so there is nothing to train on; see whether arun_episode returns None "
-                "always, whether all rewards of a group, process rewards included, are equal "
-                "(algorithm.dynamic_sampling), whether the filter given as keep refuses every group, whether greedy "
-                "episodes fail (algorithm.advantage.baseline), and whether rollout.drop_stragglers_after_s is shorter "
-                "than a usual episode"
-            )
+        self._starvation.fruitless(judged)
 
     async def _cut_stragglers(self, after_s: float) -> None:
         """Cut groups that keep the trainer waiting; each frees its place before its episodes are done with dying."""

@@ -8,6 +8,7 @@ from arl.api.types import Group
 from arl.episode import Episode
 from arl.group_run import GroupRun
 from arl.ledger import Outcome
+from arl.starvation import Fruitless
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,13 +68,15 @@ class RolloutTotals:
             self.overtaken_episodes += 1
             self.overtaken_s += elapsed_s
 
-    def count_group(self, run: GroupRun, outcome: Group | Outcome) -> None:
+    def count_group(self, run: GroupRun, judged: Group | Fruitless) -> None:
         """The episodes of a group that will not be trained; in one that was cut, those that never ended are dropped."""
         num_kept = len(run.kept)
         surplus = 0 if run.is_cut else len(run.episodes) - num_kept - run.num_rejected - run.num_failed
-        rejected = run.num_rejected + (num_kept if outcome is Outcome.REJECTED else 0)
-        trained = num_kept if isinstance(outcome, Group) else 0
-        self.groups_finished += isinstance(outcome, Group)
+        is_group = isinstance(judged, Group)
+        is_rejected = not is_group and judged.outcome is Outcome.REJECTED
+        rejected = run.num_rejected + (num_kept if is_rejected else 0)
+        trained = num_kept if is_group else 0
+        self.groups_finished += is_group
         self.episodes_surplus += surplus
         self.episodes_rejected += rejected
         self.episodes_dropped += len(run.episodes) - trained - rejected - surplus

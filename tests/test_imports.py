@@ -34,6 +34,7 @@ FLOW = (
     "arl.replay",
     "arl.rollout",
     "arl.rollout_totals",
+    "arl.starvation",
     "arl.steered_engine",
 )
 SETTINGS_AND_DATA = ("arl.__main__", "arl.cli", "arl.data")
