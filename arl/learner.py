@@ -1,7 +1,8 @@
 """What is done to one batch: a Learner turns groups into optimizer steps. Blocking, on the trainer's thread.
 
-groups --> sequences --> logprobs, values --> advantages --> minibatches --> critic, policy --> metrics
+groups --> sequences --> logprobs, values --> advantages --> minibatches | --> critic, policy --> metrics
                          forward passes                      selected, weighed
+`prepare`, which changes no weights                                      | `train`
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import Output, Saving, TokenLoss, TrainEngine
 from arl.api.errors import CheckpointError
 from arl.api.types import Group, TrainSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedBatch:
+    """minibatches: what each optimizer step trains. advantages: of each trajectory of each new group, the mean over its
+    trained tokens; None where there are none."""
+
+    minibatches: list[list[TrainSequence]]
+    advantages: list[list[float | None]]
 
 
 class Learner:
@@ -50,22 +60,28 @@ class Learner:
     def version(self) -> int:
         return self.engine.version
 
-    def train(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> dict[str, float]:
-        """One batch: config.num_updates optimizer steps, then version += 1. Returns metrics.
+    def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
+        """What to train of a batch, as the weights are now; they stay as they are.
 
         replayed: groups of earlier batches, dealt out over the minibatches of the new ones.
         """
-        config, version = self._config, self.version
-        groups = [*groups, *replayed]
-        batch = to_sequences(groups, config.overlong)
+        together = [*groups, *replayed]
+        batch = to_sequences(together, self._config.overlong)
         batch = self._with_forward_passes(batch)
-        batch = with_advantages(groups, batch, config)
-        minibatches = self._minibatches(batch, version, num_new=len(groups) - len(replayed))
-        metrics = self._train_critic(minibatches)
+        batch = with_advantages(together, batch, self._config)
+        return PreparedBatch(
+            minibatches=self._minibatches(batch, num_new=len(groups)),
+            advantages=[[_mean_advantage(sequence) for sequence in group] for group in batch[: len(groups)]],
+        )
+
+    def train(self, batch: PreparedBatch) -> dict[str, float]:
+        """One optimizer step for each of the batch's minibatches, then version += 1. Returns metrics."""
+        config, version = self._config, self.version
+        metrics = self._train_critic(batch.minibatches)
         if config.critic and version < config.critic.warmup_batches:
             self.engine.train_batch([], self._loss(version))  # the policy stands still, and has nothing to report
         else:
-            metrics |= self.engine.train_batch(minibatches, self._loss(version))
+            metrics |= self.engine.train_batch(batch.minibatches, self._loss(version))
         kl = config.kl
         if kl.coefficient > 0 and kl.reference == "moving" and self.version % kl.update_every == 0:
             self.engine.update_reference(kl.update_share)
@@ -112,10 +128,10 @@ class Learner:
             batch = _filled(batch, "values", self._critic or self.engine, "values")
         return batch
 
-    def _minibatches(self, batch: Batch, version: int, num_new: int) -> list[list[TrainSequence]]:
+    def _minibatches(self, batch: Batch, num_new: int) -> list[list[TrainSequence]]:
         """Each of equally many new groups, and of replayed ones as nearly as it goes: in the batch's order in the first
         epoch, then in another each time."""
-        config, minibatches = self._config, list[list[TrainSequence]]()
+        config, version, minibatches = self._config, self.version, list[list[TrainSequence]]()
         size = num_new // config.minibatches
         for epoch in range(config.epochs):
             new, replayed = list(range(num_new)), list(range(num_new, len(batch)))
@@ -156,6 +172,11 @@ class _BothSavings:
             self.policy.wait()
         finally:
             self.critic.wait()
+
+
+def _mean_advantage(sequence: TrainSequence) -> float | None:
+    of_trained = sequence.advantages[sequence.loss_mask]
+    return float(of_trained.mean()) if len(of_trained) else None
 
 
 def _filled(batch: Batch, field: str, engine: TrainEngine, output: Output) -> Batch:

@@ -57,9 +57,10 @@ class RunLog:
         rows = read_jsonl(self._paths["evaluations"])
         self.evaluations = {row["version"]: Evaluation(**row) for row in rows}
 
-    def step(self, stats: StepStats, groups: Sequence[Group]) -> None:
+    def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]) -> None:
+        """advantages: of each trajectory of each group, the mean over its trained tokens; None where there are none."""
         self._append("metrics", [dict(stats.metrics)])
-        self._append("trajectories", self._trajectory_rows(stats.version, groups))
+        self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages))
         if self._table:
             self._table.step(stats)
 
@@ -81,10 +82,16 @@ class RunLog:
         if self._table:
             self._table.close()
 
-    def _trajectory_rows(self, version: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
-        members = [(group, i) for group in groups for i in range(len(group.trajectories))]
+    def _trajectory_rows(
+        self, version: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+    ) -> list[dict[str, Any]]:
+        members = [
+            (group, i, advantage)
+            for group, of_group in zip(groups, advantages, strict=True)
+            for i, advantage in enumerate(of_group)
+        ]
         rows: list[dict[str, Any]] = []
-        for group, i in members[: self._config.trajectories]:
+        for group, i, advantage in members[: self._config.trajectories]:
             row = {
                 "version": version,
                 "group_id": group.group_id,
@@ -92,6 +99,7 @@ class RunLog:
                 "episode": group.episode_indices[i],
                 **asdict(group.trajectories[i]),
                 "greedy_rewards": dict(group.greedy_rewards),
+                "advantage": advantage,
             }
             if self._decode:
                 row["text"] = self._decode(group.trajectories[i].token_ids)

@@ -48,16 +48,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Step:
-    """A batch from when it is taken until it is logged. Times are of the monotonic clock; call: its training.
+    """A batch from when its optimizer steps begin until it is logged. Times are of the monotonic clock.
 
-    groups: new ones. replayed: those of earlier batches that are trained with them.
+    groups: new ones. replayed: those of earlier batches that are trained with them. advantages: see PreparedBatch.
+    call: its training.
     """
 
     groups: Sequence[Group]
     replayed: Sequence[Group]
+    advantages: Sequence[Sequence[float | None]]
     began: float
     taken: float
-    call: asyncio.Future[dict[str, float]] | None = None
+    call: asyncio.Future[dict[str, float]]
     trained: float | None = None
 
 
@@ -129,21 +131,25 @@ class Trainer:
         return await self._step()
 
     async def _step(self) -> StepStats:
-        """take_batch -> train (logprobs -> advantages -> minibatches, in Learner.train) -> publish."""
+        """take_batch -> prepare (logprobs -> advantages -> minibatches) -> train (optimizer steps) -> publish."""
         began = time.monotonic()
         groups = await self.buffer.take_batch(self.version)
-        step = _Step(groups=groups, replayed=self.replay.take(self.version), began=began, taken=time.monotonic())
-        await self._train(step)
+        replayed, taken = self.replay.take(self.version), time.monotonic()
+        batch = await self.thread(self.learner.prepare, groups, replayed)
+        self._open_step = _Step(
+            groups=groups,
+            replayed=replayed,
+            advantages=batch.advantages,
+            began=began,
+            taken=taken,
+            call=self.thread.submit(self.learner.train, batch),
+        )
+        await self.thread.finish(self._open_step.call)
+        self._settle()
         await self._publish()
         stats = await self._record()
         await self._beside_training()
         return stats
-
-    async def _train(self, step: _Step) -> None:
-        step.call = self.thread.submit(self.learner.train, step.groups, step.replayed)
-        self._open_step = step
-        await self.thread.finish(step.call)
-        self._settle()
 
     def _settle(self) -> None:
         """Note the batch in training as trained once the engine has it, also after a cancellation in between."""
@@ -241,9 +247,8 @@ class Trainer:
     async def save(self) -> None:
         """Write a checkpoint of the last trained version, between steps. What is in flight will run again.
 
-        Nothing is written where nothing was trained since the last one, nor after a batch that failed halfway:
-        its minibatches may have changed the weights, and the checkpoint before it is what to continue from. Raises
-        CheckpointError.
+        Nothing is written where nothing was trained since the last one, nor after optimizer steps that failed: they
+        may have changed the weights, and the checkpoint before them is what to continue from. Raises CheckpointError.
         """
         if saving := await self._begin_saving():
             await _written(saving)
@@ -270,8 +275,8 @@ class Trainer:
         self._settle()
         if self._open_step and self._open_step.trained:
             await self._record()
-        failed_midway = self._open_step is not None
-        if failed_midway or self.version in (0, self.checkpoints.newest_version()):
+        has_failed = self._open_step is not None
+        if has_failed or self.version in (0, self.checkpoints.newest_version()):
             return None
         return await self.thread(self.checkpoints.begin, self.version, self.learner.save, self._state())
 
@@ -305,14 +310,14 @@ class Trainer:
     async def _record(self) -> StepStats:
         """Log the step that was trained, once."""
         step, self._open_step = self._open_step, None
-        if step is None or step.call is None:
+        if step is None:
             raise RuntimeError("there is no trained step to record")
         return await self.thread(self._record_now, step, step.call.result())
 
     def _record_now(self, step: _Step, metrics: dict[str, float]) -> StepStats:
         stats = self._stats(step, metrics)
         self.totals.max_staleness_seen = max(self.totals.max_staleness_seen, stats.max_staleness_seen)
-        self.log.step(stats, step.groups)
+        self.log.step(stats, step.groups, step.advantages)
         return stats
 
     def _stats(self, step: _Step, metrics: dict[str, float]) -> StepStats:

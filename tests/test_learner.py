@@ -1,6 +1,7 @@
 """What a Learner makes of a batch of groups, over the official fake of a train engine."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def trained(
     """The group numbers of each minibatch, in order, and the minibatches."""
     engine = ScriptedTrainEngine()
     learner = Learner(engine, preset("decoupled_ppo", **settings))
-    learner.train([group(i) for i in range(num_new)], [group(100 + i) for i in range(num_replayed)])
+    new, replayed = [group(i) for i in range(num_new)], [group(100 + i) for i in range(num_replayed)]
+    learner.train(learner.prepare(new, replayed))
     (batch,) = engine.batches
     return [[int(s.token_ids[1]) for s in minibatch[::2]] for minibatch in batch], list(batch)
 
@@ -63,11 +65,27 @@ def test_the_shares_of_each_minibatch_add_up_to_one() -> None:
         assert sum(float(s.loss_weights.sum()) for s in minibatch) == pytest.approx(1.0)
 
 
+def test_preparing_a_batch_trains_nothing_and_tells_the_new_trajectories_advantages() -> None:
+    learner = Learner(engine := ScriptedTrainEngine(), preset("grpo"))
+    batch = learner.prepare([group(0)], [group(100)])
+    assert (learner.version, engine.batches) == (0, [])
+    (of_group,) = batch.advantages
+    assert of_group == pytest.approx([-1.0, 1.0], abs=0.5)
+    assert of_group[0] == -(of_group[1] or 0)
+
+
+def test_a_trajectory_that_is_masked_out_has_no_advantage() -> None:
+    cut = replace(group(0).trajectories[0], is_truncated=True)
+    masked = replace(group(0), trajectories=(cut, group(0).trajectories[1]))
+    batch = Learner(ScriptedTrainEngine(), preset("grpo", overlong={"mask_truncated": True})).prepare([masked])
+    assert [advantage is None for advantage in batch.advantages[0]] == [True, False]
+
+
 def test_while_the_critic_warms_up_the_policy_stands_still_and_reports_nothing() -> None:
     policy, critic = ScriptedTrainEngine(), ScriptedTrainEngine()
     config = preset("ppo", minibatches=1, critic={"warmup_batches": 1}, kl={"coefficient": 0.0})
     learner = Learner(policy, config, critic=critic)
-    metrics = [learner.train([group(0)]) for _ in range(2)]
+    metrics = [learner.train(learner.prepare([group(0)])) for _ in range(2)]
     assert [len(batch) for batch in policy.batches] == [0, 1]
     assert [len(batch) for batch in critic.batches] == [1, 1]
     assert [sorted(m) for m in metrics] == [["critic/loss"], ["critic/loss", "loss"]]

@@ -57,20 +57,25 @@ def stats(version: int) -> StepStats:
     )
 
 
+def write(log: RunLog, version: int, *groups: Group) -> None:
+    """Log a step; a trajectory's advantage is its reward less 0.5."""
+    log.step(stats(version), groups, [[t.reward - 0.5 for t in group.trajectories] for group in groups])
+
+
 def evaluation(version: int) -> Evaluation:
     return Evaluation(version=version, reward=0.25, num_episodes=4, num_failed=0, wall_s=1.0, metrics={})
 
 
 def test_each_step_is_a_line_of_metrics(tmp_path: Path) -> None:
     log = RunLog(tmp_path, QUIET)
-    log.step(stats(1), [group(trajectory())])
-    log.step(stats(2), [group(trajectory())])
+    write(log, 1, group(trajectory()))
+    write(log, 2, group(trajectory()))
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_trajectories_are_written_token_by_token_with_versions_and_text(tmp_path: Path) -> None:
     log = RunLog(tmp_path, QUIET, decode=lambda ids: " ".join(map(str, ids)))
-    log.step(stats(1), [group(*[trajectory(reward) for reward in (0.0, 1.0)]), group(trajectory(), trajectory())])
+    write(log, 1, group(*[trajectory(reward) for reward in (0.0, 1.0)]), group(trajectory(), trajectory()))
     rows = read_jsonl(tmp_path / "trajectories.jsonl")
     assert [row["reward"] for row in rows] == [0.0, 1.0, 1.0]
     assert rows[0]["versions"] == [-1, 3, 4]
@@ -81,17 +86,24 @@ def test_trajectories_are_written_token_by_token_with_versions_and_text(tmp_path
 def test_trajectories_are_written_with_their_turns_and_their_groups_baseline(tmp_path: Path) -> None:
     turn = TurnSpan(start=1, stop=3, reward=0.5, state="s")
     of = replace(trajectory(), rewards={"form": 0.25}, turns=(turn,), is_truncated=True)
-    RunLog(tmp_path, QUIET).step(stats(1), [replace(group(of), greedy_rewards={"agent": 0.75})])
+    write(RunLog(tmp_path, QUIET), 1, replace(group(of), greedy_rewards={"agent": 0.75}))
     (row,) = read_jsonl(tmp_path / "trajectories.jsonl")
     assert row["turns"] == [{"start": 1, "stop": 3, "reward": 0.5, "state": "s"}]
     assert (row["rewards"], row["is_truncated"], row["greedy_rewards"]) == ({"form": 0.25}, True, {"agent": 0.75})
+
+
+def test_trajectories_are_written_with_the_advantage_that_they_were_trained_with(tmp_path: Path) -> None:
+    masked = group(trajectory(), trajectory())
+    log = RunLog(tmp_path, QUIET)
+    log.step(stats(1), [group(trajectory()), masked], [[0.25], [None, -0.25]])
+    assert [row["advantage"] for row in read_jsonl(tmp_path / "trajectories.jsonl")] == [0.25, None, -0.25]
 
 
 def test_a_resume_cuts_back_to_its_version_and_keeps_evaluations(tmp_path: Path) -> None:
     log = RunLog(tmp_path, QUIET)
     log.evaluation(evaluation(0))
     for version in (1, 2, 3):
-        log.step(stats(version), [group(trajectory())])
+        write(log, version, group(trajectory()))
     log.evaluation(evaluation(3))
     again = RunLog(tmp_path, QUIET)
     again.resume(2)
@@ -130,7 +142,7 @@ def test_the_picture_is_drawn_from_the_files(tmp_path: Path) -> None:
     log = RunLog(tmp_path, QUIET)
     log.evaluation(evaluation(0))
     for version in (1, 2):
-        log.step(stats(version), [group(trajectory())])
+        write(log, version, group(trajectory()))
     path = plot_run(tmp_path)
     assert path.name == "reward.png"
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from trainer_run import DirectTransport, running, trained_examples
 
-from arl.api import (
-    ScriptedTrainEngine,
-    WeightUpdate,
-)
+from arl.api import Group, ScriptedTrainEngine, WeightUpdate
 from arl.api.engine import Output
 from arl.api.errors import ConfigError, ServerError
 from arl.checkpoint import Checkpoints
+from arl.learner import Learner, PreparedBatch
 from arl.ledger import Outcome
 from arl.metrics import read_jsonl
 
@@ -172,6 +170,27 @@ async def test_a_batch_that_failed_halfway_is_not_saved(tmp_path: Path) -> None:
         async with running(tmp_path, train_engine, checkpoint={"every": 1}) as trainer:
             _ = [step async for step in trainer]
     assert Checkpoints(tmp_path / "checkpoints", 2, {}).newest_version() == 2
+
+
+async def test_an_error_before_the_first_optimizer_step_of_a_batch_leaves_weights_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_in_third(learner: Learner, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
+        if learner.version == 2:
+            raise ValueError("rewards that cannot be compared")
+        return prepare(learner, groups, replayed)
+
+    prepare = Learner.prepare
+    monkeypatch.setattr(Learner, "prepare", fail_in_third)
+    with pytest.raises(ValueError, match="cannot be compared"):
+        async with running(tmp_path) as trainer:
+            _ = [step async for step in trainer]
+    monkeypatch.undo()
+    async with running(tmp_path, second := ScriptedTrainEngine()) as trainer:
+        assert trainer.version == 2
+        assert len(trainer.rollout.ledger.outcomes(0)[Outcome.TRAINED]) == 4
+        assert [step.version async for step in trainer] == [3, 4]
+    assert all(len(batch) == 4 for batch in trained_examples(second))
 
 
 async def test_checkpoints_are_written_every_so_many_versions(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def learned(
     critic = _engine(model, train, critic=True) if config.critic else None
     learner = Learner(engine, config, critic=critic, max_staleness=MAX_STALENESS + len(batches))
     try:
-        metrics = [learner.train(groups) for groups in batches]
+        metrics = [learner.train(learner.prepare(groups)) for groups in batches]
         snapshot = engine.snapshot()
         snapshot.write(directory)
         snapshot.release()

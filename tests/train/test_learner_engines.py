@@ -80,7 +80,7 @@ def trajectory(prompt: list[int], answer: list[int]) -> Trajectory:
 @pytest.mark.parametrize("critic", [SEPARATE, SHARED], ids=["separate", "shared"])
 def test_the_critic_learns_beside_the_policy(make_learner: Make, critic: dict[str, Any]):
     learner = make_learner(critic, {"optimizer": {"lr": 5e-3, "eps": 1e-3}})
-    metrics = [learner.train(groups()) for _ in range(10)]
+    metrics = [learner.train(learner.prepare(groups())) for _ in range(10)]
     assert learner.version == 10
     assert metrics[-1]["critic/value_error"] < 0.8 * metrics[0]["critic/value_error"]
     assert metrics[0]["lr"] == pytest.approx(5e-3)
@@ -91,11 +91,11 @@ def test_the_critic_learns_beside_the_policy(make_learner: Make, critic: dict[st
 def test_what_was_saved_goes_on_to_the_bit(make_learner: Make, tmp_path: Path, critic: dict[str, Any]):
     learner, again = make_learner(critic), make_learner(critic)
     for _ in range(2):
-        learner.train(groups())
+        learner.train(learner.prepare(groups()))
     learner.save(tmp_path / "saved").wait()
-    expected = learner.train(groups(1))
+    expected = learner.train(learner.prepare(groups(1)))
     again.load(tmp_path / "saved")
-    assert again.train(groups(1)) == expected
+    assert again.train(again.prepare(groups(1))) == expected
 
 
 def test_a_critic_begins_as_the_reward_model_that_is_named(make_learner: Make, critic_dir: Path):
