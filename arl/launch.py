@@ -11,8 +11,12 @@ removes what it kept in memory. The same call on the same run_dir continues from
 from __future__ import annotations
 
 import asyncio
+import logging
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.config import (
@@ -25,7 +29,7 @@ from arl.api.config import (
     TrainConfig,
 )
 from arl.api.curriculum import Curriculum
-from arl.api.engine import Head, TrainEngine, WeightTransport
+from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
@@ -50,6 +54,19 @@ from arl.stats import RunTotals
 from arl.train_thread import TrainThread
 from arl.trainer import Trainer
 
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What `launch` is given beside the settings; see there."""
+
+    workflow: RolloutWorkflow
+    dataset: Dataset
+    eval_dataset: Dataset | None
+    keep: Callable[[Group], bool] | None
+    curriculum: Curriculum | None
+
 
 @asynccontextmanager
 async def launch(
@@ -69,32 +86,79 @@ async def launch(
     whole dataset. Raises the ArlError of whatever could not start, and, out of the block, the first error of any part
     of the run.
     """
-    for name, examples in (("dataset", dataset), ("eval_dataset", eval_dataset)):
-        if examples is not None and len(examples) == 0:
-            raise DatasetError(f"{name} is empty; it needs at least one example")
-    if config.evaluation.every and eval_dataset is None:
-        raise ConfigError(
-            f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
-            "eval_dataset, or leave evaluation.every unset"
-        )
+    task = _Task(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
+    _check(config, task)
+    await asyncio.to_thread(_make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
-        trainer = await _build(stack, config, workflow, dataset, eval_dataset, keep, curriculum)
+        trainer = await _build(stack, config, task)
         async with trainer.running():
             yield trainer
 
 
-async def _build(
-    stack: AsyncExitStack,
-    config: Config,
-    workflow: RolloutWorkflow,
-    dataset: Dataset,
-    eval_dataset: Dataset | None,
-    keep: Callable[[Group], bool] | None,
-    curriculum: Curriculum | None,
-) -> Trainer:
+def _check(config: Config, task: _Task) -> None:
+    for name, examples in (("dataset", task.dataset), ("eval_dataset", task.eval_dataset)):
+        if examples is not None and len(examples) == 0:
+            raise DatasetError(f"{name} is empty; it needs at least one example")
+    if config.evaluation.every and task.eval_dataset is None:
+        raise ConfigError(
+            f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
+            "eval_dataset, or leave evaluation.every unset"
+        )
+
+
+def _make_run_dir(run_dir: Path) -> None:
+    """Make it where it is not there, and see that it can be written to."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        raise ConfigError(
+            f"run_dir is {run_dir}, where a run cannot write its files: {reason}; set run_dir to a directory that can "
+            "be made or written to"
+        ) from error
+
+
+async def _build(stack: AsyncExitStack, config: Config, task: _Task) -> Trainer:
     """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
     thread = TrainThread()
     stack.callback(thread.close)
+    learner, engine = await _engines(stack, config, thread)
+    transport = _transport(config)
+    stack.callback(transport.close)
+    run_log = RunLog(config.run_dir, config.log, steps=config.steps, decode=await asyncio.to_thread(_decoder, config))
+    stack.callback(run_log.close)
+
+    identity = {"model": config.model, "seed": config.seed, "num_examples": len(task.dataset)}
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
+    state = await thread(checkpoints.load_newest, learner.load)
+    run_log.resume(learner.version)
+    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
+    rollout = _rollout(config, task, engine, buffer)
+    replay = _replay(config)
+    if state is not None:
+        rollout.load_state_dict(state.values["rollout"], state.groups)
+        replay.restore(state.replay, learner.version)
+        _say_where_it_continues(config, learner.version, run_log)
+    return Trainer(
+        config=config,
+        learner=learner,
+        inference_engine=engine,
+        transport=transport,
+        buffer=buffer,
+        rollout=rollout,
+        evaluator=_evaluator(config, task, engine),
+        checkpoints=checkpoints,
+        log=run_log,
+        thread=thread,
+        replay=replay,
+        totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
+    )
+
+
+async def _engines(stack: AsyncExitStack, config: Config, thread: TrainThread) -> tuple[Learner, InferenceEngine]:
+    """Both at once: the train engine loads while servers start."""
     loading = thread.submit(_learner, config)
     stack.push_async_callback(_close, thread, loading)
     try:
@@ -105,50 +169,45 @@ async def _build(
     learner = await loading
     end_tokens = await asyncio.to_thread(end_token_ids, config.model)
     client = RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
-    engine = await stack.enter_async_context(client)
-    transport = _transport(config)
-    stack.callback(transport.close)
+    return learner, await stack.enter_async_context(client)
 
-    identity = {"model": config.model, "seed": config.seed, "num_examples": len(dataset)}
-    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
-    state = await thread(checkpoints.load_newest, learner.load)
-    log = RunLog(config.run_dir, config.log, decode=await asyncio.to_thread(_decoder, config))
-    stack.callback(log.close)
-    log.resume(learner.version)
-    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
-    rollout = RolloutController(
+
+def _rollout(config: Config, task: _Task, engine: InferenceEngine, buffer: ReplayBuffer) -> RolloutController:
+    return RolloutController(
         engine,
-        workflow,
-        dataset,
+        task.workflow,
+        task.dataset,
         config.rollout,
         buffer,
         seed=config.seed,
-        rules=_group_rules(config.algorithm, keep),
-        curriculum=curriculum,
+        rules=_group_rules(config.algorithm, task.keep),
+        curriculum=task.curriculum,
     )
-    replay = _replay(config)
-    if state is not None:
-        rollout.load_state_dict(state.values["rollout"], state.groups)
-        replay.restore(state.replay, learner.version)
-        log.say(f"continuing {config.run_dir} from version {learner.version}")
-    evaluator = None
-    if eval_dataset is not None:
-        timeout_s = config.rollout.episode_timeout_s
-        seed = config.seed if config.rollout.seed_requests else None
-        evaluator = Evaluator(engine, workflow, eval_dataset, config.evaluation, episode_timeout_s=timeout_s, seed=seed)
-    return Trainer(
-        config=config,
-        learner=learner,
-        inference_engine=engine,
-        transport=transport,
-        buffer=buffer,
-        rollout=rollout,
-        evaluator=evaluator,
-        checkpoints=checkpoints,
-        log=log,
-        thread=thread,
-        replay=replay,
-        totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
+
+
+def _evaluator(config: Config, task: _Task, engine: InferenceEngine) -> Evaluator | None:
+    if task.eval_dataset is None:
+        return None
+    return Evaluator(
+        engine,
+        task.workflow,
+        task.eval_dataset,
+        config.evaluation,
+        episode_timeout_s=config.rollout.episode_timeout_s,
+        seed=config.seed if config.rollout.seed_requests else None,
+    )
+
+
+def _say_where_it_continues(config: Config, version: int, run_log: RunLog) -> None:
+    if version < config.steps:
+        run_log.say(f"continuing {config.run_dir} from version {version} of {config.steps}")
+        return
+    log.warning(
+        "%s holds a run that has trained %d steps, and steps is %d: there is nothing left to train; set steps higher "
+        "to go on, or another run_dir to begin anew",
+        config.run_dir,
+        version,
+        config.steps,
     )
 
 
@@ -174,7 +233,7 @@ def _learner(config: Config) -> Learner:
     kind = FSDPTrainEngine if config.train.num_ranks == 1 else RayTrainEngine
     with ExitStack() as stack:
         engines: list[TrainEngine] = []
-        for model, train, head in _engines(config):
+        for model, train, head in _loads(config):
             engines.append(kind(model, train, config.seed, head))
             stack.callback(engines[-1].close)
         learner = Learner(
@@ -188,7 +247,7 @@ def _learner(config: Config) -> Learner:
     return learner
 
 
-def _engines(config: Config) -> list[tuple[str, TrainConfig, Head]]:
+def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
     """Of each train engine: what it loads, its settings, and its head."""
     train, critic = config.train, config.algorithm.critic
     if critic is None or critic.backbone == "shared":

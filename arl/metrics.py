@@ -38,15 +38,23 @@ class Evaluation:
 class RunLog:
     """Writes a run's files and its live table. Owned by `launch`, used from one thread at a time.
 
-    decode: token ids -> text, for the trajectories; without it they hold ids alone.
+    steps: how many the run is to train, for the table. decode: token ids -> text, for the trajectories; without it they
+    hold ids alone.
     """
 
-    def __init__(self, run_dir: Path, config: LogConfig, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        *,
+        steps: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
         self._config = config
         self._decode = decode
-        self._table = StepTable() if config.console else None
+        self._table = StepTable(steps) if config.console else None
         self.evaluations: dict[int, Evaluation] = {}
 
     def resume(self, version: int) -> None:
@@ -112,9 +120,13 @@ class RunLog:
 
 
 class StepTable:
-    """The live table: the last steps in place on a terminal, a line per step where output is a file or a pipe."""
+    """The live table: the last steps in place on a terminal, a line per step where output is a file or a pipe.
 
-    def __init__(self, console: Console | None = None) -> None:
+    steps: how many there are to be.
+    """
+
+    def __init__(self, steps: int | None = None, console: Console | None = None) -> None:
+        self._steps = steps
         self._console = console or Console()
         self._rows: list[tuple[str, ...]] = []
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
@@ -123,7 +135,7 @@ class StepTable:
     def step(self, stats: StepStats) -> None:
         metrics = stats.metrics
         row = (
-            str(stats.version),
+            str(stats.version) if self._steps is None else f"{stats.version} of {self._steps}",
             f"{stats.reward:.3f}",
             f"{stats.mean_staleness:.1f} / {stats.max_staleness_seen}",
             f"{metrics['samples_per_s']:.0f}",

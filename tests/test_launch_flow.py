@@ -1,5 +1,6 @@
 """What settings and arguments of `launch` make of the flow of groups, over the official fakes."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -23,7 +24,7 @@ from arl.api import (
     Trajectory,
     TurnSpan,
 )
-from arl.api.errors import StarvedError
+from arl.api.errors import ConfigError, StarvedError
 from arl.launch import launch
 from arl.metrics import read_jsonl
 
@@ -155,6 +156,40 @@ async def test_a_curriculum_says_what_is_trained(run: Run) -> None:
     await run(OneTurn(), curriculum=odd_ones, rollout={"max_staleness": 0})
     trained = list(dict.fromkeys(row["example_id"][1] for row in run.logged()))
     assert trained == [1, 3, 5, 7, 9, 11]
+
+
+async def test_a_run_that_has_all_its_steps_says_so_evaluates_and_ends(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    await run(OneTurn())
+    assert caplog.records == []
+    assert await run(OneTurn(), evaluate=True, steps=2) == []
+    (record,) = caplog.records
+    assert "has trained 3 steps, and steps is 2: there is nothing left to train" in record.getMessage()
+    assert [row["version"] for row in read_jsonl(run.run_dir / "evaluations.jsonl")] == [3]
+
+
+@pytest.mark.parametrize("below", ["", "below/it"])
+async def test_a_run_dir_that_is_no_directory_is_refused_before_anything_starts(
+    run: Run, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    run.run_dir.write_text("a file")
+    run.run_dir = run.run_dir / below
+    with pytest.raises(ConfigError, match=r"run_dir is .*run.*: (it is a file|Not a directory); set run_dir"):
+        await run(OneTurn())
+    assert run.asked == []
+
+
+async def test_a_run_dir_that_cannot_be_written_to_is_refused_before_anything_starts(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match="cannot write its files: Permission denied"):
+        await run(OneTurn())
+    assert run.asked == []
 
 
 async def test_replay_is_as_the_settings_say(run: Run) -> None:

@@ -120,22 +120,23 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
 
 def test_the_table_is_a_line_per_step_where_there_is_no_terminal() -> None:
     out = StringIO()
-    table = StepTable(Console(file=out, width=20))
+    table = StepTable(9, Console(file=out, width=20))
     table.step(stats(1))
     table.step(stats(2))
     table.close()
     assert len(out.getvalue().splitlines()) == 2
-    assert "reward 0.500" in out.getvalue()
+    assert out.getvalue().startswith("step 1 of 9  reward 0.500")
 
 
 def test_the_table_shows_the_newest_steps_on_a_terminal() -> None:
     out = StringIO()
-    table = StepTable(Console(file=out, width=120, height=40, force_terminal=True))
+    table = StepTable(29, Console(file=out, width=120, height=40, force_terminal=True))
     for version in range(1, 30):
         table.step(stats(version))
     table.close()
     assert table._render().row_count == 16
     assert "staleness" in out.getvalue()
+    assert "28 of 29" in out.getvalue()
 
 
 def test_the_picture_is_drawn_from_the_files(tmp_path: Path) -> None:
