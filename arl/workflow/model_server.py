@@ -1,6 +1,6 @@
-"""A model behind a URL, asked by many episodes at once: one connection pool, bounded, patient with failures.
+"""A model behind a URL, asked by many episodes at once: few connections, bounded, patient with failures.
 
-The server speaks SGLang's protocol: stock SGLang, or the embedded server.
+The server speaks SGLang's protocol: stock SGLang, or the embedded server. arl.workflow.scoring says what it is asked.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from arl.api.errors import ModelError, RequestTimeoutError, ServerError
+from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, ServerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,10 +52,14 @@ class _InLoop:
 class ModelServer:
     """The calls to one server. Connections are opened when they are first needed, kept, and closed by `aclose`.
 
-    max_concurrent: requests under way at once; others wait their turn. timeout_s: the longest that one of them may
-    take, from when it is sent. retries: how often one that could not be sent, or that the server failed at (HTTP 5xx
-    and 429), is sent again, after waits that double. tokenizer: what token ids are made by, to see that the server's
-    model knows them; it may be left out for a server that tells the size of its vocabulary.
+    `async with` sees that the server is there and is what it should be, before anything depends on it, and closes the
+    connections at the end; without it, the first call sees to that.
+
+    tokenizer: what token ids are made by, to see that the server's model knows them; it may be left out for a server
+    that tells the size of its vocabulary (the embedded one), and then sizes alone are compared. max_concurrent:
+    requests under way at once; others wait their turn. timeout_s: the longest that one of them may take, from when it
+    is sent. retries: how often one that could not be sent, or that the server failed at (HTTP 5xx and 429), is sent
+    again, after waits that double.
     """
 
     def __init__(
@@ -68,8 +72,10 @@ class ModelServer:
         timeout_s: float = 120.0,
         retries: int = 4,
     ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url is {url!r}; it must begin with http:// or https://, as in http://127.0.0.1:30000")
         if max_concurrent < 1 or timeout_s <= 0 or retries < 0:
-            raise ValueError(
+            raise ConfigError(
                 f"max_concurrent is {max_concurrent}, timeout_s {timeout_s} and retries {retries}; they must be at "
                 "least 1, above 0 and at least 0"
             )
@@ -83,6 +89,18 @@ class ModelServer:
         self._info: Mapping[str, Any] | None = None
         self._vocab_size = 0
 
+    async def __aenter__(self) -> Self:
+        """Raises ServerError where the server does not answer, ModelError where it has another model than it should."""
+        try:
+            await self.info()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
     async def aclose(self) -> None:
         """Close this event loop's connections. Idempotent; a later call opens others."""
         kept = self._loops.pop(asyncio.get_running_loop(), None)
@@ -90,7 +108,8 @@ class ModelServer:
             await kept.session.close()
 
     async def info(self) -> Mapping[str, Any]:
-        """What the server says of its model, asked once. Raises ModelError where its vocabulary is not the tokenizer's.
+        """What the server says of its model, asked once. Raises ServerError, and ModelError where the model is of the
+        wrong kind or its vocabulary is not the tokenizer's.
 
         Stock SGLang does not tell its vocabulary's size, and a token outside ends its process.
         """
@@ -141,7 +160,9 @@ class ModelServer:
             except TimeoutError:
                 raise RequestTimeoutError(f"{url} did not answer within timeout_s = {self._timeout_s:g} s") from None
             except (aiohttp.ClientError, OSError) as error:
-                raise _FailedError(f"{url} could not be reached: {str(error) or type(error).__name__}") from error
+                raise _FailedError(
+                    f"{url} could not be reached: {str(error) or type(error).__name__}; is its server running?"
+                ) from error
         if status != 200:
             raise _refusal(url, status, raw)
         try:
@@ -168,8 +189,12 @@ class ModelServer:
             info = await self.ask("/get_model_info")
         if not isinstance(info, dict):
             raise ServerError(f"{self.url} answers, but not as an SGLang server does: /model_info is {info!r}")
+        self._check_kind(info)
         self._vocab_size = await self._check_vocabulary(info.get("vocab_size"))
         return info
+
+    def _check_kind(self, info: Mapping[str, Any]) -> None:
+        """Raise ModelError for a model that cannot be asked what this one is asked."""
 
     async def _check_vocabulary(self, told: int | None) -> int:
         """How many tokens may be asked about."""

@@ -2,56 +2,31 @@
 
 Both are asked over HTTP by workflows, thousands of episodes through one client:
 
-    teacher = TeacherClient("http://teacher:30000", tokenizer=tokenizer)
-    reward_model = RewardModelClient("http://judge:30001", tokenizer=tokenizer)
+    async with TeacherClient("http://teacher:30000", tokenizer=tokenizer) as teacher: ...
+    async with RewardModelClient("http://judge:30001", tokenizer=tokenizer) as judge: ...
 
-Batching is the server's. SGLang serves a reward model with `--is-embedding`; the embedded server sees by the model's
-architecture what it serves.
+Their settings are ModelServer's. Batching is the server's. SGLang serves a reward model with `--is-embedding`; the
+embedded server sees by the model's architecture what it serves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from arl.api.errors import ModelError, RequestTimeoutError, RewardError, RewardTimeoutError, ServerError
 from arl.workflow.model_server import ModelServer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _NOTHING_NEW = {"max_new_tokens": 0, "temperature": 1.0}
 
 
-class TeacherClient:
-    """Asks a language model for the logprobs of given tokens. Close it by `aclose`, or use it in `async with`.
-
-    tokenizer: the student's; the teacher must have the same tokens, which is seen when it is first asked. A server
-    that tells the size of its vocabulary (the embedded one) can do without: then sizes alone are compared.
-    max_concurrent, timeout_s, retries: see ModelServer.
+class TeacherClient(ModelServer):
+    """Asks a language model for the logprobs of given tokens. tokenizer: the student's; the teacher must have its
+    tokens.
 
     Its logprobs are at temperature 1, always: SGLang scales those of given tokens by none.
     """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        api_key: str | None = None,
-        max_concurrent: int = 64,
-        timeout_s: float = 120.0,
-        retries: int = 4,
-    ) -> None:
-        self._server = ModelServer(
-            url,
-            tokenizer=tokenizer,
-            api_key=api_key,
-            max_concurrent=max_concurrent,
-            timeout_s=timeout_s,
-            retries=retries,
-        )
 
     async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
         """ln p(token_ids[t] | token_ids[:t]) for each t >= start; 0.0 before, so the first token has 0.0 always.
@@ -64,83 +39,47 @@ class TeacherClient:
         ids = list(token_ids)
         if start >= len(ids):
             return (0.0,) * len(ids)
-        if not (await self._server.info()).get("is_generation", True):
-            raise ModelError(f"{self._server.url} has a reward model; a teacher must be a language model")
-        await self._server.check_tokens(ids)
+        await self.check_tokens(ids)
         body = {
             "input_ids": ids,
             "sampling_params": _NOTHING_NEW,
             "return_logprob": True,
             "logprob_start_len": start - 1,
         }
-        answer = await self._server.ask("/generate", body)
-        return (0.0,) * start + _given_logprobs(answer, ids[start - 1 :], self._server.url)
+        answer = await self.ask("/generate", body)
+        return (0.0,) * start + _given_logprobs(answer, ids[start - 1 :], self.url)
 
-    async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
-        await self._server.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+    def _check_kind(self, info: Mapping[str, Any]) -> None:
+        if not info.get("is_generation", True):
+            raise ModelError(f"{self.url} has a reward model; a teacher must be a language model")
 
 
-class RewardModelClient:
-    """Asks a reward model for the score of a whole sequence. Close it by `aclose`, or use it in `async with`.
-
-    tokenizer: what makes the tokens; the reward model must have the same ones. max_concurrent, timeout_s, retries: see
-    ModelServer. Raises RewardError and RewardTimeoutError, which name the server and what it said.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        api_key: str | None = None,
-        max_concurrent: int = 64,
-        timeout_s: float = 60.0,
-        retries: int = 4,
-    ) -> None:
-        self._server = ModelServer(
-            url,
-            tokenizer=tokenizer,
-            api_key=api_key,
-            max_concurrent=max_concurrent,
-            timeout_s=timeout_s,
-            retries=retries,
-        )
+class RewardModelClient(ModelServer):
+    """Asks a reward model for the score of a whole sequence. tokenizer: what makes the sequences' tokens."""
 
     async def score(self, token_ids: Sequence[int]) -> float:
-        """The reward model's score of prompt and answer together, at the last token."""
-        url, ids = self._server.url, list(token_ids)
+        """The reward model's score of prompt and answer together, at the last token.
+
+        Raises RewardError and RewardTimeoutError, which name the server and what it said.
+        """
+        ids = list(token_ids)
         if not ids:
-            raise RewardError(f"there is nothing to score: no tokens for {url}")
+            raise RewardError(f"there is nothing to score: no tokens for {self.url}")
         try:
-            if (await self._server.info()).get("is_generation", False):
-                raise RewardError(f"{url} has a language model; a reward model is served with --is-embedding")
-            await self._server.check_tokens(ids)
-            answer = await self._server.ask("/classify", {"input_ids": ids})
+            await self.check_tokens(ids)
+            answer = await self.ask("/classify", {"input_ids": ids})
         except RequestTimeoutError as timeout:
             raise RewardTimeoutError(str(timeout)) from timeout
         except (ServerError, ModelError) as error:
             raise RewardError(str(error)) from error
         scores = answer.get("embedding") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != 1 or not _is_finite(scores[0]):
-            raise RewardError(f"{url} answered /classify with {str(answer)[:200]}; a reward is one finite number")
+            raise RewardError(f"{self.url} answered /classify with {str(answer)[:200]}; a reward is one finite number")
         return float(scores[0])
 
-    async def aclose(self) -> None:
-        """Close the connections. Idempotent."""
-        await self._server.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+    def _check_kind(self, info: Mapping[str, Any]) -> None:
+        if info.get("is_generation", False):
+            raise ModelError(f"{self.url} has a language model; a reward model is served with --is-embedding")
 
 
 def _given_logprobs(answer: Any, ids: Sequence[int], url: str) -> tuple[float, ...]:

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from served import language_model, reward_model
+from served import BREAK, language_model, reward_model
 
-from arl.api.errors import RewardError, RewardTimeoutError
+from arl.api.errors import ModelError, RewardError, RewardTimeoutError
 from arl.workflow import model_server
 from arl.workflow.scoring import RewardModelClient
 
@@ -56,15 +56,20 @@ async def test_refusals_failures_and_absence_are_reward_errors_that_say_why() ->
             await judge.score((1, 500))
         with pytest.raises(RewardError, match="nothing to score"):
             await judge.score(())
-    async with RewardModelClient(served.url, retries=0) as judge:
+        served.answers["/classify"] = lambda _: BREAK
         with pytest.raises(RewardError, match="could not be reached"):
             await judge.score((1, 2))
 
 
 async def test_a_language_model_is_no_judge() -> None:
-    async with language_model() as served, RewardModelClient(served.url) as judge:
+    async with language_model() as served:
+        with pytest.raises(ModelError, match="--is-embedding"):
+            async with RewardModelClient(served.url):
+                pytest.fail("it was let in")
+        judge = RewardModelClient(served.url)
         with pytest.raises(RewardError, match="--is-embedding"):
             await judge.score((1, 2))
+        await judge.aclose()
 
 
 async def test_a_score_that_takes_too_long_is_a_reward_timeout() -> None:

@@ -7,9 +7,9 @@ from collections import deque
 from typing import Any
 
 import pytest
-from served import BREAK, Served, language_model
+from served import BREAK, Served, language_model, reward_model
 
-from arl.api.errors import ModelError, RequestTimeoutError, ServerError
+from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, ServerError
 from arl.engine.tiny import tiny_tokenizer
 from arl.workflow import model_server
 from arl.workflow.scoring import TeacherClient
@@ -97,11 +97,30 @@ async def test_failures_of_the_server_are_borne_and_refusals_are_not() -> None:
 async def test_a_server_that_is_away_is_named_after_as_many_tries_as_were_asked_for() -> None:
     async with language_model() as served:
         url = served.url
-    async with TeacherClient(url, retries=1) as teacher:
-        with pytest.raises(ServerError, match="could not be reached") as caught:
-            await teacher.logprobs(TOKENS)
+    teacher = TeacherClient(url, retries=1)
+    with pytest.raises(ServerError, match="could not be reached") as caught:
+        await teacher.logprobs(TOKENS)
+    await teacher.aclose()
     assert url.rstrip("/") in str(caught.value)
     assert "(asked 2 times)" in str(caught.value)
+
+
+async def test_a_server_that_is_away_or_has_another_model_is_noticed_before_the_first_episode() -> None:
+    async with language_model() as served:
+        url = served.url
+    with pytest.raises(ServerError, match=r"could not be reached: .*; is its server running"):
+        async with TeacherClient(url, retries=0):
+            pytest.fail("it was let in")
+    async with reward_model() as served:
+        with pytest.raises(ModelError, match="a teacher must be a language model"):
+            async with TeacherClient(served.url):
+                pytest.fail("it was let in")
+
+
+@pytest.mark.parametrize("settings", [{"url": "teacher:30000"}, {"max_concurrent": 0}, {"timeout_s": 0}])
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        TeacherClient(**{"url": "http://teacher:30000", **settings})
 
 
 async def test_a_connection_that_breaks_is_tried_again() -> None:
@@ -151,9 +170,9 @@ async def test_the_key_is_sent_and_a_missing_one_is_explained() -> None:
             await teacher.logprobs(TOKENS)
         assert set(served.keys) == {"Bearer secret"}
         served.answers["/model_info"] = lambda _: (401, {"error": "Unauthorized"})
-        async with TeacherClient(served.url) as teacher:
-            with pytest.raises(ServerError, match="pass the api_key"):
-                await teacher.logprobs(TOKENS)
+        with pytest.raises(ServerError, match="pass the api_key"):
+            async with TeacherClient(served.url):
+                pytest.fail("it was let in")
 
 
 async def test_a_token_that_the_teacher_does_not_have_is_never_sent() -> None:
@@ -171,29 +190,22 @@ async def test_a_teacher_that_does_not_tell_its_vocabulary_is_compared_by_a_toke
         served.answers["/tokenize"] = lambda body: {
             "tokens": tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
         }
-        async with TeacherClient(served.url) as teacher:
-            with pytest.raises(ModelError, match="pass the tokenizer"):
-                await teacher.logprobs(TOKENS)
-        async with TeacherClient(served.url, tokenizer=other) as teacher:
-            with pytest.raises(ModelError, match="other tokens than the tokenizer given"):
-                await teacher.logprobs(TOKENS)
+        with pytest.raises(ModelError, match="pass the tokenizer"):
+            async with TeacherClient(served.url):
+                pytest.fail("it was let in")
+        with pytest.raises(ModelError, match="other tokens than the tokenizer given"):
+            async with TeacherClient(served.url, tokenizer=other):
+                pytest.fail("it was let in")
         async with TeacherClient(served.url, tokenizer=tokenizer) as teacher:
             assert len(await teacher.logprobs(TOKENS)) == 4
             with pytest.raises(ModelError, match=f"none of the {len(tokenizer)}"):
                 await teacher.logprobs((1, len(tokenizer)))
 
 
-async def test_a_reward_model_is_no_teacher() -> None:
-    async with language_model() as served, TeacherClient(served.url) as teacher:
-        served.answers["/model_info"] = lambda _: {"is_generation": False, "vocab_size": 500}
-        with pytest.raises(ModelError, match="a teacher must be a language model"):
-            await teacher.logprobs(TOKENS)
-
-
 def test_a_client_serves_one_event_loop_after_another() -> None:
     async def once(teacher: TeacherClient) -> None:
         async with language_model() as served:
-            teacher._server.url = served.url.rstrip("/")
+            teacher.url = served.url.rstrip("/")
             assert len(await teacher.logprobs(TOKENS)) == 4
             await teacher.aclose()
             await teacher.aclose()
@@ -204,8 +216,10 @@ def test_a_client_serves_one_event_loop_after_another() -> None:
 
 
 async def test_all_who_wait_while_a_server_is_asked_what_it_is_share_the_failure() -> None:
-    async with language_model() as served, TeacherClient(served.url, retries=0) as teacher:
+    async with language_model() as served:
+        teacher = TeacherClient(served.url, retries=0)
         served.answers["/model_info"] = lambda _: (500, {"error": {"message": "starting"}})
         answers = await asyncio.gather(*(teacher.logprobs(TOKENS) for _ in range(5)), return_exceptions=True)
         assert [type(answer) for answer in answers] == [ServerError] * 5
         assert served.count("/model_info") == 1
+        await teacher.aclose()
