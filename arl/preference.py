@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from arl.algorithm.losses.preference import Pair, PreferenceLoss, RewardModelLoss, paired
-from arl.api.engine import TokenLoss, TrainEngine
+from arl.api.engine import ModelLimits, TokenLoss, TrainEngine
 from arl.api.errors import DatasetError
 from arl.api.types import TrainSequence
-from arl.sft import Demonstration, shuffled_batches, to_sequence
+from arl.sft import Demonstration, is_pair, shuffled_batches, to_sequence, to_tokens
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 
@@ -38,16 +38,9 @@ def train_preferences(
     last step's metrics.
 
     The reference is the model as it is when this begins: its logprobs of all pairs are computed first, and no copy of
-    its weights is held. Order, on_step and versions are as in `finetune`. Raises DatasetError on a malformed pair.
+    its weights is held. Order, on_step, versions and errors are as in `finetune`.
     """
-    pairs = [
-        (
-            to_sequence(f"the chosen answer of pair {i}", p.chosen),
-            to_sequence(f"the rejected one of pair {i}", p.rejected),
-        )
-        for i, p in enumerate(preferences)
-    ]
-    _check(pairs)
+    pairs = _whole(_preference(i, preference, engine.limits) for i, preference in enumerate(preferences))
     pairs = _with_reference(engine, pairs)
     return _train(engine, pairs, loss or PreferenceLoss(), epochs, batch_size, seed, on_step)
 
@@ -66,11 +59,10 @@ def train_reward_model(
 
     engine: one of head "value". Its `export` is a Hugging Face sequence-classification model of one label, whose score
     of a text is that of the last token; SGLang and the embedded server serve it at /classify. The rest is as in
-    train_preferences. Raises ConfigError for an engine without a value head.
+    train_preferences. Raises ConfigError for an engine without a value head, and DatasetError as in `finetune`.
     """
-    pairs = [(_scored(i, chosen), _scored(i, rejected)) for i, (chosen, rejected) in enumerate(preferences)]
-    _check(pairs)
     engine.forward([], "values")  # raises ConfigError where the engine has no value head
+    pairs = _whole(_texts(i, texts, engine.limits) for i, texts in enumerate(preferences))
     return _train(engine, pairs, loss or RewardModelLoss(), epochs, batch_size, seed, on_step)
 
 
@@ -99,15 +91,39 @@ def _with_reference(engine: TrainEngine, pairs: Sequence[Pair]) -> list[Pair]:
     ]
 
 
-def _scored(index: int, token_ids: Sequence[int]) -> TrainSequence:
+def _preference(index: int, preference: Preference, limits: ModelLimits) -> Pair:
+    if not isinstance(preference, Preference):
+        raise DatasetError(f"pair {index} is a {type(preference).__name__}; it must be a Preference")
+    return (
+        to_sequence(f"the chosen answer of pair {index}", preference.chosen, limits),
+        to_sequence(f"the rejected answer of pair {index}", preference.rejected, limits),
+    )
+
+
+def _texts(index: int, texts: tuple[Sequence[int], Sequence[int]], limits: ModelLimits) -> Pair:
+    if not is_pair(texts):
+        raise DatasetError(
+            f"pair {index} is a {type(texts).__name__}; it must be a pair (chosen token_ids, rejected token_ids)"
+        )
+    return (
+        _scored(to_tokens(f"the chosen text of pair {index}", texts[0], limits)),
+        _scored(to_tokens(f"the rejected text of pair {index}", texts[1], limits)),
+    )
+
+
+def _scored(token_ids: torch.Tensor) -> TrainSequence:
     """A text with one token behind it, whose value is the text's score."""
-    if not token_ids:
-        raise DatasetError(f"pair {index} has an empty text, which has no score")
     loss_mask = torch.zeros(len(token_ids) + 1, dtype=torch.bool)
     loss_mask[-1] = True
-    return TrainSequence(token_ids=torch.tensor([*token_ids, 0], dtype=torch.int64), loss_mask=loss_mask)
+    return TrainSequence(token_ids=torch.cat([token_ids, torch.zeros(1, dtype=torch.int64)]), loss_mask=loss_mask)
 
 
-def _check(pairs: Sequence[Pair]) -> None:
-    if not pairs:
+def _whole(pairs: Iterable[Pair]) -> list[Pair]:
+    """All of them. Raises DatasetError where there is nothing to prefer."""
+    known = list(pairs)
+    if not known:
         raise DatasetError("there are no pairs to learn from")
+    for index, (chosen, rejected) in enumerate(known):
+        if torch.equal(chosen.token_ids, rejected.token_ids) and torch.equal(chosen.loss_mask, rejected.loss_mask):
+            raise DatasetError(f"pair {index} is twice the same, so that there is nothing to prefer; leave it out")
+    return known

@@ -208,6 +208,14 @@ Head = Literal["policy", "value", "policy_and_value"]
 """What a train engine's model ends in: the language-model head, a value head [H -> 1], or both on one backbone."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a model can be given: token ids below vocab_size, and so many of them in a sequence (None: any number)."""
+
+    vocab_size: int
+    context_length: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenOutputs:
     """What the model says of a microbatch's trained tokens: float32[M], with gradient; 0 where it has no such head.
@@ -302,6 +310,11 @@ class TrainEngine(Protocol):
     @property
     def version(self) -> int:
         """The number of batches trained."""
+        ...
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What sequences may hold."""
         ...
 
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:

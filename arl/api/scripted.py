@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arl.api.engine import Output, Saving, Snapshot, TokenLoss, UpdateStats, WeightUpdate
+from arl.api.engine import ModelLimits, Output, Saving, Snapshot, TokenLoss, UpdateStats, WeightUpdate
 from arl.api.errors import EngineClosedError
 from arl.api.types import ModelRequest, ModelResponse, TrainSequence
 
@@ -81,9 +81,15 @@ class ScriptedTrainEngine:
     """Counts batches instead of training; all logprobs are the behavior ones, values 0.
 
     `batches` keeps what was trained. on_train: called on the trainer's thread with each batch, to block, fail or look.
+    limits: of the model that there is none of.
     """
 
-    def __init__(self, on_train: Callable[[Sequence[Sequence[TrainSequence]]], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_train: Callable[[Sequence[Sequence[TrainSequence]]], None] | None = None,
+        limits: ModelLimits = ModelLimits(vocab_size=1 << 31),  # noqa: B008 - it is frozen
+    ) -> None:
+        self.limits = limits
         self._on_train = on_train
         self._version = 0
         self.batches: list[list[list[TrainSequence]]] = []

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from arl.algorithm.packing import pack
 from arl.algorithm.prefix_tree import prefix_order
 from arl.api.config import TrainConfig
-from arl.api.engine import Head, Output, TokenLoss
+from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.errors import ConfigError, EngineClosedError
 from arl.api.types import TrainSequence
 from arl.engine.checkpoint import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.export import ModelWriter
 from arl.engine.lora import Adapters
 from arl.engine.microbatch import Microbatch, build_microbatch, empty_microbatch
-from arl.engine.model import Critic, Policy, load_model, new_value_head
+from arl.engine.model import Critic, Policy, load_model, model_limits, new_value_head
 from arl.engine.optimizer import build_optimizer, clip_gradients, learning_rate
 from arl.engine.parallel import loading_turn, rank_device, rank_mesh, shard
 from arl.engine.process_group import ProcessGroupLease
@@ -77,6 +77,7 @@ class FSDPTrainEngine:
             self._group = mesh.get_group("dp")
             with loading_turn():
                 loaded = load_model(model, head)
+                self._limits = model_limits(loaded.stored_config)
                 writer = ModelWriter(loaded)
                 adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
                 value_head = new_value_head(loaded.model) if head == "policy_and_value" else None
@@ -98,6 +99,10 @@ class FSDPTrainEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._limits
 
     @torch.no_grad()
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from arl.api.engine import Head, TokenOutputs
+from arl.api.engine import Head, ModelLimits, TokenOutputs
 from arl.api.errors import ModelError
 from arl.engine.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.logprobs import token_logprobs
@@ -170,6 +170,17 @@ def end_token_ids(name: str | Path) -> frozenset[int]:
         configs.append(GenerationConfig.from_pretrained(str(name)))
     named = [getattr(config, "eos_token_id", None) for config in configs] + [load_tokenizer(name).eos_token_id]
     return frozenset(i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
+
+
+def model_limits(config: PreTrainedConfig) -> ModelLimits:
+    """Of a model with this config; rotary positions that are scaled reach as far as they are scaled to."""
+    text: Any = config.get_text_config()
+    context_length = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if context_length is not None:
+        scaled = (rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0)
+        context_length = max(context_length, int(scaled))
+    return ModelLimits(vocab_size=text.vocab_size, context_length=context_length)
 
 
 def local_directory(name: str) -> str:

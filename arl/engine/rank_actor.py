@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
 
 from arl.api.config import TrainConfig
-from arl.api.engine import Head, Output, TokenLoss
+from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.engine.checkpoint import RankSaving
 from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.shares import PackedSequences
@@ -113,8 +113,8 @@ class RankActor:
         return port
 
     @reported
-    def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int, head: Head) -> None:
-        """Join the process group and build the engine, on the thread that will train."""
+    def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int, head: Head) -> ModelLimits:
+        """Join the process group and build the engine, on the thread that will train; returns its limits."""
         address, port = store
         meeting = self._store or TCPStore(address, port, is_master=False)
         with _gloo_at(address):
@@ -122,6 +122,7 @@ class RankActor:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             dist.init_process_group(backend, store=meeting, rank=self._rank, world_size=self._world_size)
             self._engine = FSDPTrainEngine(model, config, seed, head)
+        return self._engine.limits
 
     @reported
     def forward(self, share: PackedSequences, output: Output) -> np.ndarray:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arl.api.config import TrainConfig
-from arl.api.engine import Head, Output, TensorSpec, TokenLoss, WeightGroup
+from arl.api.engine import Head, ModelLimits, Output, TensorSpec, TokenLoss, WeightGroup
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence, new_id
 from arl.engine.ray_cluster import Placement, RayLease
@@ -60,12 +60,17 @@ class RayTrainEngine:
             deadline = time.monotonic() + config.startup_timeout_s * config.num_ranks
             (port,) = self._ranks.train("open_store", [(address,)], deadline=deadline)
             directory = str(Path(model).absolute()) if Path(model).is_dir() else str(model)
-            self._ranks.train_alike("build", (address, port), directory, config, seed, head, deadline=deadline)
+            build = ((address, port), directory, config, seed, head)
+            self._limits: ModelLimits = self._ranks.train_alike("build", *build, deadline=deadline)[0]
             self._stack = stack.pop_all()
 
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._limits
 
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
         """The output, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""

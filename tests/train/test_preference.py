@@ -1,6 +1,7 @@
 """Pairs are learned on the train engine: preferences by a policy, scores by a model with a value head."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from train_models import MakeEngine
 from transformers import AutoModelForSequenceClassification
 
 from arl.algorithm.losses.preference import PreferenceLoss
+from arl.api import ModelLimits, ScriptedTrainEngine
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.types import TrainSequence
@@ -20,6 +22,7 @@ PREFERENCES = [
     Preference(chosen=((*p, *CHOSEN), (0, 0, 1, 1, 1)), rejected=((*p, *REJECTED), (0, 0, 1, 1, 1, 1, 1)))
     for p in PROMPTS
 ]
+LIMITS = ModelLimits(vocab_size=300, context_length=8)
 TEXTS = [((*p, *CHOSEN), (*p, *REJECTED)) for p in PROMPTS]
 
 
@@ -81,13 +84,45 @@ def test_a_head_that_does_not_exist_is_refused(model_dir: Path):
         FSDPTrainEngine(model_dir, TrainConfig(), head="values")  # pyright: ignore[reportArgumentType]
 
 
-def test_pairs_that_teach_nothing_are_refused_by_number(make_engine: MakeEngine):
-    engine = make_engine()
+SAME = Preference(chosen=((1, 2), (0, 1)), rejected=((1, 2), (0, 1)))
+TOO_SHORT_A_MASK = Preference(chosen=((1, 2), (0, 1)), rejected=((1, 2, 3), (0, 1)))
+UNKNOWN_TOKEN = Preference(chosen=((1, 300), (0, 1)), rejected=((1, 2), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("preference", "message"),
+    [
+        (TOO_SHORT_A_MASK, "the rejected answer of pair 1 has 3 token_ids and 2 loss_mask entries"),
+        (UNKNOWN_TOKEN, "the chosen answer of pair 1 has token 300 at position 1, and the model knows 0 to 299"),
+        (SAME, "pair 1 is twice the same, so that there is nothing to prefer; leave it out"),
+        (((1, 2), (0, 1)), "pair 1 is a tuple; it must be a Preference"),
+    ],
+)
+def test_a_preference_that_teaches_nothing_is_named_before_anything_is_trained(preference: Any, message: str):
+    engine = ScriptedTrainEngine(limits=LIMITS)
+    with pytest.raises(DatasetError, match=message):
+        train_preferences(engine, [PREFERENCES[0], preference])
+    assert engine.batches == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (((), (1,)), "the chosen text of pair 1 has no token_ids"),
+        (((1,), (1,) * 9), "the rejected text of pair 1 has 9 tokens, and the model's context 8"),
+        (((1,), (1,)), "pair 1 is twice the same"),
+        (SAME, r"pair 1 is a Preference; it must be a pair \(chosen token_ids, rejected token_ids\)"),
+    ],
+)
+def test_and_so_are_texts_of_which_none_is_better(texts: Any, message: str):
+    engine = ScriptedTrainEngine(limits=LIMITS)
+    with pytest.raises(DatasetError, match=message):
+        train_reward_model(engine, [TEXTS[0], texts])
+    assert engine.batches == []
+
+
+def test_no_pairs_are_an_error():
     with pytest.raises(DatasetError, match="no pairs"):
-        train_preferences(engine, [])
-    with pytest.raises(DatasetError, match="the rejected one of pair 1 has 3 token_ids and 2 loss_mask"):
-        train_preferences(
-            engine, [PREFERENCES[0], Preference(chosen=PREFERENCES[0].chosen, rejected=((1, 2, 3), (0, 1)))]
-        )
-    with pytest.raises(DatasetError, match="pair 1 has an empty text"):
-        train_reward_model(engine, [TEXTS[0], ((), (1,))])
+        train_preferences(ScriptedTrainEngine(), [])
+    with pytest.raises(DatasetError, match="no pairs"):
+        train_reward_model(ScriptedTrainEngine(), [])

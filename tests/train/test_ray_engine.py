@@ -10,11 +10,13 @@ import torch
 from ray_models import BUDGET, LOSS, OPTIMIZER, KillingLoss, RaisingLoss, write_uneven_model
 from train_models import load_twin
 from train_sequences import random_sequences
+from transformers import AutoConfig
 
 from arl.api.config import TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.model import model_limits
 from arl.engine.ray import RayTrainEngine
 from arl.engine.ray_cluster import RayLease
 from arl.engine.snapshot import SendableSnapshot
@@ -147,6 +149,10 @@ def test_what_does_not_load_or_save_leaves_the_engine_usable(engine: RayTrainEng
     with pytest.raises(CheckpointError, match="file"):
         engine.save(tmp_path / "file" / "checkpoint").wait()
     assert len(engine.forward(minibatches()[1])) == 1
+
+
+def test_its_limits_are_those_of_the_model(engine: RayTrainEngine, model_dir: Path):
+    assert engine.limits == model_limits(AutoConfig.from_pretrained(model_dir))
 
 
 def test_an_empty_batch_is_nothing_to_any_rank(engine: RayTrainEngine):
