@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
+import inspect
+import json
 import os
 import re
 import signal
@@ -26,6 +28,7 @@ from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError
+from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -36,7 +39,7 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
     argv: without the program's name; sys.argv[1:] when None. Raises ConfigError naming each wrong field and what is
     allowed; `--help` prints every setting and exits.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     own, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     from_file = _read_yaml(own.config) if own.config else {}
@@ -45,14 +48,14 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
         settings = _settings_class(config_class, flags, from_file)()
         return config_class.model_validate(settings.model_dump(exclude_unset=True))
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(config_class, detail) for detail in error.errors())) from None
+        raise config_error(config_class, error) from None
     except SettingsError as error:
-        raise ConfigError(_flag_sentence(config_class, str(error))) from None
+        raise ConfigError(str(error)) from None
 
 
 def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path | None) -> None:
     """A flag's preset over a file's settings for another would be an algorithm that nobody has named."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--algorithm.preset", dest="preset")
     flag, section = parser.parse_known_args(flags)[0].preset, from_file.get("algorithm")
     if flag is None or not isinstance(section, dict):
@@ -159,17 +162,8 @@ def _settings_class(config_class: type[Config], flags: Sequence[str], from_file:
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            flag_source = CliSettingsSource(
-                settings_cls,
-                cli_parse_args=list(flags),
-                cli_implicit_flags=True,
-                cli_exit_on_error=False,
-                cli_use_class_docs_for_groups=True,
-                cli_prog_name=Path(sys.argv[0]).name + " [--config FILE.yaml]",
-            )
-            return flag_source, FileSource(settings_cls)
+            return _flag_source(settings_cls, config_class, flags), FileSource(settings_cls)
 
-    Settings.__doc__ = config_class.__doc__
     return Settings
 
 
@@ -185,63 +179,112 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _setting_names(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """The dotted name of every setting of `model`, of all variants of its sections."""
-    names: list[str] = []
-    for name, field in model.model_fields.items():
-        sections = _sections(field.annotation)
-        names += [inner for section in sections for inner in _setting_names(section, f"{prefix}{name}.")]
-        if not sections:
-            names.append(prefix + name)
-    return list(dict.fromkeys(names))
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        if switch := re.match(r"argument --(\S+)/--no-\S+: ignored explicit argument", message):
+            raise ConfigError(f"--{switch[1]} is a switch; give it without a value, or as --no-{switch[1]}")
+        raise ConfigError(message.removeprefix("argument "))
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for part in getattr(annotation, "__args__", ()) for section in _sections(part)]
+def _flag_source(
+    settings_class: type[BaseSettings], config_class: type[Config], flags: Sequence[str]
+) -> CliSettingsSource[_Parser]:
+    """The flags as pydantic-settings parses them, with arl's own help and errors."""
+    settings = {setting.name: setting for setting in settings_of(config_class)}
+    names = [name for name, setting in settings.items() if not setting.is_section]
+    texts = _help_texts(config_class) if {"-h", "--help"} & set(flags) else {}
+
+    def add_argument(parser: Any, *names: str, **options: Any) -> None:
+        setting = settings.get(options["dest"])
+        if setting is not None:
+            options["help"] = texts.get(setting.name, "").replace("%", "%%")
+            if setting.is_section:
+                options["type"] = _section_reader(setting)
+        parser.add_argument(*names, **options)
+
+    def parse(parser: _Parser, args: Sequence[str]) -> argparse.Namespace:
+        namespace, unknown = parser.parse_known_args(args)
+        if unknown:
+            raise ConfigError(_unknown_flag(unknown[0], names))
+        return namespace
+
+    parser = _Parser(
+        prog=Path(sys.argv[0]).name,
+        usage="%(prog)s [--config FILE.yaml] [--SETTING VALUE] [--SECTION.SETTING VALUE] ...",
+        description=inspect.getdoc(config_class),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="Settings from a file; flags override them.")
+    return CliSettingsSource(
+        settings_class,
+        root_parser=parser,
+        parse_args_method=parse,
+        add_argument_method=add_argument,
+        cli_parse_args=list(flags),
+        cli_implicit_flags=True,
+        cli_use_class_docs_for_groups=True,
+    )
 
 
-def _sentence(config_class: type[Config], detail: Any) -> str:
-    """`detail`: one entry of ValidationError.errors(). Says which field, what it held, and what is allowed."""
-    path, model, variant = [], config_class, ""
-    for part in map(str, detail["loc"]):
-        options = _sections(model.model_fields[path[-1]].annotation) if path and path[-1] in model.model_fields else []
-        if options:
-            model = next((option for option in options if _kind(option) == part), options[0])
-        if options and _kind(model) == part:
-            variant = f" with {path[-1]}.{_tag(model)}={part}"
-            continue
-        path.append(part)
-    name, message = ".".join(path), detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "extra_forbidden":
-        allowed = ", ".join(sorted(model.model_fields))
-        return f"{name} is not a setting{variant}; allowed there: {allowed}"
-    if detail["type"] == "union_tag_invalid":
-        tag, allowed = detail["ctx"]["discriminator"].strip("'"), detail["ctx"]["expected_tags"].replace("'", "")
-        return f"{name}.{tag} is {detail['ctx']['tag']!r}; allowed there: {allowed}"
-    if detail["type"] == "missing":
-        return f"{name} is missing; give it as --{name} VALUE or in the --config file"
-    if detail["type"] == "value_error":
-        return f"{name}: {message}" if name else message
-    return f"{name} is {detail['input']!r}{variant}: {message}"
+def _section_reader(section: Setting) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        try:
+            is_section = isinstance(json.loads(text), dict | None)
+        except ValueError:
+            is_section = False
+        if not is_section:
+            raise argparse.ArgumentTypeError(whole_section(section.name, section.field, text))
+        return text
+
+    return read
 
 
-def _tag(section: type[BaseModel]) -> str:
-    """The name of the field that tells variants of a section apart."""
-    return "transport" if "transport" in section.model_fields else "kind"
-
-
-def _kind(section: type[BaseModel]) -> str | None:
-    field = section.model_fields.get(_tag(section))
-    return field.default if field else None
-
-
-def _flag_sentence(config_class: type[Config], message: str) -> str:
-    unknown = re.search(r"unrecognized arguments: (\S+)", message)
-    if unknown is None:
-        return message.replace("error parsing CLI: ", "")
-    flag, names = unknown[1], _setting_names(config_class)
-    close = difflib.get_close_matches(flag.lstrip("-"), names, n=3, cutoff=0.5)
-    advice = "did you mean " + " or ".join(f"--{name}" for name in close) if close else "see --help for all of them"
+def _unknown_flag(flag: str, names: Sequence[str]) -> str:
+    """names: of all settings that there are."""
+    if not flag.startswith("-"):
+        return (
+            f"{flag} belongs to no setting; each value has its flag, and a switch is --NAME or --no-NAME, without one"
+        )
+    dashes = "--no-" if flag.startswith("--no-") else "--"
+    wanted = flag.lstrip("-").removeprefix("no-").partition("=")[0].replace("-", "_")
+    close = [name for name in names if name.endswith(f".{wanted}")]
+    close = close or difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
+    advice = "did you mean " + " or ".join(dashes + name for name in close) if close else "see --help for all of them"
     return f"{flag} is not a setting; {advice}"
+
+
+def _help_texts(config_class: type[Config]) -> dict[str, str]:
+    """For each setting by its name what it is, and its default where nothing is given."""
+    try:
+        defaults = config_class.model_validate({})
+    except ValidationError:
+        defaults = config_class.model_construct()
+    by_name: dict[str, list[Setting]] = {}
+    variants: dict[str, set[str]] = {}
+    for setting in settings_of(config_class, defaults):
+        by_name.setdefault(setting.name, []).append(setting)
+        if setting.variant:
+            variants.setdefault(setting.section, set()).add(setting.variant)
+    return {name: _help_text(same, variants.get(same[0].section, set())) for name, same in by_name.items()}
+
+
+def _help_text(same: Sequence[Setting], variants: set[str]) -> str:
+    """same: the settings of one name, which several of the section's variants may have."""
+    by_text: dict[str, list[str]] = {}
+    for setting in same:
+        by_text.setdefault(f"{setting.about} {_default_text(setting)}", []).append(setting.variant)
+    return " ".join(
+        text if set(of) in ({""}, variants) else f"[{', '.join(of)}] {text}" for text, of in by_text.items()
+    )
+
+
+def _default_text(setting: Setting) -> str:
+    if setting.default is REQUIRED:
+        return "(required)"
+    default = setting.default
+    if setting.is_section and default is not None:
+        return "All of it, as JSON."
+    return f"(default: {default if isinstance(default, str | Path) else json.dumps(default, default=str)})"

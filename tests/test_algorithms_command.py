@@ -30,6 +30,17 @@ def test_what_is_printed_is_a_config_file_with_the_presets_settings(name: str, t
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_what_is_printed_goes_with_one_update_and_without_a_kl(name: str, tmp_path: Path) -> None:
+    """Settings that the preset brings along may idle; those that need more updates are refused, as for the preset."""
+    path = tmp_path / "run.yaml"
+    path.write_text(as_yaml(name))
+    flags = ["--model", "none", "--config", str(path), "--algorithm.kl.coefficient", "0"]
+    if name not in ("a3po", "kl_cov"):
+        flags += ["--algorithm.minibatches", "1"]
+    assert load_config(Config, flags).algorithm.kl.coefficient == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_what_is_printed_depends_on_no_preset_for_its_values(name: str, tmp_path: Path) -> None:
     """Every value is there: under the name of another preset, the settings are still these."""
     path = tmp_path / "run.yaml"

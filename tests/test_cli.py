@@ -13,6 +13,7 @@ from arl.api.config import (
     Config,
     EngineConfig,
     LocalEngineConfig,
+    LoRAConfig,
     OptimizerConfig,
     SGLangEngineConfig,
     TrainConfig,
@@ -125,10 +126,23 @@ def test_flags_beside_a_preset_override_the_file_field_by_field(tmp_path: Path) 
             "with weights.transport=distributed; allowed",
         ),
         (["--algorithm.proximal", "bypassed"], "there is no weight exp(p - b)"),
-        (["--train.optimizer.total_steps", "9"], "are for a decaying schedule; schedule is constant"),
+        (["--train.optimizer.total_steps", "9"], "total_steps is set, which is for a decaying schedule; schedule is c"),
+        (["--train.device", "gpu"], "train.device: 'gpu' is nothing to train on; say cpu, cuda, or one GPU of several"),
+        (["--algorithm", "dapo"], "--algorithm: 'dapo' was given for a whole section; write --algorithm.preset dapo"),
+        (["--engine", "sglang"], "--engine: 'sglang' was given for a whole section; write --engine.kind sglang"),
+        (["--weights", "disk"], "write --weights.transport disk"),
+        (["--train.lora", "true"], "such as --train.lora.rank VALUE, or --train.lora alone for its defaults"),
+        (["--rollout", "3"], "such as --rollout.batch_size VALUE"),
+        (["--lr", "1e-4"], "--lr is not a setting; did you mean --train.optimizer.lr or --algorithm.critic.lr"),
+        (["--batch-size=3"], "--batch-size=3 is not a setting; did you mean --rollout.batch_size"),
+        (["--no-shuffle"], "--no-shuffle is not a setting; did you mean --no-rollout.shuffle"),
+        (["--qqq"], "--qqq is not a setting; see --help for all of them"),
+        (["--rollout.shuffle", "true"], "true belongs to no setting; each value has its flag, and a switch is --NAME"),
+        (["--rollout.shuffle=true"], "--rollout.shuffle is a switch; give it without a value, or as --no-rollout.shu"),
         (["--steps", "many"], "steps is 'many': Input should be a valid integer"),
         (["--steps"], "--steps: expected one argument"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml cannot be read"),
+        (["--config"], "--config: expected one argument"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(flags: list[str], sentence: str) -> None:
@@ -142,6 +156,38 @@ def test_an_unknown_field_in_the_file_is_named_with_what_is_allowed(tmp_path: Pa
     path.write_text("rollout: {batchsize: 4}\n")
     with pytest.raises(ConfigError, match=r"rollout.batchsize is not a setting; allowed there: batch_size, "):
         load_config(AgentConfig, ["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            "train: {lora: true}",
+            "train.lora: True was given for a whole section; set what is in it, such as --train.lo",
+        ),
+        ("train: {lora: {target_modules: 3}}", "train.lora.target_modules is 3: Input should be 'all-linear'\n"),
+        ("engine: sglang", "engine: 'sglang' was given for a whole section; write --engine.kind sglang"),
+        (
+            "algorithm: dapo",
+            "algorithm: 'dapo' was given for a whole section; write preset('dapo'), in a file {preset: ",
+        ),
+        ("algorithm: dapoo", "algorithm: no preset is named 'dapoo'; did you mean dapo"),
+    ],
+)
+def test_a_wrong_value_in_the_file_is_answered_with_what_to_write(
+    content: str, sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load_config(AgentConfig, ["--config", str(path)])
+    assert sentence in str(error.value)
+
+
+def test_a_section_that_may_be_unset_has_its_defaults_by_its_name_alone() -> None:
+    assert load_config(AgentConfig, ["--train.lora"]).train.lora == LoRAConfig()
+    assert load_config(AgentConfig, ["--train.lora", "null"]).train.lora is None
+    assert load_config(AgentConfig, ["--train.lora", '{"rank": 3}']).train.lora == LoRAConfig(rank=3)
 
 
 def test_a_missing_setting_is_named() -> None:

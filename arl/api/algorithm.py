@@ -7,25 +7,29 @@ beside it changes that field alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, cast
 
-from pydantic import Field, ModelWrapValidatorHandler, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationError, model_validator
 
 from arl.api.objective import (
     AdvantageConfig,
     CISPOLossConfig,
     ClipCovSelection,
+    CorrectionConfig,
+    CriticConfig,
     DistillationAdvantage,
     DPPOLossConfig,
     GAEAdvantage,
     GiGPOAdvantage,
     GMPOLossConfig,
     GSPOLossConfig,
+    KLConfig,
     KLCovSelection,
     LossConfig,
     MirrorDescentLossConfig,
     NoSelection,
+    OverlongConfig,
     PassAtKAdvantage,
     PPOLossConfig,
     ReinforceLossConfig,
@@ -36,8 +40,9 @@ from arl.api.objective import (
     SelectionConfig,
     TOPRLossConfig,
 )
-from arl.api.presets import PRESETS, unknown_preset
+from arl.api.presets import BASE, PRESETS, unknown_preset
 from arl.api.section import Section
+from arl.api.settings import config_error
 
 __all__ = [
     "AdvantageConfig",
@@ -74,110 +79,6 @@ __all__ = [
 ]
 
 
-class CorrectionConfig(Section):
-    """What becomes of the behavior weight w = exp(p - b), which decoupling multiplies each token's loss with."""
-
-    kind: Literal["none", "truncate", "mask", "icepop"] = "truncate"
-    """none: w as it is. truncate: min(w, upper) (TIS). mask: w where w <= upper, else 0 (MIS). icepop: w where
-    lower <= w <= upper, else 0."""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """Whether w is each token's, the product over its trajectory's trained tokens, or their geometric mean."""
-    upper: PositiveFloat = 5.0
-    lower: float = Field(default=0.5, ge=0)
-    veto: float | None = Field(default=None, gt=0, lt=1)
-    """A trajectory with a token of exp(p - b) below this has weight 0. Unset: none is vetoed."""
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
-        if self.kind == "icepop" and self.lower > self.upper:
-            raise ValueError(f"lower is {self.lower}; it must be at most upper, which is {self.upper}")
-        if self.kind == "none" and self.upper != type(self).model_fields["upper"].default:
-            raise ValueError(f"upper is {self.upper}, but kind=none corrects nothing")
-        if self.kind != "icepop" and self.lower != type(self).model_fields["lower"].default:
-            raise ValueError(f"lower is {self.lower}, but kind={self.kind} has no lower bound; icepop has one")
-        return self
-
-
-class KLConfig(Section):
-    """A penalty on the distance to a reference policy, with d = c - reference logprob."""
-
-    coefficient: float = Field(default=0.0, ge=0)
-    """0: none, and no reference policy is held."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
-    place: Literal["loss", "reward"] = "loss"
-    """loss: added to each token's loss. reward: subtracted from each token's reward, at p in place of c."""
-    unbiased: bool = False
-    """In the loss: weigh the estimate with the ratio exp(c - b), so that its gradient is that of the divergence itself.
-    Without it k1 teaches nothing, k2 is right on-policy, and k3's gradient is that of the divergence turned round."""
-    reference: Literal["frozen", "moving"] = "frozen"
-    """frozen: the model that the run began with. moving: it follows the trained one."""
-    update_every: PositiveInt = 100
-    """A moving reference moves each time so many batches were trained."""
-    update_share: float = Field(default=1.0, gt=0, le=1)
-    """How far towards the current weights: 1 all the way."""
-
-    @model_validator(mode="after")
-    def _a_frozen_reference_stands_still(self) -> Self:
-        names = ("update_every", "update_share")
-        moved = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-        if self.reference == "frozen" and moved:
-            raise ValueError(f"{moved[0]} is set, but reference=frozen does not move; set reference=moving")
-        return self
-
-
-class OverlongConfig(Section):
-    """What is done about trajectories that are too long. Length: trained tokens, before any masking."""
-
-    mask_truncated: bool = False
-    """Trajectories that a length limit ended are not trained; their rewards count in the group's statistics."""
-    max_tokens: PositiveInt | None = None
-    """Trajectories longer than this have `penalty` subtracted from their reward, before any statistic. Unset: none."""
-    buffer_tokens: NonNegativeInt = 0
-    """The penalty rises linearly over the last so many tokens below max_tokens (DAPO)."""
-    penalty: float = Field(default=1.0, ge=0)
-
-    @model_validator(mode="after")
-    def _rises_within_the_limit(self) -> Self:
-        if self.max_tokens is None and self.buffer_tokens:
-            raise ValueError(f"buffer_tokens is {self.buffer_tokens}, below a max_tokens that is not set; set it too")
-        if self.max_tokens is None and self.penalty != type(self).model_fields["penalty"].default:
-            raise ValueError(f"penalty is {self.penalty}, for answers above a max_tokens that is not set; set it too")
-        if self.max_tokens is not None and self.buffer_tokens > self.max_tokens:
-            raise ValueError(f"buffer_tokens is {self.buffer_tokens}; it must be at most max_tokens, {self.max_tokens}")
-        return self
-
-
-class CriticConfig(Section):
-    """The value model: train.optimizer and the rest of `train` hold for it too, but for what is set here."""
-
-    model: str | None = None
-    """A model directory or name; one of a reward model begins with its head. Unset: the policy's."""
-    backbone: Literal["separate", "shared"] = "separate"
-    """separate: a model of its own. shared: a value head on the policy's, trained by the same loss."""
-    lr: PositiveFloat = 1e-5
-    """The separate critic's learning rate."""
-    warmup_batches: NonNegativeInt = 0
-    """The critic trains alone for so many batches; the policy stands still meanwhile."""
-    value_clip: float | None = Field(default=0.2, gt=0)
-    """Values are clipped to within this of those before the update, and the worse of both losses counts."""
-    coefficient: PositiveFloat = 0.5
-    """Share of the value loss in a shared backbone's loss."""
-
-    @model_validator(mode="after")
-    def _a_shared_backbone_is_the_policys(self) -> Self:
-        apart = ("model", "lr", "warmup_batches")
-        changed = [name for name in apart if getattr(self, name) != type(self).model_fields[name].default]
-        if self.backbone == "shared" and changed:
-            raise ValueError(
-                f"{changed[0]} is for a critic of its own; with backbone=shared the model, its learning rate and its "
-                "steps are the policy's"
-            )
-        if self.backbone == "separate" and self.coefficient != type(self).model_fields["coefficient"].default:
-            raise ValueError("coefficient is for backbone=shared; a separate critic has a loss and a step of its own")
-        return self
-
-
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "group_mean"]
 Proximal = Literal["recomputed", "approximated", "bypassed"]
 
@@ -186,10 +87,13 @@ class AlgorithmConfig(Section):
     """Begins from a preset; each field given beside it replaces the preset's, and fields of sections one by one."""
 
     preset: str = "decoupled_ppo"
-    """A name of `arl algorithms`."""
+    """What the other settings begin from: a name of `arl algorithms`."""
     advantage: AdvantageConfig
+    """How rewards become advantages."""
     loss: LossConfig
+    """The policy's loss, of advantages and ratios."""
     selection: SelectionConfig
+    """Tokens that the loss treats apart."""
     correction: CorrectionConfig
     kl: KLConfig
     overlong: OverlongConfig
@@ -216,6 +120,13 @@ class AlgorithmConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _over_the_preset(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(given, str):
+            if given not in PRESETS:
+                raise ValueError(unknown_preset(given))
+            raise ValueError(
+                f"{given!r} was given for a whole section; write preset({given!r}), in a file {{preset: {given}}}, or "
+                f"--algorithm.preset {given}"
+            )
         if not isinstance(given, Mapping):
             return handler(given)
         settings = cast("Mapping[str, Any]", given)
@@ -256,92 +167,129 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _parts_make_sense_together(self) -> Self:
-        for is_nonsense, reason in self._contradictions():
-            if is_nonsense:
-                raise ValueError(reason)
+        for reason in self._contradictions():
+            raise ValueError(reason)
         return self
 
-    def _contradictions(self) -> list[tuple[bool, str]]:
-        """(whether it is so, why it makes no sense)"""
-        kind, in_reward = self.advantage.kind, self.has_kl_in_reward
-        in_loss = self.kl.coefficient > 0 and not in_reward
-        is_bypassed, is_approximated = self.proximal == "bypassed", self.proximal == "approximated"
-        is_separate = isinstance(self.advantage, ReturnsAdvantage) and self.advantage.separate_rewards
-        unknown = "proximal=approximated knows p only during an update, not before the first; use proximal=recomputed"
-        is_single = self.num_updates == 1
+    def _contradictions(self) -> Iterator[str]:
+        """Why parts make no sense together, or why a setting would do nothing."""
+        yield from self._advantage_contradictions()
+        match self.proximal:
+            case "recomputed":
+                yield from self._recomputed_contradictions()
+            case "approximated":
+                yield from self._approximated_contradictions()
+            case "bypassed":
+                yield from self._bypassed_contradictions()
+        yield from self._kl_contradictions()
+        usual = (BASE["sequence_tokens"], PRESETS[self.preset].settings["sequence_tokens"])
+        if self.aggregation != "sequence_sum" and self.sequence_tokens not in usual:
+            yield (
+                f"sequence_tokens is {self.sequence_tokens}, but aggregation={self.aggregation} does not divide by it; "
+                "use aggregation=sequence_sum"
+            )
+
+    def _advantage_contradictions(self) -> Iterator[str]:
+        kind = self.advantage.kind
+        if kind == "gae" and self.critic is None:
+            yield "advantage.kind is gae, which needs a critic's values; set critic"
+        if kind != "gae" and self.critic is not None:
+            yield f"critic is set, but advantage.kind={kind} does not ask it; use gae, or no critic"
+        if self._has_separate_rewards and self.needs_greedy_episode:
+            yield "advantage.separate_rewards needs the group's own rewards; a greedy baseline has one reward alone"
+        if self.dynamic_sampling and not self.is_group_relative:
+            yield (
+                f"dynamic_sampling is set, but with advantage.kind={kind} as it is set, groups of equal rewards teach "
+                "something"
+            )
+
+    def _recomputed_contradictions(self) -> Iterator[str]:
+        """With one update per batch c is p when the only gradient is taken, and r is 1."""
+        if self.num_updates > 1:
+            return
         unmoved = "but with one update per batch c - p is 0; use minibatches=2, or proximal=bypassed"
+        if self.selection.kind == "kl_cov":
+            yield f"selection.kind is kl_cov, which holds tokens back by c - p, {unmoved}"
+        if self.loss.kind == "mirror_descent":
+            yield f"loss.kind is mirror_descent, which pulls back by c - p, {unmoved}"
+        if self.loss.kind != "topr":  # its ratio_cap holds for a ratio of 1 too
+            for name, bound in self._chosen("loss").items():
+                if bound is not None:
+                    yield f"loss.{name} is {bound}, which holds tokens back by c - p, {unmoved}"
+
+    def _approximated_contradictions(self) -> Iterator[str]:
+        unknown = "proximal=approximated knows p only during an update, not before the first; use proximal=recomputed"
+        if self.selection.kind != "none":
+            yield f"selection.kind is {self.selection.kind}, and {unknown}"
+        if self.advantage.kind == "distillation":
+            yield f"advantage.kind is distillation, and {unknown}"
+        if self.has_kl_in_reward:
+            yield f"kl.place is reward, and {unknown}, or kl.place=loss"
+        if self.num_updates == 1:
+            yield "proximal is approximated, but with one update per batch p is c, which costs nothing; use recomputed"
+
+    def _bypassed_contradictions(self) -> Iterator[str]:
         no_weight = "with proximal=bypassed there is no weight exp(p - b)"
-        teaches = f"with advantage.kind={kind} as it is set, groups of equal rewards teach something"
-        return [
-            (kind == "gae" and self.critic is None, "advantage.kind is gae, which needs a critic's values; set critic"),
-            (
-                kind != "gae" and self.critic is not None,
-                f"critic is set, but advantage.kind={kind} does not ask it; use gae, or no critic",
-            ),
-            (
-                is_bypassed and self.correction.kind != "none",
-                f"correction.kind is {self.correction.kind}, but {no_weight}; use none, or proximal=recomputed",
-            ),
-            (is_bypassed and self.correction.veto is not None, f"correction.veto is set, but {no_weight} to look at"),
-            (
-                is_approximated and self.selection.kind != "none",
-                f"selection.kind is {self.selection.kind}, and {unknown}",
-            ),
-            (
-                self.selection.kind == "kl_cov" and is_single and not is_bypassed,
-                f"selection.kind is kl_cov, which holds tokens back by c - p, {unmoved}",
-            ),
-            (
-                self.loss.kind == "mirror_descent" and is_single and not is_bypassed,
-                f"loss.kind is mirror_descent, which pulls back by c - p, {unmoved}",
-            ),
-            (
-                is_approximated and is_single,
-                "proximal is approximated, but with one update per batch p is c, which costs nothing; use recomputed",
-            ),
-            (is_approximated and kind == "distillation", f"advantage.kind is distillation, and {unknown}"),
-            (
-                in_loss and self.kl.estimator == "k1" and not self.kl.unbiased,
-                (
-                    "kl.estimator is k1 in the loss, whose gradient knows no reference; use k2 or k3, set "
-                    "kl.unbiased, or use kl.place=reward"
-                ),
-            ),
-            (
-                in_reward and self.overlong.mask_truncated and self.is_group_relative,
-                (
-                    "kl.place is reward, but what overlong.mask_truncated leaves out has no KL, and would be "
-                    "compared with those that have one; use kl.place=loss"
-                ),
-            ),
-            (is_approximated and in_reward, f"kl.place is reward, and {unknown}, or kl.place=loss"),
-            (
-                in_reward and kind in ("pass_at_k", "rejection", "gigpo", "distillation"),
-                f"kl.place is reward, but advantage.kind={kind} compares rewards as they are; use kl.place=loss",
-            ),
-            (
-                in_reward and self.kl.unbiased,
-                "kl.unbiased is about the gradient of a KL in the loss, but kl.place is reward",
-            ),
-            (
-                in_reward and is_separate,
-                "kl.place is reward, but advantage.separate_rewards scales its coefficient away; use kl.place=loss",
-            ),
-            (self.dynamic_sampling and not self.is_group_relative, f"dynamic_sampling is set, but {teaches}"),
-            (
-                self.dynamic_sampling and in_reward,
-                "dynamic_sampling is set, but with kl.place=reward a group of equal rewards is not equal",
-            ),
-            (
-                is_separate and self.needs_greedy_episode,
-                "advantage.separate_rewards needs the group's own rewards; a greedy baseline has one reward alone",
-            ),
-        ]
+        if self.correction.kind != "none":
+            yield f"correction.kind is {self.correction.kind}, but {no_weight}; use none, or proximal=recomputed"
+        if self.correction.veto is not None:
+            yield f"correction.veto is set, but {no_weight} to look at"
+        if level := self._chosen("correction").get("level"):
+            yield f"correction.level is {level}, but {no_weight}; use proximal=recomputed"
+
+    def _kl_contradictions(self) -> Iterator[str]:
+        kl = self.kl
+        if kl.coefficient == 0:
+            for name, value in self._chosen("kl").items():
+                yield f"kl.{name} is {value}, but kl.coefficient is 0, so no reference is held; set kl.coefficient"
+        elif kl.place == "reward":
+            yield from self._kl_in_reward_contradictions()
+        elif kl.estimator == "k1" and not kl.unbiased:
+            yield (
+                "kl.estimator is k1 in the loss, whose gradient knows no reference; use k2 or k3, set kl.unbiased, or "
+                "use kl.place=reward"
+            )
+
+    def _kl_in_reward_contradictions(self) -> Iterator[str]:
+        kind = self.advantage.kind
+        if kind in ("pass_at_k", "rejection", "gigpo", "distillation"):
+            yield f"kl.place is reward, but advantage.kind={kind} compares rewards as they are; use kl.place=loss"
+        if self.kl.unbiased:
+            yield "kl.unbiased is about the gradient of a KL in the loss, but kl.place is reward"
+        if self._has_separate_rewards:
+            yield "kl.place is reward, but advantage.separate_rewards scales its coefficient away; use kl.place=loss"
+        if self.overlong.mask_truncated and self.is_group_relative:
+            yield (
+                "kl.place is reward, but what overlong.mask_truncated leaves out has no KL, and would be compared with "
+                "those that have one; use kl.place=loss"
+            )
+        if self.dynamic_sampling:
+            yield "dynamic_sampling is set, but with kl.place=reward a group of equal rewards is not equal"
+
+    @property
+    def _has_separate_rewards(self) -> bool:
+        return isinstance(self.advantage, ReturnsAdvantage) and self.advantage.separate_rewards
+
+    def _chosen(self, section: str) -> dict[str, object]:
+        """The section's settings that are neither the preset's nor the defaults: somebody chose them.
+
+        What a preset brings along may idle, such as the rest of its KL beside coefficient=0.
+        """
+        part: Section = getattr(self, section)
+        of_preset = PRESETS[self.preset].settings[section]
+        values = {name: getattr(part, name) for name in part._changed(*type(part).model_fields)}
+        return {name: value for name, value in values.items() if value != of_preset.get(name)}
 
 
 def preset(name: str, **changes: Any) -> AlgorithmConfig:
-    """The preset of that name with fields changed: preset("dapo", loss={"clip_high": 0.3}, epochs=2)."""
-    return AlgorithmConfig.model_validate({"preset": name, **changes})
+    """The preset of that name with fields changed: preset("dapo", loss={"clip_high": 0.3}, epochs=2).
+
+    Raises ConfigError naming what is wrong, and what is allowed.
+    """
+    try:
+        return AlgorithmConfig.model_validate({"preset": name, **changes})
+    except ValidationError as error:
+        raise config_error(AlgorithmConfig, error) from None
 
 
 def over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

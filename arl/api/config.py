@@ -7,7 +7,7 @@ sections of servers, of the train engine and of the algorithm have files of thei
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from pydantic import (
     Field,
@@ -99,7 +99,7 @@ class RolloutConfig(Section):
     """Shuffle the dataset anew each epoch (by seed); otherwise its order is kept. A curriculum orders it itself."""
 
     @model_validator(mode="after")
-    def _group_sizes_fit(self) -> RolloutConfig:
+    def _group_sizes_fit(self) -> Self:
         if "min_group_size" in self.model_fields_set and self.min_group_size > self.group_size:
             raise ValueError(
                 f"min_group_size is {self.min_group_size}; it must be at most group_size {self.group_size}"
@@ -107,7 +107,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _over_sampling_makes_sense(self) -> RolloutConfig:
+    def _over_sampling_makes_sense(self) -> Self:
         if self.keep_episodes == "first":
             return self
         if self.extra_episodes == 0:
@@ -119,7 +119,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _replay_makes_sense(self) -> RolloutConfig:
+    def _replay_makes_sense(self) -> Self:
         if self.replay_groups and self.max_staleness == 0:
             raise ValueError(
                 f"replay_groups is {self.replay_groups}, but max_staleness is 0: what was trained before is older than "
@@ -134,6 +134,8 @@ class RolloutConfig(Section):
 
 
 class EvaluationConfig(Section):
+    """Episodes on held-out examples, beside training."""
+
     every: PositiveInt | None = None
     """Evaluate beside training each time so many versions were trained. Unset: only when asked."""
     max_concurrent_episodes: PositiveInt = 64
@@ -141,6 +143,8 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """What a rerun continues from."""
+
     every: PositiveInt | None = None
     """Save a checkpoint each time so many versions were trained. Unset: only when the run ends or is interrupted."""
     keep: PositiveInt = 2
@@ -148,6 +152,8 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
+    """What a run shows and writes about itself."""
+
     console: bool = True
     """Print a live table."""
     trajectories: NonNegativeInt = 8
@@ -164,11 +170,14 @@ class Config(Section):
     steps: PositiveInt = 100
     """Batches to train."""
     seed: int = 0
+    """Of the dataset's order and of what the trainer draws; of sampling too with rollout.seed_requests."""
     engine: EngineConfig = LocalEngineConfig()
+    """The inference servers, and how they are spoken to."""
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     algorithm: AlgorithmConfig = preset("decoupled_ppo")
     weights: WeightsConfig = DiskWeightsConfig()
+    """How weights reach the servers."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -184,7 +193,7 @@ class Config(Section):
         return {tag: getattr(default, tag), **cast("dict[str, Any]", section)}
 
     @model_validator(mode="after")
-    def _mirrors_have_servers(self) -> Config:
+    def _mirrors_have_servers(self) -> Self:
         if not isinstance(self.weights, DeltaWeightsConfig):
             return self
         if not isinstance(self.engine, SGLangEngineConfig):
@@ -201,7 +210,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _adapters_can_be_published(self) -> Config:
+    def _adapters_can_be_published(self) -> Self:
         if not isinstance(self.weights, AdapterWeightsConfig):
             return self
         if self.train.lora is None:
@@ -219,7 +228,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _servers_look_at_seeds(self) -> Config:
+    def _servers_look_at_seeds(self) -> Self:
         flag = "--enable-deterministic-inference"
         if not isinstance(self.engine, SGLangProcessesConfig) or flag in self.engine.arguments:
             return self
@@ -230,7 +239,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups_fit_the_algorithm(self) -> Config:
+    def _groups_fit_the_algorithm(self) -> Self:
         rollout, algorithm = self.rollout, self.algorithm
         if rollout.batch_size % algorithm.minibatches:
             raise ValueError(
@@ -248,6 +257,4 @@ class Config(Section):
                 f"algorithm.advantage.k is {algorithm.advantage.k}; it must be below rollout.group_size="
                 f"{rollout.group_size}, or all advantages are equal"
             )
-        if algorithm.kl.reference == "moving" and algorithm.kl.coefficient == 0:
-            raise ValueError("algorithm.kl.reference is moving, but kl.coefficient is 0, so none is held")
         return self

@@ -1,13 +1,13 @@
-"""Advantages, policy losses, and tokens that a loss treats apart, as settings: the kinds that each of them comes in.
+"""The parts of an algorithm, as settings: the kinds that each of them comes in, and what a kind has to be told.
 
 Letters are those of arl.api.algorithm; formulas and papers are in docs/algorithms.md.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from arl.api.section import Section
 
@@ -52,6 +52,7 @@ class RejectionAdvantage(Section):
 
     kind: Literal["rejection"] = "rejection"
     threshold: float = 0.0
+    """What a reward has to be above."""
 
 
 class GiGPOAdvantage(Section):
@@ -59,6 +60,7 @@ class GiGPOAdvantage(Section):
 
     kind: Literal["gigpo"] = "gigpo"
     step_weight: float = Field(default=1.0, ge=0)
+    """What the turns' part counts beside the episodes'."""
     turn_discount: float = Field(default=0.95, ge=0, le=1)
     """What a later turn's reward is worth, per turn in between. The outcome is the last turn's."""
     scale: Literal["none", "group_std"] = "group_std"
@@ -83,7 +85,7 @@ class DistillationAdvantage(Section):
 
     kind: Literal["distillation"] = "distillation"
     coefficient: PositiveFloat = 1.0
-    """The workflow's."""
+    """The one that the workflow made token_rewards with."""
 
 
 AdvantageConfig = Annotated[
@@ -99,9 +101,9 @@ class PPOLossConfig(Section):
 
     kind: Literal["ppo"] = "ppo"
     clip_low: float | None = Field(default=0.2, ge=0, le=1)
-    """Unset: no lower clip."""
+    """r is clipped to at least 1 - clip_low. Unset: no lower clip."""
     clip_high: float | None = Field(default=0.2, ge=0)
-    """Unset: no upper clip. With neither: plain importance sampling, -A r."""
+    """r is clipped to at most 1 + clip_high. Unset: no upper clip; with neither: plain importance sampling, -A r."""
     dual_clip: float | None = Field(default=None, gt=1)
     """For A < 0 the loss is at most dual_clip * |A|."""
 
@@ -117,7 +119,9 @@ class GSPOLossConfig(Section):
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """The trajectory's ratio is clipped to at least 1 - clip_low."""
     clip_high: float = Field(default=4e-4, ge=0)
+    """The trajectory's ratio is clipped to at most 1 + clip_high."""
 
 
 class GMPOLossConfig(Section):
@@ -135,8 +139,9 @@ class CISPOLossConfig(Section):
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """Unset: no lower clip, as in the paper."""
+    """The weight is clipped to at least 1 - clip_low. Unset: no lower clip, as in the paper."""
     clip_high: float = Field(default=4.0, ge=0)
+    """The weight is clipped to at most 1 + clip_high."""
 
 
 class SAPOLossConfig(Section):
@@ -164,6 +169,7 @@ class MirrorDescentLossConfig(Section):
 
     kind: Literal["mirror_descent"] = "mirror_descent"
     tau: PositiveFloat = 0.1
+    """How strongly trajectories are pulled back."""
 
 
 class DPPOLossConfig(Section):
@@ -192,6 +198,8 @@ LossConfig = Annotated[
 
 
 class NoSelection(Section):
+    """All tokens are treated alike."""
+
     kind: Literal["none"] = "none"
 
 
@@ -201,6 +209,7 @@ class SecondMomentSelection(Section):
 
     kind: Literal["second_moment"] = "second_moment"
     limit: PositiveFloat = 0.04
+    """The greatest mean of (p - b)^2 over the tokens that stay."""
 
 
 class ClipCovSelection(Section):
@@ -210,7 +219,9 @@ class ClipCovSelection(Section):
     share: float = Field(default=2e-4, gt=0, le=1)
     """How many, as a share of all trained tokens; at least one."""
     low: float = 1.0
+    """Least covariance of a token that may be left out."""
     high: float = 5.0
+    """Greatest covariance of a token that may be left out."""
 
 
 class KLCovSelection(Section):
@@ -218,9 +229,122 @@ class KLCovSelection(Section):
 
     kind: Literal["kl_cov"] = "kl_cov"
     share: float = Field(default=2e-3, gt=0, le=1)
+    """How many, as a share of all trained tokens; at least one."""
     coefficient: PositiveFloat = 1.0
+    """How strongly these tokens are held."""
 
 
 SelectionConfig = Annotated[
     NoSelection | SecondMomentSelection | ClipCovSelection | KLCovSelection, Field(discriminator="kind")
 ]
+
+# What stale tokens weigh ----------------------------------------------------------------------------------------------
+
+
+class CorrectionConfig(Section):
+    """What becomes of the behavior weight w = exp(p - b), which decoupling multiplies each token's loss with."""
+
+    kind: Literal["none", "truncate", "mask", "icepop"] = "truncate"
+    """none: w as it is. truncate: min(w, upper) (TIS). mask: w where w <= upper, else 0 (MIS). icepop: w where
+    lower <= w <= upper, else 0."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Whether w is each token's, the product over its trajectory's trained tokens, or their geometric mean."""
+    upper: PositiveFloat = 5.0
+    """What w may be at most: see kind."""
+    lower: float = Field(default=0.5, ge=0)
+    """What w has to be at least, with kind icepop."""
+    veto: float | None = Field(default=None, gt=0, lt=1)
+    """A trajectory with a token of exp(p - b) below this has weight 0. Unset: none is vetoed."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.kind == "icepop" and self.lower > self.upper:
+            raise ValueError(f"lower is {self.lower}; it must be at most upper, which is {self.upper}")
+        if self.kind == "none" and self._changed("upper"):
+            raise ValueError(f"upper is {self.upper}, but kind=none corrects nothing")
+        if self.kind != "icepop" and self._changed("lower"):
+            raise ValueError(f"lower is {self.lower}, but kind={self.kind} has no lower bound; icepop has one")
+        return self
+
+
+# Penalties ------------------------------------------------------------------------------------------------------------
+
+
+class KLConfig(Section):
+    """A penalty on the distance to a reference policy, with d = c - reference logprob."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """What the KL is multiplied by. 0: none, and no reference policy is held."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: added to each token's loss. reward: subtracted from each token's reward, at p in place of c."""
+    unbiased: bool = False
+    """In the loss: weigh the estimate with the ratio exp(c - b), so that its gradient is that of the divergence itself.
+    Without it k1 teaches nothing, k2 is right on-policy, and k3's gradient is that of the divergence turned round."""
+    reference: Literal["frozen", "moving"] = "frozen"
+    """frozen: the model that the run began with. moving: it follows the trained one."""
+    update_every: PositiveInt = 100
+    """A moving reference moves each time so many batches were trained."""
+    update_share: float = Field(default=1.0, gt=0, le=1)
+    """How far towards the current weights: 1 all the way."""
+
+    @model_validator(mode="after")
+    def _a_frozen_reference_stands_still(self) -> Self:
+        if self.reference == "frozen" and (moved := self._changed("update_every", "update_share")):
+            raise ValueError(f"{moved[0]} is set, but reference=frozen does not move; set reference=moving")
+        return self
+
+
+class OverlongConfig(Section):
+    """What is done about trajectories that are too long. Length: trained tokens, before any masking."""
+
+    mask_truncated: bool = False
+    """Trajectories that a length limit ended are not trained; their rewards count in the group's statistics."""
+    max_tokens: PositiveInt | None = None
+    """Trajectories longer than this have `penalty` subtracted from their reward, before any statistic. Unset: none."""
+    buffer_tokens: NonNegativeInt = 0
+    """The penalty rises linearly over the last so many tokens below max_tokens (DAPO)."""
+    penalty: float = Field(default=1.0, ge=0)
+    """What a trajectory above max_tokens loses of its reward."""
+
+    @model_validator(mode="after")
+    def _rises_within_the_limit(self) -> Self:
+        if self.max_tokens is None and self.buffer_tokens:
+            raise ValueError(f"buffer_tokens is {self.buffer_tokens}, below a max_tokens that is not set; set it too")
+        if self.max_tokens is None and self._changed("penalty"):
+            raise ValueError(f"penalty is {self.penalty}, for answers above a max_tokens that is not set; set it too")
+        if self.max_tokens is not None and self.buffer_tokens > self.max_tokens:
+            raise ValueError(f"buffer_tokens is {self.buffer_tokens}; it must be at most max_tokens, {self.max_tokens}")
+        return self
+
+
+# The critic -----------------------------------------------------------------------------------------------------------
+
+
+class CriticConfig(Section):
+    """The value model: train.optimizer and the rest of `train` hold for it too, but for what is set here."""
+
+    model: str | None = None
+    """A model directory or name; one of a reward model begins with its head. Unset: the policy's."""
+    backbone: Literal["separate", "shared"] = "separate"
+    """separate: a model of its own. shared: a value head on the policy's, trained by the same loss."""
+    lr: PositiveFloat = 1e-5
+    """The separate critic's learning rate."""
+    warmup_batches: NonNegativeInt = 0
+    """The critic trains alone for so many batches; the policy stands still meanwhile."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Values are clipped to within this of those before the update, and the worse of both losses counts."""
+    coefficient: PositiveFloat = 0.5
+    """Share of the value loss in a shared backbone's loss."""
+
+    @model_validator(mode="after")
+    def _a_shared_backbone_is_the_policys(self) -> Self:
+        if self.backbone == "shared" and (apart := self._changed("model", "lr", "warmup_batches")):
+            raise ValueError(
+                f"{apart[0]} is for a critic of its own; with backbone=shared the model, its learning rate and its "
+                "steps are the policy's"
+            )
+        if self.backbone == "separate" and self._changed("coefficient"):
+            raise ValueError("coefficient is for backbone=shared; a separate critic has a loss and a step of its own")
+        return self

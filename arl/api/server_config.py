@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -34,12 +34,31 @@ class ClientConfig(Section):
         return self.update_timeout_s
 
 
-class LocalEngineConfig(ClientConfig):
+class StartedServersConfig(ClientConfig):
+    """What servers that arl starts and stops have in common."""
+
+    num_servers: PositiveInt = 1
+    """How many servers to start, each a process of its own on a free port."""
+    max_restarts: NonNegativeInt = 3
+    """How often a server that died is started again. Its requests go to the others meanwhile."""
+    startup_timeout_s: PositiveFloat = 120.0
+    """Longest time a server may take until it answers /health."""
+
+    @property
+    def absence_timeout_s(self) -> float:
+        return self.startup_timeout_s + self.update_timeout_s
+
+    @model_validator(mode="after")
+    def _an_order_needs_several(self) -> Self:
+        if self.update_order == "rolling" and self.num_servers == 1:
+            raise ValueError("update_order is rolling, but num_servers is 1, and none generates meanwhile; start more")
+        return self
+
+
+class LocalEngineConfig(StartedServersConfig):
     """The embedded server: arl starts it, as processes of its own, and stops it."""
 
     kind: Literal["local"] = "local"
-    num_servers: PositiveInt = 1
-    """How many server processes to start."""
     num_threads: PositiveInt = 1
     """CPU threads for each server's model."""
     device: str = "cpu"
@@ -50,14 +69,6 @@ class LocalEngineConfig(ClientConfig):
     """How many requests one server decodes at once; more wait in its queue."""
     context_length: PositiveInt | None = None
     """Longest prompt plus response in tokens; the model's own limit (at most 4096) when unset."""
-    max_restarts: NonNegativeInt = 3
-    """How often a server that died is started again. Its requests go to the others meanwhile."""
-    startup_timeout_s: PositiveFloat = 120.0
-    """Longest time a server may take until it answers /health."""
-
-    @property
-    def absence_timeout_s(self) -> float:
-        return self.startup_timeout_s + self.update_timeout_s
 
 
 class SGLangEngineConfig(ClientConfig):
@@ -72,34 +83,26 @@ class SGLangEngineConfig(ClientConfig):
     """Sent as a bearer token, if the servers ask for one."""
 
     @model_validator(mode="after")
-    def _has_addresses(self) -> SGLangEngineConfig:
+    def _has_addresses(self) -> Self:
         if not self.addresses:
             raise ValueError("addresses is empty; name at least one server, such as http://127.0.0.1:30000")
         return self
 
 
-class SGLangProcessesConfig(ClientConfig):
+class SGLangProcessesConfig(StartedServersConfig):
     """SGLang servers that arl starts on this machine, as processes of its own, and stops."""
 
     kind: Literal["sglang_processes"] = "sglang_processes"
     python: Path = Path(sys.executable)
     """The Python interpreter that has sglang; its environment may be another than arl's."""
-    num_servers: PositiveInt = 1
-    """How many servers to start, each on a free port."""
     gpus_per_server: NonNegativeInt = 1
     """GPUs of this machine for each server, in order: its tensor-parallel size. 0: servers on the CPU."""
     first_gpu: NonNegativeInt = 0
     """The GPUs before this one are left alone, for the trainer."""
     arguments: tuple[str, ...] = ()
     """More arguments for each `python -m sglang.launch_server`, such as --mem-fraction-static 0.8."""
-    max_restarts: NonNegativeInt = 3
-    """How often a server that died is started again. Its requests go to the others meanwhile."""
     startup_timeout_s: PositiveFloat = 600.0
     """Longest time a server may take until it answers /health."""
-
-    @property
-    def absence_timeout_s(self) -> float:
-        return self.startup_timeout_s + self.update_timeout_s
 
 
 EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig | SGLangProcessesConfig, Field(discriminator="kind")]
@@ -140,7 +143,7 @@ class DeltaWeightsConfig(Section):
     """Where model directories are written on this machine, as with disk."""
 
     @model_validator(mode="after")
-    def _has_mirrors(self) -> DeltaWeightsConfig:
+    def _has_mirrors(self) -> Self:
         if not self.mirrors:
             raise ValueError(
                 "mirrors is empty; without a mirror there is nobody to send a delta to. Servers of this machine load "

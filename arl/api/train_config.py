@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from arl.api.section import Section
 
@@ -32,11 +33,11 @@ class OptimizerConfig(Section):
     """Share of lr that a decaying schedule ends at."""
 
     @model_validator(mode="after")
-    def _decay_has_an_end(self) -> OptimizerConfig:
+    def _decay_has_an_end(self) -> Self:
         if self.schedule != "constant" and self.total_steps is None:
             raise ValueError(f"schedule is {self.schedule}; it needs total_steps, the optimizer steps until it ends")
-        if self.schedule == "constant" and self.model_fields_set & {"total_steps", "min_lr_ratio"}:
-            raise ValueError("total_steps and min_lr_ratio are for a decaying schedule; schedule is constant")
+        if self.schedule == "constant" and (of_decay := self._changed("total_steps", "min_lr_ratio")):
+            raise ValueError(f"{of_decay[0]} is set, which is for a decaying schedule; schedule is constant")
         return self
 
 
@@ -55,7 +56,7 @@ class LoRAConfig(Section):
     """Not supported above 0: the trainer's log-probabilities would be random, and not the servers'."""
 
     @model_validator(mode="after")
-    def _can_be_honoured(self) -> LoRAConfig:
+    def _can_be_honoured(self) -> Self:
         if self.dropout:
             raise ValueError(
                 f"dropout is {self.dropout}; it must be 0, as dropout would make the trainer's log-probabilities "
@@ -76,7 +77,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matmuls compute in. Master weights, gradients' reduction and the optimizer stay float32."""
     device: str = "cpu"
-    """The torch device to train on: cpu or cuda."""
+    """What to train on: cpu, cuda, or one GPU of several as cuda:1."""
     num_threads: PositiveInt = 1
     """CPU threads of the trainer's torch."""
     logprob_chunk_size: PositiveInt = 1024
@@ -104,8 +105,15 @@ class TrainConfig(Section):
     lora: LoRAConfig | None = None
     """Freeze the model and train adapters. Unset: train the whole model. Not with tensor_parallel."""
 
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise ValueError(f"{device!r} is nothing to train on; say cpu, cuda, or one GPU of several as cuda:1")
+        return device
+
     @model_validator(mode="after")
-    def _ranks_fit(self) -> TrainConfig:
+    def _ranks_fit(self) -> Self:
         if self.context_parallel > 1:
             raise ValueError(
                 "context_parallel is above 1, which arl does not support: torch's ring attention knows no packed "
@@ -115,6 +123,16 @@ class TrainConfig(Section):
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks, which is {self.num_ranks}"
             )
+        if self.num_ranks == 1 and (of_ray := self._changed("ray_address", "startup_timeout_s")):
+            raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains in this process and without Ray")
+        if self.ray_address is not None and self.ray_address.startswith("ray://"):
+            raise ValueError(
+                "ray_address is a Ray client's; the trainer has to run on a node of the cluster: say auto, or host:port"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_can_be_prepared(self) -> Self:
         if self.compile and self.tensor_parallel > 1:
             raise ValueError(
                 "compile is set and tensor_parallel is above 1: torch cannot compile split layers for rows of varying "
@@ -125,12 +143,6 @@ class TrainConfig(Section):
                 "lora is set and tensor_parallel is above 1: there is no plan for splitting adapters. Train them over "
                 "data-parallel ranks, with tensor_parallel=1: with the model frozen, memory is seldom what is short"
             )
-        if self.cpu_offload and self.device.startswith("cpu"):
+        if self.cpu_offload and self.device == "cpu":
             raise ValueError("cpu_offload is for train.device=cuda; on a CPU the weights are in its memory already")
-        if self.num_ranks == 1 and (of_ray := self.model_fields_set & {"ray_address", "startup_timeout_s"}):
-            raise ValueError(f"{min(of_ray)} is set, but num_ranks is 1, which trains in this process and without Ray")
-        if self.ray_address is not None and self.ray_address.startswith("ray://"):
-            raise ValueError(
-                "ray_address is a Ray client's; the trainer has to run on a node of the cluster: say auto, or host:port"
-            )
         return self

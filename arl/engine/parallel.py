@@ -36,13 +36,10 @@ from arl.engine.tensor_parallel import split_layers
 
 
 def rank_device(device: str) -> torch.device:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ConfigError(f"train.device is {device!r}, which torch does not know; say cpu, or cuda") from None
-    if kind == "cpu":
-        return torch.device(kind)
-    if kind != "cuda" or not torch.cuda.is_available():
+    """device: train.device."""
+    if device == "cpu":
+        return torch.device(device)
+    if not torch.cuda.is_available():
         raise ConfigError(f"train.device is {device}, which this torch cannot compute on; cpu, or cuda where it has it")
     named, rank = torch.device(device).index, os.environ.get("LOCAL_RANK")
     if named is not None and rank is not None and named != int(rank):

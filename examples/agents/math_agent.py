@@ -73,6 +73,7 @@ class MathAgentConfig(Config):
     max_new_tokens: PositiveInt = 1024
     """Tokens that each turn may have."""
     temperature: PositiveFloat = 1.0
+    """The temperature that turns are sampled at."""
 
     @model_validator(mode="before")
     @classmethod

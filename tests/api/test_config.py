@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from arl.api.config import Config, RolloutConfig
+from arl.api.config import Config, OptimizerConfig, RolloutConfig
 
 IMPOSSIBLE = [
     ({"rollout": {"batch_size": 0}}, "rollout.batch_size", "greater than 0"),
@@ -54,7 +54,15 @@ IMPOSSIBLE = [
     ({"train": {"num_ranks": 4, "tensor_parallel": 3}}, "train", "it must divide num_ranks, which is 4"),
     ({"train": {"cpu_offload": True}}, "train", "cpu_offload is for train.device=cuda"),
     ({"train": {"context_parallel": 2}}, "train", "torch's ring attention knows no packed sequences"),
-    ({"train": {"ray_address": "auto"}}, "train", "num_ranks is 1"),
+    ({"train": {"ray_address": "auto"}}, "train", "ray_address is set, but num_ranks is 1"),
+    ({"train": {"device": "gpu"}}, "train.device", "say cpu, cuda, or one GPU of several as cuda:1"),
+    (
+        {"train": {"optimizer": {"min_lr_ratio": 0.1}}},
+        "train.optimizer",
+        "min_lr_ratio is set, which is for a decaying",
+    ),
+    ({"engine": {"update_order": "rolling"}}, "engine.local", "update_order is rolling, but num_servers is 1"),
+    ({"algorithm": "dapo"}, "algorithm", "write preset('dapo'), in a file {preset: dapo}, or --algorithm.preset dapo"),
 ]
 
 
@@ -73,6 +81,29 @@ def test_an_impossible_setting_names_its_field_and_what_is_allowed(
 
 def test_a_smaller_group_than_the_default_minimum_is_no_contradiction() -> None:
     assert RolloutConfig(group_size=1).group_size == 1
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kind": "local", "num_servers": 2},
+        {"kind": "sglang_processes", "num_servers": 2},
+        {"kind": "sglang", "addresses": ["http://a:1"]},  # others may join it
+    ],
+)
+def test_servers_may_be_updated_one_after_another_where_there_can_be_several(engine: dict[str, object]) -> None:
+    config = Config.model_validate({"model": "tiny", "engine": {**engine, "update_order": "rolling"}})
+    assert config.engine.update_order == "rolling"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_a_device_is_a_cpu_or_a_gpu(device: str) -> None:
+    assert Config.model_validate({"model": "tiny", "train": {"device": device}}).train.device == device
+
+
+def test_a_decay_can_be_unset_beside_its_schedule() -> None:
+    constant = {"schedule": "constant", "total_steps": None, "min_lr_ratio": 0.0}
+    assert OptimizerConfig.model_validate(constant) == OptimizerConfig()
 
 
 def test_settings_cannot_change_during_a_run() -> None:

@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.errors import ConfigError
 from arl.api.presets import BASE, PRESETS
 
 CONSTANTS: list[tuple[str, str, Any]] = [
@@ -85,5 +85,5 @@ def test_a_section_of_another_kind_than_the_presets_has_its_own_defaults() -> No
     ("name", "close"), [("gropo", "did you mean grpo"), ("reinforce+", "reinforce"), (3, "named 3")]
 )
 def test_a_preset_that_does_not_exist_is_an_error_that_names_close_ones(name: Any, close: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(close)):
-        AlgorithmConfig.model_validate({"preset": name})
+    with pytest.raises(ConfigError, match=re.escape(close)):
+        preset(name)

@@ -13,9 +13,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from arl.api.config import TrainConfig
-from arl.api.errors import ConfigError, ModelError
-from arl.engine.fsdp import FSDPTrainEngine
+from arl.api.errors import ModelError
 from arl.engine.model import load_model
 from arl.engine.tiny import tiny_tokenizer
 
@@ -104,8 +102,3 @@ def test_sliding_windows_that_the_attention_is_told_of_are_not(tmp_path: Path, w
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     load_model(tmp_path)
-
-
-def test_a_device_that_torch_does_not_know_is_a_sentence(model_dir: Path):
-    with pytest.raises(ConfigError, match="which torch does not know; say cpu, or cuda"):
-        FSDPTrainEngine(model_dir, TrainConfig(device="gpu"))

@@ -1,0 +1,143 @@
+"""A configuration as its user sees it: settings by dotted names, and what is wrong with one, in a sentence.
+
+A section is a class of settings. Some come in variants, a class for each, told apart by a tag: engine.kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from arl.api.errors import ConfigError
+
+TAGS = ("kind", "transport")
+"""The names that tags have."""
+
+REQUIRED = PydanticUndefined
+"""The default of a setting that has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """name: dotted, as on the command line. about: what it is, in a sentence or two. default: of the configuration that
+    was asked, else the field's own."""
+
+    name: str
+    about: str
+    default: object
+    variant: str
+    """Of which variant of its section it is; empty where there is but one, and for the tag itself."""
+    field: FieldInfo
+
+    @property
+    def section(self) -> str:
+        """The name of the section that it is in."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def is_section(self) -> bool:
+        return bool(sections(self.field.annotation))
+
+
+def settings_of(
+    section: type[BaseModel], default: object = None, prefix: str = "", variant: str = ""
+) -> Iterator[Setting]:
+    """Every setting of `section`, and after each that is a section itself those of all its variants.
+
+    default: an instance of `section`, whose values are the defaults.
+    """
+    for name, field in section.model_fields.items():
+        path, value = prefix + name, getattr(default, name, field.get_default(call_default_factory=True))
+        variants = sections(field.annotation)
+        if variant and name == _tag(section):
+            continue
+        about = field.description or (_summary(variants[0]) if len(variants) == 1 else "")
+        yield Setting(name=path, about=about, default=value, variant=variant, field=field)
+        if len(variants) > 1:
+            yield _tag_setting(variants, value, path)
+        for inner in variants:
+            kind = _kind(inner) if len(variants) > 1 else ""
+            yield from settings_of(inner, value if type(value) is inner else None, f"{path}.", kind)
+
+
+def _tag_setting(variants: list[type[BaseModel]], section: object, path: str) -> Setting:
+    tag = _tag(variants[0])
+    about = " ".join(f"{_kind(variant)}: {_summary(variant)}" for variant in variants)
+    default = getattr(section, tag, REQUIRED)
+    return Setting(name=f"{path}.{tag}", about=about, default=default, variant="", field=variants[0].model_fields[tag])
+
+
+def sections(annotation: Any) -> list[type[BaseModel]]:
+    """The variants of the section that a field with this annotation holds; none where it holds a value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections(part)]
+
+
+def whole_section(name: str, field: FieldInfo, given: object) -> str:
+    """What to say to someone who gave one value for all of a section."""
+    first = sections(field.annotation)[0]
+    choice = next((tag for tag in ("preset", *TAGS) if tag in first.model_fields), None)
+    if isinstance(given, str) and choice is not None:
+        return f"{given!r} was given for a whole section; write --{name}.{choice} {given}"
+    example = next(inner for inner, field in first.model_fields.items() if not sections(field.annotation))
+    alone = f", or --{name} alone for its defaults" if type(None) in get_args(field.annotation) else ""
+    return f"{given!r} was given for a whole section; set what is in it, such as --{name}.{example} VALUE{alone}"
+
+
+def config_error(config: type[BaseModel], error: ValidationError) -> ConfigError:
+    """The same error for a user: a sentence for each setting of `config` that is wrong."""
+    return ConfigError("\n".join(_sentence(config, detail) for detail in error.errors()))
+
+
+def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
+    """Says which setting is wrong, what it held, and what is allowed."""
+    path, model, variant = list[str](), config, ""
+    field: FieldInfo | None = None
+    for part in map(str, detail["loc"]):
+        options = sections(field.annotation) if field is not None else []
+        if options:
+            model = next((option for option in options if _kind(option) == part), options[0])
+        if len(options) > 1 and _kind(model) == part:
+            variant, field = f" with {path[-1]}.{_tag(model)}={part}", None
+        elif "[" not in part:  # what pydantic calls a member of a union, such as tuple[str, ...]
+            path.append(part)
+            field = model.model_fields.get(part)
+    name, given, message = ".".join(path), detail["input"], detail["msg"].removeprefix("Value error, ")
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"{name} is not a setting{variant}; allowed there: {', '.join(sorted(model.model_fields))}"
+        case "union_tag_invalid":
+            tag, allowed = context["discriminator"].strip("'"), context["expected_tags"].replace("'", "")
+            return f"{name}.{tag} is {context['tag']!r}; allowed there: {allowed}"
+        case "missing":
+            return f"{name} is missing; give it as --{name} VALUE or in the --config file"
+        case "model_type" | "model_attributes_type" if field is not None:
+            return f"{name}: {whole_section(name, field, given)}"
+        case "value_error":
+            return f"{name}: {message}" if name else message
+        case _:
+            return f"{name} is {given!r}{variant}: {message}"
+
+
+def _tag(section: type[BaseModel]) -> str:
+    return "transport" if "transport" in section.model_fields else "kind"
+
+
+def _kind(section: type[BaseModel]) -> str:
+    """What the tag of this variant holds; empty where it has none."""
+    field = section.model_fields.get(_tag(section))
+    return field.default if field else ""
+
+
+def _summary(section: type[BaseModel]) -> str:
+    """The first sentence of its docstring."""
+    first = inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0].replace("\n", " ").partition(". ")[0]
+    return first.rstrip(".") + "." if first else ""

@@ -1,0 +1,115 @@
+"""--help shows each setting with what it is, the default that it has, and the variants that have it."""
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import model_validator
+
+from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.config import Config, EngineConfig, SGLangEngineConfig
+from arl.api.settings import settings_of
+from arl.cli import load_config
+
+
+class AgentConfig(Config):
+    """An agent's own configuration."""
+
+    model: str = "tiny"
+    """The model."""
+    share: float = 0.5
+    """How much, of 100%."""
+
+
+class TunedConfig(AgentConfig):
+    engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), max_retries=7)
+    """The servers."""
+    algorithm: AlgorithmConfig = preset("gspo")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_steps(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {"steps": 7, **given}
+
+
+@pytest.fixture(autouse=True)
+def a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """argparse breaks lines at hyphens too, within a word."""
+    monkeypatch.setenv("COLUMNS", "10000")
+
+
+def shown(config: type[Config], capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What --help says, by flag."""
+    with pytest.raises(SystemExit) as exit_:
+        load_config(config, ["--help"])
+    assert exit_.value.code == 0
+    entries = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
+    return {entry.split()[0].rstrip(","): " ".join(entry.split()) for entry in entries}
+
+
+@pytest.mark.parametrize(
+    ("flag", "default"),
+    [
+        ("--model", "tiny"),
+        ("--steps", "100"),
+        ("--engine.kind", "local"),
+        ("--engine.max_retries", "3"),
+        ("--train.lora", "null"),
+        ("--train.lora.target_modules", "all-linear"),
+        ("--train.optimizer.betas", "[0.9, 0.95]"),
+        ("--algorithm.advantage.kind", "returns"),
+        ("--algorithm.loss.kind", "ppo"),
+        ("--algorithm.selection.kind", "none"),
+        ("--algorithm.correction.kind", "truncate"),
+        ("--algorithm.critic", "null"),
+        ("--weights.transport", "disk"),
+        ("--log.console", "true"),
+    ],
+)
+def test_a_default_is_the_configurations(flag: str, default: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"(default: {default})" in shown(AgentConfig, capsys)[flag]
+
+
+@pytest.mark.parametrize(
+    ("flag", "default"),
+    [
+        ("--steps", "7"),
+        ("--engine.kind", "sglang"),
+        ("--engine.max_retries", "7"),
+        ("--algorithm.preset", "gspo"),
+        ("--algorithm.loss.kind", "gspo"),
+        ("--algorithm.minibatches", "4"),
+    ],
+)
+def test_a_default_is_what_the_class_makes_of_it(flag: str, default: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"(default: {default})" in shown(TunedConfig, capsys)[flag]
+
+
+def test_a_setting_without_a_default_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = shown(Config, capsys)
+    assert texts["--model"].endswith("on the hub. (required)")
+    assert "(default: 100)" in texts["--steps"]
+
+
+def test_a_setting_of_some_variants_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = shown(AgentConfig, capsys)
+    assert "[local, sglang_processes] How many servers to start" in texts["--engine.num_servers"]
+    assert "[sglang] Base URLs" in texts["--engine.addresses"]
+    assert "[disk] Where model directories are written; " in texts["--weights.directory"]
+    assert "[" not in texts["--engine.request_timeout_s"]
+    assert re.search(r"\[ppo\] .*\(default: 0.2\) \[gspo\] .*\(default: 0.0004\)", texts["--algorithm.loss.clip_high"])
+
+
+def test_a_kind_says_what_each_is(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(AgentConfig, capsys)["--engine.kind"]
+    assert "local: The embedded server: arl starts it" in text
+    assert "sglang: SGLang servers, already running." in text
+
+
+def test_a_percent_sign_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "How much, of 100%. (default: 0.5)" in shown(AgentConfig, capsys)["--share"]
+
+
+def test_every_setting_has_its_flag_and_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [setting.name for setting in settings_of(Config) if not setting.about] == []
+    assert {f"--{setting.name}" for setting in settings_of(Config)} <= shown(Config, capsys).keys()
