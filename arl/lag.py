@@ -8,7 +8,6 @@ from collections import deque
 
 log = logging.getLogger(__name__)
 
-_PERIOD_S = 0.1
 _BLOCKED_S = 1.0
 """A longer lag is a block."""
 _WINDOW_S = 60.0
@@ -17,15 +16,16 @@ _TOLERATED_S = 3.0
 
 
 class LagMonitor:
-    """Wakes up again and again, notes how late it was woken, and warns where the loop is blocked again and again.
+    """Wakes up every `period_s`, notes how late it was woken, and warns where the loop is blocked again and again.
 
     The first window counts for nothing, in which modules are imported and kernels compiled, nor does the one after a
-    warning. culprit: what the warning says blocks the loop, most likely. recent_s: the last lags, in seconds.
+    warning. culprit: what the warning says blocks the loop, most likely. recent_s: the last `keep` lags, in seconds.
     """
 
-    def __init__(self, culprit: str) -> None:
-        self.recent_s: deque[float] = deque(maxlen=1000)
+    def __init__(self, culprit: str, *, period_s: float = 0.1, keep: int = 1000) -> None:
+        self.recent_s: deque[float] = deque(maxlen=keep)
         self._culprit = culprit
+        self._period_s = period_s
         self._blocks: deque[tuple[float, float]] = deque()
         self._quiet_until: float | None = None
 
@@ -38,8 +38,8 @@ class LagMonitor:
         """Watch until cancelled."""
         clock = asyncio.get_running_loop()
         while True:
-            due = clock.time() + _PERIOD_S
-            await asyncio.sleep(_PERIOD_S)
+            due = clock.time() + self._period_s
+            await asyncio.sleep(self._period_s)
             now = clock.time()
             self.note(now - due, now)
 

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
+class _Given:
     """What `launch` is given beside the settings; see there."""
 
     workflow: RolloutWorkflow
@@ -86,20 +86,20 @@ async def launch(
     whole dataset. Raises the ArlError of whatever could not start, and, out of the block, the first error of any part
     of the run.
     """
-    task = _Task(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
-    _check(config, task)
+    given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
+    _check(config, given)
     await asyncio.to_thread(_make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
-        trainer = await _build(stack, config, task)
+        trainer = await _build(stack, config, given)
         async with trainer.running():
             yield trainer
 
 
-def _check(config: Config, task: _Task) -> None:
-    for name, examples in (("dataset", task.dataset), ("eval_dataset", task.eval_dataset)):
+def _check(config: Config, given: _Given) -> None:
+    for name, examples in (("dataset", given.dataset), ("eval_dataset", given.eval_dataset)):
         if examples is not None and len(examples) == 0:
             raise DatasetError(f"{name} is empty; it needs at least one example")
-    if config.evaluation.every and task.eval_dataset is None:
+    if config.evaluation.every and given.eval_dataset is None:
         raise ConfigError(
             f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
             "eval_dataset, or leave evaluation.every unset"
@@ -120,7 +120,7 @@ def _make_run_dir(run_dir: Path) -> None:
         ) from error
 
 
-async def _build(stack: AsyncExitStack, config: Config, task: _Task) -> Trainer:
+async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Trainer:
     """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
     thread = TrainThread()
     stack.callback(thread.close)
@@ -130,12 +130,12 @@ async def _build(stack: AsyncExitStack, config: Config, task: _Task) -> Trainer:
     run_log = RunLog(config.run_dir, config.log, steps=config.steps, decode=await asyncio.to_thread(_decoder, config))
     stack.callback(run_log.close)
 
-    identity = {"model": config.model, "seed": config.seed, "num_examples": len(task.dataset)}
+    identity = {"model": config.model, "seed": config.seed, "num_examples": len(given.dataset)}
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
     run_log.resume(learner.version)
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
-    rollout = _rollout(config, task, engine, buffer)
+    rollout = _rollout(config, given, engine, buffer)
     replay = _replay(config)
     if state is not None:
         rollout.load_state_dict(state.values["rollout"], state.groups)
@@ -148,7 +148,7 @@ async def _build(stack: AsyncExitStack, config: Config, task: _Task) -> Trainer:
         transport=transport,
         buffer=buffer,
         rollout=rollout,
-        evaluator=_evaluator(config, task, engine),
+        evaluator=_evaluator(config, given, engine),
         checkpoints=checkpoints,
         log=run_log,
         thread=thread,
@@ -172,26 +172,26 @@ async def _engines(stack: AsyncExitStack, config: Config, thread: TrainThread) -
     return learner, await stack.enter_async_context(client)
 
 
-def _rollout(config: Config, task: _Task, engine: InferenceEngine, buffer: ReplayBuffer) -> RolloutController:
+def _rollout(config: Config, given: _Given, engine: InferenceEngine, buffer: ReplayBuffer) -> RolloutController:
     return RolloutController(
         engine,
-        task.workflow,
-        task.dataset,
+        given.workflow,
+        given.dataset,
         config.rollout,
         buffer,
         seed=config.seed,
-        rules=_group_rules(config.algorithm, task.keep),
-        curriculum=task.curriculum,
+        rules=_group_rules(config.algorithm, given.keep),
+        curriculum=given.curriculum,
     )
 
 
-def _evaluator(config: Config, task: _Task, engine: InferenceEngine) -> Evaluator | None:
-    if task.eval_dataset is None:
+def _evaluator(config: Config, given: _Given, engine: InferenceEngine) -> Evaluator | None:
+    if given.eval_dataset is None:
         return None
     return Evaluator(
         engine,
-        task.workflow,
-        task.eval_dataset,
+        given.workflow,
+        given.eval_dataset,
         config.evaluation,
         episode_timeout_s=config.rollout.episode_timeout_s,
         seed=config.seed if config.rollout.seed_requests else None,
