@@ -7,7 +7,8 @@ stands once for each version. All calls are short and blocking; the trainer make
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from arl.api.config import LogConfig
+from arl.api.errors import RunFileError
 from arl.api.types import Group, StepStats
 
 ROWS_SHOWN = 16
@@ -36,7 +38,7 @@ class Evaluation:
 
 
 class RunLog:
-    """Writes a run's files and its live table. Owned by `launch`, used from one thread at a time.
+    """Writes a run's files and its live table. Owned by `launch`, used from one thread at a time. Raises RunFileError.
 
     steps: how many the run is to train, for the table. decode: token ids -> text, for the trajectories; without it they
     hold ids alone.
@@ -50,7 +52,8 @@ class RunLog:
         steps: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        with _usable(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
         self._config = config
         self._decode = decode
@@ -60,8 +63,9 @@ class RunLog:
     def resume(self, version: int) -> None:
         """Drop what was written after `version`, and read back the evaluations up to it; torn lines are dropped."""
         for path in self._paths.values():
-            rows = [row for row in read_jsonl(path) if row["version"] <= version]
-            write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+            with _usable(path):
+                rows = [row for row in read_jsonl(path) if row["version"] <= version]
+                write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         rows = read_jsonl(self._paths["evaluations"])
         self.evaluations = {row["version"]: Evaluation(**row) for row in rows}
 
@@ -115,7 +119,7 @@ class RunLog:
         return rows
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        with self._paths[name].open("a") as file:
+        with _usable(self._paths[name]), self._paths[name].open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
@@ -173,6 +177,17 @@ class StepTable:
         for row in self._rows:
             table.add_row(*row)
         return table
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFileError(
+            f"{path} cannot be written or read: {error.strerror or error}; the same command continues from the last "
+            "checkpoint once it can be"
+        ) from error
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -5,10 +5,12 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from arl.api import Group, StepStats, Trajectory, TurnSpan
 from arl.api.config import LogConfig
+from arl.api.errors import RunFileError
 from arl.metrics import Evaluation, RunLog, StepTable, plot_run, read_jsonl
 from arl.stats import batch_metrics, episode_rewards, reward_metrics
 
@@ -116,6 +118,15 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
     path.write_text(json.dumps({"version": 1}) + "\n" + '{"version": 2, "rew')
     RunLog(tmp_path, QUIET).resume(5)
     assert path.read_text() == '{"version": 1}\n'
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_arls_own_that_names_it(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, QUIET)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunFileError, match=r"metrics\.jsonl cannot be written or read: Is a directory; the same"):
+        write(log, 1, group(trajectory()))
+    with pytest.raises(RunFileError, match="Is a directory"):
+        log.resume(1)
 
 
 def test_the_table_is_a_line_per_step_where_there_is_no_terminal() -> None:

@@ -77,6 +77,10 @@ class EngineClosedError(ArlError):
     """The engine was closed while, or before, this call was made."""
 
 
+class RunFileError(ArlError):
+    """A file that a run keeps for its users, such as metrics.jsonl, cannot be written or read."""
+
+
 class CheckpointError(ArlError):
     """A checkpoint cannot be written or read, or was written by a run with other settings."""
 
