@@ -186,6 +186,7 @@ class RolloutController:
             if not run.is_cut:
                 raise
         finally:
+            run.scope = None  # from here on a cut is no more than a note: a scope that is closed cannot be rescheduled
             run.launched.set()
         run.decided.set()
 

@@ -75,14 +75,14 @@ def distillation_advantages(peers: Peers, settings: DistillationAdvantage) -> li
     """float64[T]: coefficient (teacher logprob - p), each trained token's own, from what the workflow saw of it.
 
     The reverse KL(student || teacher) of a policy pi has the gradient E[(log pi - log teacher) grad log pi], with pi
-    the policy that learns. The workflow could only compare the teacher with the sampler b: coefficient (b - p) is
-    added, or stale tokens would be pushed on after the student has reached its teacher.
+    the policy that learns. The workflow could only compare the teacher with the sampler b: b - p is added, or stale
+    tokens would be pushed on after the student has reached its teacher.
     """
     advantages: list[torch.Tensor] = []
     for trajectory, sequence in zip(peers.trajectories, peers.sequences, strict=True):
         given = torch.tensor(trajectory.token_rewards or [0.0] * len(sequence), dtype=torch.float64)
         moved = sequence.behavior_logprobs.double() - sequence.proximal_logprobs.double()
-        advantages.append(given + settings.coefficient * moved)
+        advantages.append(settings.coefficient * (given + moved))
     return advantages
 
 

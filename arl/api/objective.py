@@ -80,12 +80,12 @@ class GAEAdvantage(Section):
 
 
 class DistillationAdvantage(Section):
-    """A = coefficient (teacher logprob - p), from token_rewards that are coefficient (teacher logprob - b), as
-    DistillationWorkflow gives them. Other rewards are not looked at."""
+    """A = coefficient (teacher logprob - p), from token_rewards that are teacher logprob - b, as DistillationWorkflow
+    gives them. Other rewards are not looked at."""
 
     kind: Literal["distillation"] = "distillation"
     coefficient: PositiveFloat = 1.0
-    """The one that the workflow made token_rewards with."""
+    """What the advantages are scaled by."""
 
 
 AdvantageConfig = Annotated[

@@ -27,7 +27,8 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one response is sampled. Names and meaning are SGLang's; `temperature=0` is greedy."""
+    """How one response is sampled. Names and meaning are SGLang's; `temperature=0` is greedy, and with `ignore_eos` no
+    token ends a response, those of `stop_token_ids` neither."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0

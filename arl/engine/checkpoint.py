@@ -177,8 +177,6 @@ def load_checkpoint(
         load_tensors(tensors, checkpoint_id=directory)
     except (Exception, CheckpointException) as error:
         raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_cause(error)}") from error
-    for state in optimizer.state.values():
-        state["step"].fill_(progress.num_updates)
     if "rng" in tensors:
         torch.set_rng_state(tensors["rng"][str(rank)])
     if "cuda_rng" in tensors:
@@ -206,6 +204,8 @@ def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Referen
         "model": {name: p.detach() for name, p in named.items()},
         "exp_avg": {name: optimizer.state[p]["exp_avg"] for name, p in named.items()},
         "exp_avg_sq": {name: optimizer.state[p]["exp_avg_sq"] for name, p in named.items()},
+        # Each has its own: a parameter that a loss does not reach takes no step.
+        "step": {name: optimizer.state[p]["step"] for name, p in named.items()},
     }
     if reference.is_held:
         tensors["reference"] = dict(reference.values)

@@ -98,9 +98,8 @@ class PartialResponse:
         return "length" if cut_short else None
 
     def _is_end(self, token_id: int, eos_token_ids: Collection[int]) -> bool:
-        return token_id in self._sampling.stop_token_ids or (
-            not self._sampling.ignore_eos and token_id in eos_token_ids
-        )
+        is_end = token_id in self._sampling.stop_token_ids or token_id in eos_token_ids
+        return is_end and not self._sampling.ignore_eos
 
     def _completes_a_stop_string(self, text: str) -> bool:
         longest = max(map(len, self._sampling.stop), default=0)

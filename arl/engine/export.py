@@ -25,13 +25,11 @@ class ModelWriter:
         """Before the model is sharded."""
         self.model = loaded.model
         self._companions = _companion_files(loaded)
-        stored = loaded.stored_config.dtype
-        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
         tied = getattr(loaded.model, "all_tied_weights_keys", None) or {}
         own = {name: tensor for name, tensor in loaded.model.state_dict().items() if name not in tied}
-        self.own_specs = _specs(own, dtype)
-        """The model's tensors by its own names, in its order; tied ones once. In the dtype that files have."""
-        served = _specs(self.served({name: tensor.to("meta") for name, tensor in own.items()}), dtype)
+        self.own_specs = _specs(own, loaded)
+        """The model's tensors by its own names, in its order; tied ones once. In the dtypes that files have."""
+        served = _specs(self.served({name: tensor.to("meta") for name, tensor in own.items()}), loaded)
         self.is_converted = set(served) != set(self.own_specs)
         """Whether files, and servers, have other tensors than the model, as with fused experts."""
         self.specs = served if self.is_converted else self.own_specs
@@ -54,9 +52,10 @@ class ModelWriter:
             return sum(file.stat().st_size for file in aside.iterdir())
 
 
-def _specs(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+def _specs(tensors: Mapping[str, torch.Tensor], loaded: LoadedModel) -> tuple[TensorSpec, ...]:
     return tuple(
-        spec_of(name, tensor, dtype if tensor.is_floating_point() else tensor.dtype) for name, tensor in tensors.items()
+        spec_of(name, tensor, loaded.stored_dtype(name) if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in tensors.items()
     )
 
 

@@ -52,6 +52,8 @@ class Loading:
         """Bring the server to `update`. The caller holds server.busy, and fences the server if this raises."""
         now = asyncio.get_running_loop().time
         began = now()
+        if update.adapter is not None and update.adapter not in server.adapters:
+            server.adapters.append(update.adapter)  # before it is there: a load that is given up may still come about
         await update.prepare(server.client)
         started = now()
         if update.adapter is not None:

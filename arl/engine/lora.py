@@ -51,8 +51,8 @@ class Adapters:
             torch.manual_seed(seed)
             self._layers = _inject(model, config)
             """The names of the adapted layers."""
-        if dtype == "bfloat16" and loaded.stored_config.dtype == torch.bfloat16:
-            _narrow(model)
+        if dtype == "bfloat16":
+            _narrow(loaded)
         self._rank, self._alpha = config.rank, config.alpha
         self._file_names = _file_names(model)
         source = str(Path(base).absolute() if Path(base).is_dir() else base)
@@ -190,9 +190,10 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     for name, layer in layers.items():
         is_linear = isinstance(layer, peft.tuners.lora.Linear) and isinstance(layer.base_layer, nn.Linear)
         if not is_linear or layer in _heads(model).values():
+            means = ", ".join(named) or "all-linear"
             raise ModelError(
-                f"train.lora.target_modules names {name}, which is not a linear layer within {type(model).__name__}; "
-                "its layers' projections can be adapted, such as q_proj"
+                f"train.lora.target_modules is {means}, by which peft finds {name}: not a linear layer within "
+                f"{type(model).__name__}. Name projections that can be adapted, such as q_proj, k_proj, v_proj, o_proj"
             )
     for target in named:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
@@ -202,10 +203,11 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     return list(layers)
 
 
-def _narrow(model: nn.Module) -> None:
-    """Hold what is frozen in bfloat16. It was read from that, will be rounded to that for each use, and never moves."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
+def _narrow(loaded: LoadedModel) -> None:
+    """Hold in bfloat16 what is frozen and stored in it: it will be rounded to that for each use, and never moves."""
+    for name, parameter in loaded.model.named_parameters():
+        is_narrow = loaded.stored_dtype(name.replace(".base_layer.", ".")) == torch.bfloat16
+        if is_narrow and not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 

@@ -50,6 +50,16 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     stored_config: PreTrainedConfig
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """What files and servers have the floating-point tensor of this name in.
+
+        That is the config's dtype; but some tensors of some models are to be float32 in any case, as the biases that
+        choose among experts, which bfloat16 would make equal.
+        """
+        dtype = self.stored_config.dtype
+        is_exempt = any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
+        return dtype if isinstance(dtype, torch.dtype) and not is_exempt else torch.float32
+
 
 class TokenModel(nn.Module):
     """The model as the trainer uses it: a microbatch in, what it says of the trained tokens out.

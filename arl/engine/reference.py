@@ -52,24 +52,33 @@ class Reference:
         """
         trained = self._trained()
         exchanged: list[str] = []
+        # Made once and before all else: putting the module's own values back must not fail for lack of memory.
+        scratch = self._scratch()
         try:
             for name in self._values:
-                self._exchange(name, trained[name])
+                self._exchange(name, trained[name], scratch)
                 exchanged.append(name)
             yield
         finally:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # offloaded weights may still be on their way from the memory that is written
             for name in exchanged:
-                self._exchange(name, trained[name])
+                self._exchange(name, trained[name], scratch)
 
     @torch.no_grad()
-    def _exchange(self, name: str, parameter: nn.Parameter) -> None:
-        """In place, as sharding reads the parameters' own memory; one parameter is held a third time meanwhile."""
+    def _exchange(self, name: str, parameter: nn.Parameter, scratch: torch.Tensor) -> None:
+        """In place, as sharding reads the parameters' own memory."""
         current, other = local_shard(parameter.detach()), local_shard(self._values[name])
-        kept = current.clone()
+        kept = scratch[: current.numel()].view_as(current)
+        kept.copy_(current)
         current.copy_(other)
         other.copy_(kept)
+
+    def _scratch(self) -> torch.Tensor:
+        """Room for the largest of this rank's shards."""
+        shards = [local_shard(value) for value in self._values.values()]
+        largest = max(shards, key=torch.Tensor.numel, default=torch.empty(0))
+        return torch.empty_like(largest).flatten()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._module.named_parameters() if p.requires_grad}

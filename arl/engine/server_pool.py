@@ -100,7 +100,7 @@ class Server:
     """A server's state. version: of the weights it holds. is_updated: they came from this engine.
 
     adapter: the one that makes them that version, by name; None where the server's own weights do. adapters: all that
-    this engine loaded there and did not unload, the newest last.
+    this engine began to load there and did not unload, the newest last; not all of them need be there.
     is_whole: the last load, if any, went through to its end; what the server holds otherwise has no version.
     initial_label: what the server called the weights that it started with. num_late: most tokens of a request that it
     samples under one version and labels with the next (Greeting.num_late). reason: why it is fenced. pauses: how often
@@ -235,8 +235,6 @@ class ServerPool:
 
     def end_load(self, server: Server, version: int, adapter: str | None) -> None:
         server.version, server.is_updated, server.is_whole, server.adapter = version, True, True, adapter
-        if adapter is not None and adapter not in server.adapters:
-            server.adapters.append(adapter)
         self._note_version()
 
     def unused_adapters(self, server: Server) -> list[str]:

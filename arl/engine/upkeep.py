@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from arl.api.config import ClientConfig
@@ -140,6 +141,9 @@ class Upkeep:
         except BaseException:
             self._pool.set_leaving(server, False)
             raise
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLEANUP_TIMEOUT_S):
+                await self._loading.unload(server, [*server.adapters])
         self._drop(server)
         if server.state != "serving":
             await self._leave_running(server)
@@ -316,7 +320,6 @@ class Upkeep:
             if not server.keeps(told):
                 # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
                 self._welcome(server, await greet(server.client, sets_going=False))
-                server.adapters = [name for name in server.adapters if name in told.adapters]
             if self._target is not target:
                 return False  # before a load of weights that may be gone, which would count as the server's fault
             if target is not None and not server.holds(target.version, told):

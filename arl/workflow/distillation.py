@@ -24,16 +24,17 @@ class Teacher(Protocol):
 class DistillationWorkflow(RolloutWorkflow):
     """Runs another workflow's episodes, and rewards each trained token with how much likelier the teacher finds it.
 
-        token reward = coefficient * (teacher logprob - behavior logprob)
+        token reward = teacher logprob - behavior logprob
 
     With advantages that are these rewards (`algorithm.preset=distillation`: no baseline, token_discount 0) and an
     importance-weighted policy loss, the gradient is that of the reverse KL(student || teacher) at the states that the
     student itself gets into, token by token (On-Policy Distillation, Thinking Machines 2025; GKD, Agarwal et al. 2023,
     2306.13649, with lambda = 1; MiniLLM, Gu et al. 2023, 2306.08543, with no look ahead).
 
-    keep_reward: whether the workflow's own rewards stay, of trajectories, turns and tokens, and the teacher's are added
-    to them. Else they are the teacher's alone, and the own one is the metric `task_reward`. The metric `teacher_kl`
-    is the mean of behavior - teacher logprobs over trained tokens: an estimate of the KL divergence per token.
+    keep_reward: the workflow's own rewards stay, of trajectories, turns and tokens, and `coefficient` times the
+    teacher's are added to them, for estimators that look at both. Else they are the teacher's alone, and the own one is
+    the metric `task_reward`. The metric `teacher_kl` is the mean of behavior - teacher logprobs over trained tokens:
+    an estimate of the KL divergence per token.
 
     The student has to sample at temperature 1, since a server tells a teacher's logprobs at no other: raises
     ConfigError for a trajectory of another. Sampling with top_p or top_k leaves tokens out of what is compared.
@@ -44,10 +45,15 @@ class DistillationWorkflow(RolloutWorkflow):
     ) -> None:
         if not math.isfinite(coefficient) or coefficient <= 0:
             raise ConfigError(f"coefficient is {coefficient}; a teacher is followed with one above 0")
+        if coefficient != 1.0 and not keep_reward:
+            raise ConfigError(
+                f"coefficient is {coefficient}, but without keep_reward there is nothing to weigh the teacher against; "
+                "set algorithm.advantage.coefficient, which scales the advantages"
+            )
         self._workflow = workflow
         self._teacher = teacher
         self._coefficient = coefficient
-        self._keep_reward = keep_reward
+        self.keep_reward = keep_reward
 
     async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         episode = await self._workflow.arun_episode(engine, data)
@@ -76,13 +82,13 @@ class DistillationWorkflow(RolloutWorkflow):
 
     def _rewarded(self, trajectory: Trajectory, gains: Sequence[float]) -> Trajectory:
         """gains: how much likelier the teacher finds each token, 0 where it is not trained."""
-        own = trajectory.token_rewards if self._keep_reward and trajectory.token_rewards else (0.0,) * len(gains)
+        own = trajectory.token_rewards if self.keep_reward and trajectory.token_rewards else (0.0,) * len(gains)
         token_rewards = tuple(r + self._coefficient * gain for r, gain in zip(own, gains, strict=True))
         of_trained = list(compress(gains, trajectory.loss_mask))
         metrics = dict(trajectory.metrics)
         if of_trained:
             metrics["teacher_kl"] = -math.fsum(of_trained) / len(of_trained)
-        if self._keep_reward:
+        if self.keep_reward:
             return replace(trajectory, token_rewards=token_rewards, metrics=metrics)
         return replace(
             trajectory,

@@ -170,7 +170,7 @@ async def test_a_stop_string_that_the_last_token_before_an_abort_completed_ends_
 
 @pytest.mark.parametrize(
     ("sampling", "num_tokens"),
-    [({}, 3), ({"ignore_eos": True}, 12), ({"ignore_eos": True, "stop_token_ids": (token_at(5),)}, 3)],
+    [({}, 3), ({"ignore_eos": True}, 12), ({"ignore_eos": True, "stop_token_ids": (token_at(5),)}, 12)],
 )
 async def test_an_end_token_just_before_an_abort_ends_the_response_unless_it_is_ignored(
     server: ProtocolServer, engine_over: Engines, sampling: dict[str, object], num_tokens: int

@@ -76,8 +76,8 @@ async def distilled(episode: Trajectory, coefficient: float = 1.0, keep_reward: 
 
 
 async def test_a_trained_token_is_rewarded_with_teacher_less_behavior_logprob() -> None:
-    result = await distilled(TWO_TURNS, coefficient=2.0)
-    assert result.token_rewards == pytest.approx((0.0, 0.0, 1.0, 0.0, -0.4, -1.1))
+    result = await distilled(TWO_TURNS)
+    assert result.token_rewards == pytest.approx((0.0, 0.0, 0.5, 0.0, -0.2, -0.55))
     assert result.metrics == pytest.approx({"turns": 2.0, "task_reward": 2.0, "teacher_kl": (-0.5 + 0.2 + 0.55) / 3})
 
 
@@ -89,6 +89,8 @@ async def test_the_teachers_rewards_are_alone_unless_the_workflows_own_are_kept(
     assert (kept.reward, kept.rewards, kept.turns) == (2.0, {"style": 1.0}, TWO_TURNS.turns)
     assert kept.token_rewards == pytest.approx((0.0, 0.0, 1.5, 0.0, -0.2, 3.45))
     assert "task_reward" not in kept.metrics
+    weighed = await distilled(TWO_TURNS, coefficient=2.0, keep_reward=True)
+    assert weighed.token_rewards == pytest.approx((0.0, 0.0, 2.0, 0.0, -0.4, 2.9))
     assert (await distilled(replace(TWO_TURNS, token_rewards=None), keep_reward=True)).token_rewards == pytest.approx(
         (0.0, 0.0, 0.5, 0.0, -0.2, -0.55)
     )
@@ -130,7 +132,12 @@ async def test_a_temperature_that_the_teacher_cannot_follow_is_refused() -> None
         await distilled(replace(TWO_TURNS, temperature=0.7))
     for coefficient in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="coefficient"):
-            DistillationWorkflow(Fixed(None), FixedTeacher(), coefficient=coefficient)
+            DistillationWorkflow(Fixed(None), FixedTeacher(), coefficient=coefficient, keep_reward=True)
+
+
+async def test_a_coefficient_with_nothing_to_weigh_the_teacher_against_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"coefficient is 2\.0, but without keep_reward .* algorithm.advantage.coeff"):
+        await distilled(TWO_TURNS, coefficient=2.0)
 
 
 async def test_a_teacher_that_fails_fails_the_episode_with_its_own_error() -> None:

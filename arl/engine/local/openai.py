@@ -160,6 +160,11 @@ class OpenAI:
             raise ApiError(f"prompt is {shown(prompt)}; it must be text or token ids, or a list of either")
         return prompt
 
+    def _adapter(self, model: str) -> str:
+        """The one that `model` names, by itself or as `model:adapter`; none where it names the model, or anything."""
+        name = model.rpartition(":")[2]
+        return name if name in self._serving.scheduler.adapters.loaded else ""
+
     async def _complete(
         self, request: web.Request, asked: OpenAIRequest, prompts: Sequence[list[int]], make_form: type[Form]
     ) -> web.StreamResponse:
@@ -170,7 +175,14 @@ class OpenAI:
                 raise ApiError(f"input_ids is {shown(input_ids)}; it must be a list of token ids")
             params = asked.sampling.for_prompt(input_ids, self._serving.limits)
             rid = asked.rid if len(prompts) == 1 else f"{asked.rid}_{i}"
-            job = Job(rid=rid, input_ids=input_ids, sampling=params, stream=asked.stream, extra_key=asked.extra_key)
+            job = Job(
+                rid=rid,
+                input_ids=input_ids,
+                sampling=params,
+                stream=asked.stream,
+                extra_key=asked.extra_key,
+                adapter=self._adapter(asked.model),
+            )
             jobs += samples(job, asked.sampling.n)
         form = make_form(asked, self._serving.text, jobs, num_prompt_tokens=sum(map(len, prompts)))
         named: dict[str, Sequence[Job]] = {job.rid: [job] for job in jobs}
