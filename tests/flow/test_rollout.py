@@ -248,6 +248,35 @@ def test_a_cut_example_ends_as_dropped() -> None:
     run_in_virtual_time(main())
 
 
+@pytest.mark.parametrize("turns", [2 + k / 2 for k in range(12)])
+def test_a_cut_in_any_of_a_groups_last_moments_does_no_harm(turns: float) -> None:
+    """The group is never full, as one of its episodes is rejected; the other ends when the group is about to be cut."""
+    tick_s, calls = 1e-5, iter(range(10**9))
+
+    async def act(number: int) -> object:
+        if number == 0 and next(calls) == 0:
+            return None
+        await asyncio.sleep(1 if number else 5 - turns * tick_s)
+        return GOOD
+
+    async def main() -> None:
+        controller, buffer, engine = controlled(
+            Scripted(act),
+            4,
+            batch_size=2,
+            max_staleness=0,
+            shuffle=False,
+            min_group_size=1,
+            drop_stragglers_after_s=5,
+        )
+        await train(controller, buffer, engine, range(2))
+        outcomes = controller.ledger.outcomes(0)
+        assert sorted(row for rows in outcomes.values() for row in rows) == [0, 1, 2, 3]
+        assert len(outcomes[Outcome.TRAINED]) == 4 - len(outcomes[Outcome.DROPPED])
+
+    run_in_virtual_time(main(), tick_s)
+
+
 def test_limits_shorter_than_every_episode_end_the_run() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         trained(lambda _: asyncio.sleep(9, GOOD), drop_stragglers_after_s=1)

@@ -14,23 +14,26 @@ class DeadlockError(Exception):
 
 class _JumpingSelector(selectors.SelectSelector):
     now = 0.0
+    tick_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise DeadlockError("every task waits for another")
-        self.now += max(timeout, 0.0)
+        self.now += max(timeout, self.tick_s)
         return []
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
+    def __init__(self, tick_s: float = 0.0) -> None:
         self._jumping = _JumpingSelector()
+        self._jumping.tick_s = tick_s
         super().__init__(self._jumping)
 
     def time(self) -> float:
         return self._jumping.now
 
 
-def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+def run_in_virtual_time(main: Coroutine[Any, Any, T], tick_s: float = 0.0) -> T:
+    """tick_s: how long each turn of the loop takes, so that a timer may go off between any two of them."""
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(tick_s)) as runner:
         return runner.run(main)
