@@ -121,6 +121,18 @@ async def test_the_end_of_the_engine_leaves_no_adapter_loaded(server: ProtocolSe
     assert server.adapters == {}
 
 
+async def test_an_adapter_whose_load_was_given_up_and_came_about_all_the_same_is_unloaded(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server]) as engine:
+        await engine.update_weights(adapter(0))
+        server.load_works = False
+        with pytest.raises(ServerError, match="no server took version 1"):
+            await engine.update_weights(adapter(1))
+        server.adapters["run-v1"] = "/adapters/1"
+    assert server.adapters == {}
+
+
 async def test_a_server_that_does_not_take_the_adapter_is_fenced_until_it_does(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:
@@ -173,6 +185,7 @@ async def test_a_server_that_joins_gets_the_adapter_before_it_serves(
         await engine.add_server(other.address)
         assert list(other.adapters) == ["run-v3"]
         await engine.remove_server(server.address)
+        assert server.adapters == {}
         assert (await engine.agenerate(ask())).output_versions == (3, 3, 3, 3)
 
 

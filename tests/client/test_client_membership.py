@@ -72,7 +72,6 @@ async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(
             await engine.add_server("127.0.0.1:9")
         with pytest.raises(ConfigError, match="is one of the servers already"):
             await engine.add_server(server.address)
-        await engine.remove_server_for_test if False else None
         await engine.update_weights(
             ScriptedWeights(1, before=raising(TransportError("no mirror"), at=other.address, times=9))
         )

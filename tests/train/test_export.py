@@ -8,7 +8,14 @@ import torch
 from safetensors import safe_open
 from train_models import MakeEngine, load_twin, write_model
 from train_sequences import random_sequences, twin_logprobs
-from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from arl.algorithm.losses import SFTLoss
 from arl.engine import export
@@ -82,6 +89,34 @@ def test_an_export_is_in_the_dtype_its_model_was_stored_in(make_engine: MakeEngi
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as out:
         assert {out.get_tensor(name).dtype for name in out.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "half" / "config.json").read_text()
+
+
+def test_what_a_model_keeps_in_float32_is_exported_in_it(make_engine: MakeEngine, tmp_path: Path):
+    """The biases that choose among experts differ by less than bfloat16 can tell."""
+    tokenizer = tiny_tokenizer()
+    config = Glm4MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+    )
+    model, biases = Glm4MoeForCausalLM(config).bfloat16(), torch.tensor([10.01, 10.02, 10.03, 10.04])
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = biases
+    model.save_pretrained(tmp_path / "moe")
+    tokenizer.save_pretrained(tmp_path / "moe")
+    make_engine(tmp_path / "moe").export(tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as out:
+        assert torch.equal(out.get_tensor(name), biases)
+        dtypes = {other: out.get_tensor(other).dtype for other in out.keys()}  # noqa: SIM118
+    assert {dtype for other, dtype in dtypes.items() if other != name} == {torch.bfloat16}
 
 
 def test_an_export_replaces_the_older_one_and_leaves_nothing_beside_it(make_engine: MakeEngine, tmp_path: Path):

@@ -418,8 +418,8 @@ def test_adapters_of_another_model_are_refused_naming_a_tensor_that_differs(make
     [
         (("nowhere",), r"cannot adapt this Qwen3ForCausalLM: .*nowhere"),
         (("q_proj", "nowhere"), r"target_modules names nowhere, which no layer"),
-        (("q_proj", "lm_head"), r"target_modules names lm_head, which is not a linear layer within"),
-        (("embed_tokens",), r"target_modules names model\.embed_tokens, which is not a linear layer"),
+        (("q_proj", "lm_head"), r"target_modules is q_proj, lm_head, by which peft finds lm_head: not a linear layer"),
+        (("embed_tokens",), r"target_modules is embed_tokens, by which peft finds model\.embed_tokens: not a linear"),
         (("q_norm",), r"cannot adapt this Qwen3ForCausalLM: .*q_norm|cannot adapt this .*not supported"),
     ],
 )
