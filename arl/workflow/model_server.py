@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, ServerError
+from arl.api.errors import ArlError, ConfigError, ModelError, RequestTimeoutError, ServerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,8 @@ _PROBE = "Agent 12345 said:\n\t'déjà vu' def f(x): return x**2  # 你好 🙂"
 _BUSY = 429
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
+_GREETING_RETRIES = 4
+"""At the start a server that does not answer is more likely a wrong address than one that is being started again."""
 
 
 class NoSuchPathError(ServerError):
@@ -45,7 +47,7 @@ class _InLoop:
     session: aiohttp.ClientSession
     places: asyncio.Semaphore
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    failure: ServerError | None = None
+    failure: ArlError | None = None
     failures: int = 0
 
 
@@ -56,10 +58,11 @@ class ModelServer:
     connections at the end; without it, the first call sees to that.
 
     tokenizer: what token ids are made by, to see that the server's model knows them; it may be left out for a server
-    that tells the size of its vocabulary (the embedded one), and then sizes alone are compared. max_concurrent:
-    requests under way at once; others wait their turn. timeout_s: the longest that one of them may take, from when it
-    is sent. retries: how often one that could not be sent, or that the server failed at (HTTP 5xx and 429), is sent
-    again, after waits that double.
+    that tells the size of its vocabulary (the embedded one); that its tokens are the same is then taken on trust.
+    max_concurrent: requests under way at once; others wait their turn. timeout_s: the longest that one of them may
+    take, from when it is sent. retries: how often one that could not be sent, or that the server failed at (HTTP 5xx
+    and 429), is sent again, after waits that double up to 8 s: by default for some 90 s in all, in which a server can
+    be started again. The first check gives up after a few seconds.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class ModelServer:
         api_key: str | None = None,
         max_concurrent: int = 64,
         timeout_s: float = 120.0,
-        retries: int = 4,
+        retries: int = 20,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"url is {url!r}; it must begin with http:// or https://, as in http://127.0.0.1:30000")
@@ -121,10 +124,10 @@ class ModelServer:
             if self._info is not None:
                 return self._info
             if kept.failure and kept.failures > failures:  # while this one waited: the next would not fare better
-                raise ServerError(str(kept.failure)) from kept.failure
+                raise type(kept.failure)(str(kept.failure)) from kept.failure
             try:
                 self._info = await self._greet()
-            except ServerError as error:
+            except ArlError as error:
                 kept.failure, kept.failures = error, kept.failures + 1
                 raise
             return self._info
@@ -137,15 +140,17 @@ class ModelServer:
                 f"token {max(token_ids)} or {min(token_ids)} is none of the {self._vocab_size} that {self.url} knows"
             )
 
-    async def ask(self, path: str, payload: Mapping[str, Any] | None = None) -> Any:
+    async def ask(
+        self, path: str, payload: Mapping[str, Any] | None = None, *, max_retries: int | None = None
+    ) -> Any:
         """POST the payload, or GET without one; the JSON that comes back. Raises ServerError, RequestTimeoutError."""
-        wait_s = _FIRST_WAIT_S
-        for left in range(self._retries, -1, -1):
+        wait_s, retries = _FIRST_WAIT_S, self._retries if max_retries is None else min(self._retries, max_retries)
+        for left in range(retries, -1, -1):
             try:
                 return await self._ask_once(path, payload)
             except _FailedError as error:
                 if not left:
-                    raise ServerError(f"{error} (asked {self._retries + 1} times)") from error
+                    raise ServerError(f"{error} (asked {retries + 1} times)") from error
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         raise AssertionError("unreachable")
@@ -184,9 +189,9 @@ class ModelServer:
 
     async def _greet(self) -> Mapping[str, Any]:
         try:
-            info = await self.ask("/model_info")
+            info = await self.ask("/model_info", max_retries=_GREETING_RETRIES)
         except NoSuchPathError:
-            info = await self.ask("/get_model_info")
+            info = await self.ask("/get_model_info", max_retries=_GREETING_RETRIES)
         if not isinstance(info, dict):
             raise ServerError(f"{self.url} answers, but not as an SGLang server does: /model_info is {info!r}")
         self._check_kind(info)

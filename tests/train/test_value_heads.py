@@ -237,6 +237,21 @@ def test_a_loss_without_values_leaves_the_value_head_alone(make_engine: MakeEngi
     assert not any(values.any() for values in engine.forward(random_sequences(3), "values"))
 
 
+def test_a_run_goes_on_bit_for_bit_where_parameters_have_taken_different_numbers_of_steps(
+    make_engine: MakeEngine, tmp_path: Path
+):
+    uninterrupted = make_engine(head="policy_and_value", optimizer=OPTIMIZER)
+    uninterrupted.train_batch([random_sequences(4)], SFTLoss())
+    uninterrupted.save(tmp_path / "saved").wait()
+    resumed = make_engine(head="policy_and_value", optimizer=OPTIMIZER)
+    resumed.load(tmp_path / "saved")
+    for engine in (uninterrupted, resumed):
+        engine.train_batch([sequences_with_returns()], BOTH)
+    texts = random_sequences(3, seed=3)
+    for ours, theirs in zip(resumed.forward(texts, "values"), uninterrupted.forward(texts, "values"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_checkpoint_of_one_head_is_refused_by_another(make_engine: MakeEngine, tmp_path: Path):
     make_engine(head="policy_and_value").save(tmp_path / "saved").wait()
     with pytest.raises(CheckpointError, match=r"only the checkpoint has the parameter value_head\.weight"):

@@ -223,3 +223,9 @@ async def test_all_who_wait_while_a_server_is_asked_what_it_is_share_the_failure
         assert [type(answer) for answer in answers] == [ServerError] * 5
         assert served.count("/model_info") == 1
         await teacher.aclose()
+    async with reward_model() as served:
+        teacher = TeacherClient(served.url)
+        answers = await asyncio.gather(*(teacher.logprobs(TOKENS) for _ in range(5)), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [ModelError] * 5
+        assert served.count("/model_info") == 1
+        await teacher.aclose()

@@ -64,6 +64,7 @@ def parse_common(body: Body, default_max_tokens: int | None) -> OpenAIRequest:
         logprobs=body.value("logprobs") not in (None, False),
         return_token_ids=body.flag("return_token_ids"),
         extra_key=extra_key(body.text("cache_salt", ""), body.text("extra_key", "")),
+        adapter=body.text("lora_path", ""),
     )
 
 
@@ -181,7 +182,7 @@ class OpenAI:
                 sampling=params,
                 stream=asked.stream,
                 extra_key=asked.extra_key,
-                adapter=self._adapter(asked.model),
+                adapter=asked.adapter or self._adapter(asked.model),
             )
             jobs += samples(job, asked.sampling.n)
         form = make_form(asked, self._serving.text, jobs, num_prompt_tokens=sum(map(len, prompts)))

@@ -25,6 +25,7 @@ class OpenAIRequest:
     logprobs: bool
     return_token_ids: bool
     extra_key: str
+    adapter: str
 
 
 @dataclass(slots=True)
