@@ -28,7 +28,7 @@ from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError
-from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
+from arl.api.settings import REQUIRED, TAGS, Setting, config_error, settings_of, whole_section
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -82,7 +82,7 @@ def _over(default: object, given: Any) -> Any:
     section."""
     if not isinstance(default, BaseModel) or not isinstance(given, dict):
         return given
-    tags = {tag: getattr(default, tag) for tag in ("kind", "transport", "preset") if hasattr(default, tag)}
+    tags = {tag: getattr(default, tag) for tag in ("preset", *TAGS) if hasattr(default, tag)}
     if any(given.get(tag, value) != value for tag, value in tags.items()):
         return given
     said = {name: getattr(default, name) for name in default.model_fields_set}
@@ -172,7 +172,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} holds {type(content).__name__}; it must hold a mapping of settings")

@@ -159,6 +159,17 @@ def test_an_unknown_field_in_the_file_is_named_with_what_is_allowed(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("content", "fault"),
+    [(b"\xff\xfe\x00", "is not YAML"), (b"steps: [", "is not YAML"), (b"- steps", "must hold a mapping of settings")],
+)
+def test_a_file_that_holds_no_settings_is_named(content: bytes, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"--config .*run\.yaml .*{fault}"):
+        load_config(AgentConfig, ["--config", str(path)])
+
+
+@pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (
@@ -174,9 +185,7 @@ def test_an_unknown_field_in_the_file_is_named_with_what_is_allowed(tmp_path: Pa
         ("algorithm: dapoo", "algorithm: no preset is named 'dapoo'; did you mean dapo"),
     ],
 )
-def test_a_wrong_value_in_the_file_is_answered_with_what_to_write(
-    content: str, sentence: str, tmp_path: Path
-) -> None:
+def test_a_wrong_value_in_the_file_is_answered_with_what_to_write(content: str, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError) as error:
