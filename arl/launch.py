@@ -53,6 +53,7 @@ from arl.rollout import Dataset, RolloutController
 from arl.stats import RunTotals
 from arl.train_thread import TrainThread
 from arl.trainer import Trainer
+from arl.workflow.distillation import DistillationWorkflow
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,18 @@ def _check(config: Config, given: _Given) -> None:
         raise ConfigError(
             f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
             "eval_dataset, or leave evaluation.every unset"
+        )
+    is_distilled = isinstance(config.algorithm.advantage, DistillationAdvantage)
+    if is_distilled and isinstance(given.workflow, DistillationWorkflow) and given.workflow.keep_reward:
+        raise ConfigError(
+            "the workflow keeps its own rewards beside the teacher's (keep_reward=True), and algorithm.advantage.kind="
+            "distillation would take them all for the teacher's; leave keep_reward out, or choose another algorithm"
+        )
+    if config.train.lora and config.train.dtype == "bfloat16" and not isinstance(config.weights, AdapterWeightsConfig):
+        log.warning(
+            "weights.transport=%s publishes adapters merged into the model: where that is stored in bfloat16, most of "
+            "what few steps change is rounded away on servers; weights.transport=adapter publishes them as they are",
+            config.weights.transport,
         )
 
 
@@ -231,6 +244,7 @@ def _learner(config: Config) -> Learner:
     What was built is closed where something after it fails.
     """
     kind = FSDPTrainEngine if config.train.num_ranks == 1 else RayTrainEngine
+    _check_critics_tokens(config)
     with ExitStack() as stack:
         engines: list[TrainEngine] = []
         for model, train, head in _loads(config):
@@ -245,6 +259,20 @@ def _learner(config: Config) -> Learner:
         )
         stack.pop_all()
     return learner
+
+
+def _check_critics_tokens(config: Config) -> None:
+    """Raise ConfigError for a critic that would read other tokens into the policy's ids; it may know more of them."""
+    critic = config.algorithm.critic
+    if critic is None or critic.model is None:
+        return
+    vocabulary, known = (load_tokenizer(model).get_vocab() for model in (config.model, critic.model))
+    if not vocabulary.items() <= known.items():
+        token = next(token for token, i in vocabulary.items() if known.get(token) != i)
+        raise ConfigError(
+            f"algorithm.critic.model {critic.model} has other tokens than {config.model}: {token!r} is "
+            f"{known.get(token, 'none')} there and {vocabulary[token]} here; use a critic of the same family"
+        )
 
 
 def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:

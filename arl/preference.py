@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
 from arl.algorithm.losses.preference import Pair, PreferenceLoss, RewardModelLoss, paired
 from arl.api.engine import ModelLimits, TokenLoss, TrainEngine
-from arl.api.errors import DatasetError
+from arl.api.errors import ConfigError, DatasetError
 from arl.api.types import TrainSequence
 from arl.sft import Demonstration, is_pair, shuffled_batches, to_sequence, to_tokens
+
+_FORWARDED_AT_ONCE = 1024
+"""Sequences whose logprobs are asked for together: an engine brings all of them to its device."""
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 
@@ -61,7 +65,7 @@ def train_reward_model(
     of a text is that of the last token; SGLang and the embedded server serve it at /classify. The rest is as in
     train_preferences. Raises ConfigError for an engine without a value head, and DatasetError as in `finetune`.
     """
-    engine.forward([], "values")  # raises ConfigError where the engine has no value head
+    _check_scores(engine)
     pairs = _whole(_texts(i, texts, engine.limits) for i, texts in enumerate(preferences))
     return _train(engine, pairs, loss or RewardModelLoss(), epochs, batch_size, seed, on_step)
 
@@ -83,8 +87,20 @@ def _train(
     return metrics
 
 
+def _check_scores(engine: TrainEngine) -> None:
+    """Raise ConfigError unless the engine's model ends in a value head alone, which is what is exported."""
+    engine.forward([], "values")  # raises where there is none
+    try:
+        engine.forward([], "logprobs")
+    except ConfigError:
+        return
+    raise ConfigError("a reward model has a value head alone, and this engine a policy beside it; use head='value'")
+
+
 def _with_reference(engine: TrainEngine, pairs: Sequence[Pair]) -> list[Pair]:
-    logprobs = iter(engine.forward([sequence for pair in pairs for sequence in pair]))
+    sequences = [sequence for pair in pairs for sequence in pair]
+    slices = (sequences[i : i + _FORWARDED_AT_ONCE] for i in range(0, len(sequences), _FORWARDED_AT_ONCE))
+    logprobs = chain.from_iterable(engine.forward(part) for part in slices)
     return [
         (replace(chosen, reference_logprobs=next(logprobs)), replace(rejected, reference_logprobs=next(logprobs)))
         for chosen, rejected in pairs

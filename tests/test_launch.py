@@ -1,18 +1,22 @@
 """Whole runs on the embedded server: real processes, real weights, and what is left after they end or are killed."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError
 from arl.engine.tiny import write_tiny_model
-from arl.launch import launch
+from arl.launch import _check_critics_tokens, launch
 from arl.metrics import read_jsonl
+from arl.workflow.distillation import DistillationWorkflow
 from tests.agent_script import SayDigits
 
 SCRIPT = Path(__file__).with_name("agent_script.py")
@@ -21,6 +25,11 @@ SCRIPT = Path(__file__).with_name("agent_script.py")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", ["Say a number"])
+
+
+class NoTeacher:
+    async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
+        raise AssertionError("nobody asks")
 
 
 def start(model: Path, run_dir: Path, *flags: str) -> "subprocess.Popen[str]":
@@ -136,6 +145,54 @@ async def test_evaluation_beside_training_without_examples_is_refused_before_any
         async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
             pass
     assert not (tmp_path / "run").exists()
+
+
+async def test_rewards_that_distillation_would_take_for_the_teachers_are_refused(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {"model": "none", "run_dir": tmp_path / "run", "algorithm": {"preset": "distillation"}}
+    )
+    workflow = DistillationWorkflow(SayDigits(), NoTeacher(), keep_reward=True)
+    with pytest.raises(ConfigError, match="the workflow keeps its own rewards beside the teacher's"):
+        async with launch(config, workflow=workflow, dataset=[{"number": 1}]):
+            pass
+
+
+def test_a_critic_of_another_tokenizer_is_refused_and_one_that_knows_more_is_not(model: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", ["Say another number"])
+    more = shutil.copytree(model, tmp_path / "more")
+    tokenizer = AutoTokenizer.from_pretrained(more)
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    tokenizer.save_pretrained(more)
+    for critic in (None, str(more)):
+        _check_critics_tokens(_with_critic(model, critic))
+    with pytest.raises(ConfigError, match=rf"critic.model {other} has other tokens than {model}: .* same family"):
+        _check_critics_tokens(_with_critic(model, str(other)))
+
+
+def _with_critic(model: Path, critic: str | None) -> Config:
+    algorithm = {"preset": "ppo", "critic": {"model": critic}}
+    return Config.model_validate({"model": str(model), "algorithm": algorithm})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transport", "count"), [("bfloat16", "disk", 1), ("bfloat16", "adapter", 0), ("float32", "disk", 0)]
+)
+async def test_adapters_that_servers_would_get_rounded_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, transport: str, count: int
+) -> None:
+    config = Config.model_validate(
+        {
+            "model": str(tmp_path / "none"),
+            "run_dir": tmp_path / "run",
+            "train": {"dtype": dtype, "lora": {"rank": 4}},
+            "weights": {"transport": transport},
+        }
+    )
+    with pytest.raises(ModelError):
+        async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
+            pass
+    warnings = [record for record in caplog.records if "rounded away" in record.getMessage()]
+    assert len(warnings) == count
 
 
 async def test_a_broken_model_directory_says_what_is_wrong(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_a_reward_model_ranks_texts_and_its_files_give_the_same_scores(model_dir
 
 
 def test_a_policy_has_no_scores_to_train(make_engine: MakeEngine):
+    with pytest.raises(ConfigError, match="a reward model has a value head alone"):
+        train_reward_model(make_engine(head="policy_and_value"), TEXTS)
     with pytest.raises(ConfigError, match="head=policy"):
         train_reward_model(make_engine(), TEXTS)
 
