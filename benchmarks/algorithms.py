@@ -295,7 +295,8 @@ def table(results: Sequence[Result], key: Callable[[Run], str], columns: dict[st
         after = [result.after for result in rows]
         cells = [name, str(len(rows)), f"{fmean(r.before for r in rows):.3f}", f"{fmean(after):.3f}"]
         cells.append(f"{min(after):.3f} to {max(after):.3f}")
-        cells += [f"{fmean(map(column, rows)):.3g}" for column in columns.values()]
+        means = [fmean(map(column, rows)) for column in columns.values()]
+        cells += [f"{mean:.0f}" if mean >= 100 else f"{mean:.3g}" for mean in means]
         failed = sum(bool(result.error) for result in rows)
         lines.append(" | ".join(cells) + (f" ({failed} ended early)" if failed else ""))
     return "".join(f"| {line} |\n" for line in lines)
