@@ -68,7 +68,7 @@ def to_sequence(name: str, example: Demonstration, limits: ModelLimits) -> Train
         raise DatasetError(
             f"{name} has {len(token_ids)} token_ids and {len(loss_mask)} loss_mask entries; give each one"
         )
-    if (place := _first(~loss_mask.isin(torch.tensor([0, 1])))) is not None:
+    if (place := _first((loss_mask != 0) & (loss_mask != 1))) is not None:
         raise DatasetError(
             f"{name} has {int(loss_mask[place])} in its loss_mask at position {place}; 1 marks a token to learn, and 0 "
             "any other"
