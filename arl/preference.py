@@ -65,8 +65,8 @@ def train_reward_model(
     of a text is that of the last token; SGLang and the embedded server serve it at /classify. The rest is as in
     train_preferences. Raises ConfigError for an engine without a value head, and DatasetError as in `finetune`.
     """
-    _check_scores(engine)
     pairs = _whole(_texts(i, texts, engine.limits) for i, texts in enumerate(preferences))
+    _check_scores(engine)
     return _train(engine, pairs, loss or RewardModelLoss(), epochs, batch_size, seed, on_step)
 
 

@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,19 +30,24 @@ from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import LogConfig, RolloutConfig
 from arl.api.presets import PRESETS
 from arl.engine.tally import MinibatchTally, mean_of_minibatches
+from arl.engine.tiny import tiny_tokenizer
 from arl.launch import launch
+from arl.metrics import read_jsonl
+from arl.workflow.model_server import ModelServer
+from arl.workflow.scoring import TeacherClient
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 async def test_the_code_of_the_workflow_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block after block in one namespace; one that begins with `# name.py` is that file instead."""
+    """Block after block in one namespace; one that begins with `# name.py` is that file instead. The functions that
+    need the server of a reward model or a teacher are called at the end."""
     guide = ROOT / "docs" / "workflows.md"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     use_fakes(monkeypatch, ScriptedEngine(lambda request: [9, 9]))
-    namespace = {"__name__": "guide"}
+    namespace: dict[str, Any] = {"__name__": "guide"}
     for block in python_blocks(guide):
         if file := re.match(r"\s*# (\w+\.py)\n", block):
             (tmp_path / file[1]).write_text(block)
@@ -49,8 +55,27 @@ async def test_the_code_of_the_workflow_guide_runs(tmp_path: Path, monkeypatch: 
         code = compile(block, guide, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         if inspect.isawaitable(done := eval(code, namespace)):
             await done
-    steps = (tmp_path / "runs" / "adder" / "metrics.jsonl").read_text().splitlines()
-    assert len(steps) == 2
+    assert len(read_jsonl(Path("runs/adder/metrics.jsonl"))) == 2
+    monkeypatch.setattr(ModelServer, "ask", answer_of_a_model)
+    for name, algorithm in (("train_judged", preset("decoupled_ppo")), ("distil", preset("distillation"))):
+        use_fakes(monkeypatch, ScriptedEngine(lambda request: [9, 9]))
+        rollout, run_dir = RolloutConfig(batch_size=4, group_size=2), Path("runs") / name
+        log = LogConfig(console=False)
+        config = Config(model="runs/tiny", run_dir=run_dir, steps=1, rollout=rollout, algorithm=algorithm, log=log)
+        await namespace[name](config, [{"a": a, "b": 1, "question": f"{a} + 1 = ?"} for a in range(4)])
+        assert len(read_jsonl(run_dir / "metrics.jsonl")) == 1
+
+
+async def answer_of_a_model(server: ModelServer, path: str, payload: Any = None, **_: object) -> Any:
+    """What a server answers that has a teacher or a reward model with the tiny model's tokens."""
+    if path == "/model_info":
+        return {"is_generation": isinstance(server, TeacherClient)}
+    if path == "/tokenize":
+        return {"tokens": tiny_tokenizer().encode(payload["prompt"], add_special_tokens=False)}
+    if path == "/classify":
+        return {"embedding": [1.0]}
+    tokens = payload["input_ids"][payload["logprob_start_len"] :]
+    return {"meta_info": {"input_token_logprobs": [[-0.5, token, None] for token in tokens]}}
 
 
 async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

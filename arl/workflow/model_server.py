@@ -140,9 +140,7 @@ class ModelServer:
                 f"token {max(token_ids)} or {min(token_ids)} is none of the {self._vocab_size} that {self.url} knows"
             )
 
-    async def ask(
-        self, path: str, payload: Mapping[str, Any] | None = None, *, max_retries: int | None = None
-    ) -> Any:
+    async def ask(self, path: str, payload: Mapping[str, Any] | None = None, *, max_retries: int | None = None) -> Any:
         """POST the payload, or GET without one; the JSON that comes back. Raises ServerError, RequestTimeoutError."""
         wait_s, retries = _FIRST_WAIT_S, self._retries if max_retries is None else min(self._retries, max_retries)
         for left in range(retries, -1, -1):
