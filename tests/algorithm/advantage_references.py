@@ -65,7 +65,7 @@ def _of_one(member: Member, group: list[Member], config: AlgorithmConfig) -> Num
         moved = [
             b - p for b, p in zip(sequence.behavior_logprobs.tolist(), sequence.proximal_logprobs.tolist(), strict=True)
         ]
-        return [r + settings.coefficient * m for r, m in zip(given, moved, strict=True)]
+        return [settings.coefficient * (r + m) for r, m in zip(given, moved, strict=True)]
     totals = [_total(t, config) for _, t, _ in peers]
     if isinstance(settings, PassAtKAdvantage):
         return [_pass_at_k(place, [total > 0.5 for total in totals], settings.k)] * len(me.token_ids)
