@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.config import (
@@ -47,7 +45,7 @@ from arl.engine.transport.distributed import DistributedTransport
 from arl.evaluation import Evaluator
 from arl.group_run import GroupRules
 from arl.learner import Learner
-from arl.metrics import RunLog
+from arl.metrics import RunLog, make_run_dir
 from arl.replay import Replay
 from arl.rollout import Dataset, RolloutController
 from arl.stats import RunTotals
@@ -89,7 +87,7 @@ async def launch(
     """
     given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
     _check(config, given)
-    await asyncio.to_thread(_make_run_dir, config.run_dir)
+    await asyncio.to_thread(make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
         trainer = await _build(stack, config, given)
         async with trainer.running():
@@ -117,20 +115,6 @@ def _check(config: Config, given: _Given) -> None:
             "what few steps change is rounded away on servers; weights.transport=adapter publishes them as they are",
             config.weights.transport,
         )
-
-
-def _make_run_dir(run_dir: Path) -> None:
-    """Make it where it is not there, and see that it can be written to."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            pass
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
-        raise ConfigError(
-            f"run_dir is {run_dir}, where a run cannot write its files: {reason}; set run_dir to a directory that can "
-            "be made or written to"
-        ) from error
 
 
 async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Trainer:

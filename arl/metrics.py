@@ -7,6 +7,7 @@ stands once for each version. All calls are short and blocking; the trainer make
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 
 from arl.api.config import LogConfig
-from arl.api.errors import RunFileError
+from arl.api.errors import ConfigError, RunFileError
 from arl.api.types import Group, StepStats
 
 ROWS_SHOWN = 16
@@ -177,6 +178,20 @@ class StepTable:
         for row in self._rows:
             table.add_row(*row)
         return table
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make it where it is not there, and see that it can be written to. Raises ConfigError."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        raise ConfigError(
+            f"run_dir is {run_dir}, where a run cannot write its files: {reason}; set run_dir to a directory that can "
+            "be made or written to"
+        ) from error
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from arl.cli import run
 from arl.data import load_examples
 from arl.engine.model import load_tokenizer
 from arl.launch import launch
-from arl.metrics import plot_run, write_atomically
+from arl.metrics import make_run_dir, plot_run, write_atomically
 from arl.workflow.conversation import Conversation
 from arl.workflow.reward import InlineReward
 from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
@@ -155,6 +155,7 @@ async def main(config: MathAgentConfig) -> None:
     transformers_logging.disable_progress_bar()
     training, held_out = questions(config)
     if config.model == "tiny":
+        make_run_dir(config.run_dir)
         model = warm_start(
             config.run_dir / "model", prompt, CALCULATOR, math_tasks.held_out(config.num_held_out), config.seed
         )
