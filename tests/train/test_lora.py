@@ -376,7 +376,7 @@ def test_a_checkpoint_holds_what_is_trained_alone(make_engine: MakeEngine, tmp_p
     progress = json.loads((tmp_path / "checkpoint" / "progress.json").read_text())
     assert progress["parameters"].keys() == trained(engine).keys()
     stored = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
-    expected = {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in trained(engine)}
+    expected = {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq", "step") for name in trained(engine)}
     assert {name for name in stored if not name.startswith("rng")} == expected
 
 
