@@ -318,19 +318,22 @@ def plot_presets(results: Sequence[Result], path: Path) -> None:
 
 
 def plot_staleness(results: Sequence[Result], path: Path) -> None:
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for colour, name in enumerate(dict.fromkeys(r.run.preset for r in results)):
-        rows = [r for r in results if r.run.preset == name]
-        etas = sorted({r.run.max_staleness for r in rows})
-        means = [fmean(r.after for r in rows if r.run.max_staleness == eta) for eta in etas]
-        axes.plot(
-            [etas.index(r.run.max_staleness) for r in rows], [r.after for r in rows], "o", color=f"C{colour}", alpha=0.4
-        )
-        axes.plot(range(len(etas)), means, color=f"C{colour}", label=name)
-        axes.set_xticks(range(len(etas)), map(str, etas))
-    axes.set(xlabel="max_staleness", ylabel="held-out score after training", ylim=(0, 1))
-    axes.legend()
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels: dict[str, Callable[[Result], float]] = {
+        "held-out score after training": lambda r: r.after,
+        "training score, mean of all steps": mean_score,
+    }
+    for axes, (label, value) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for colour, name in enumerate(dict.fromkeys(r.run.preset for r in results)):
+            rows = [r for r in results if r.run.preset == name]
+            etas = sorted({r.run.max_staleness for r in rows})
+            means = [fmean(value(r) for r in rows if r.run.max_staleness == eta) for eta in etas]
+            places = [etas.index(r.run.max_staleness) for r in rows]
+            axes.plot(places, [value(r) for r in rows], "o", color=f"C{colour}", alpha=0.4)
+            axes.plot(range(len(etas)), means, color=f"C{colour}", label=name)
+            axes.set_xticks(range(len(etas)), map(str, etas))
+        axes.set(xlabel="max_staleness", ylabel=label, ylim=(0.6, 1))
+        axes.legend(loc="lower left")
     figure.savefig(path, dpi=120)
 
 
@@ -388,7 +391,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of training, for each run")
     parser.add_argument("--staleness", action="store_true", help="naive against decoupled_ppo, over --etas")
     parser.add_argument("--etas", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16])
-    parser.add_argument("--steps", type=int, default=100, help="of each run with --staleness")
+    parser.add_argument("--steps", type=int, default=60, help="of each run with --staleness")
     parser.add_argument("--seeds", type=int, nargs="+", default=None)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--batch_size", type=int, default=None, help="32 groups unless set, 16 with --staleness")
