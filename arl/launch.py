@@ -82,13 +82,14 @@ async def launch(
     dataset, eval_dataset: anything with a length and integer indexing whose items are mappings; each item is what
     `arun_episode` receives as `data`. keep: a filter; a finished group for which it is false is rejected, and its
     place refilled. curriculum: says which examples each stage hands out, in which order; without one, epochs of the
-    whole dataset. Raises the ArlError of whatever could not start, and, out of the block, the first error of any part
+    whole dataset. The workflow is entered first and left last. Raises the ArlError of whatever could not start, and, out of the block, the first error of any part
     of the run.
     """
     given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
     _check(config, given)
     await asyncio.to_thread(make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(workflow)
         trainer = await _build(stack, config, given)
         async with trainer.running():
             yield trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from arl.api.engine import InferenceEngine
@@ -12,7 +12,17 @@ if TYPE_CHECKING:
 
 
 class RolloutWorkflow(ABC):
-    """An agent. One instance serves all episodes at once, so per-episode state lives in local variables."""
+    """An agent. One instance serves all episodes at once, so per-episode state lives in local variables.
+
+    What lives as long as a run (worker processes, servers, connections) is opened in `__aenter__` and closed in
+    `__aexit__`: whoever runs episodes enters the workflow before the first and leaves it after the last.
+    """
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        return None
 
     @abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | Sequence[Trajectory] | None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Protocol
+from typing import Protocol, Self
 
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ConfigError, first_error
@@ -54,6 +54,13 @@ class DistillationWorkflow(RolloutWorkflow):
         self._teacher = teacher
         self._coefficient = coefficient
         self.keep_reward = keep_reward
+
+    async def __aenter__(self) -> Self:
+        await self._workflow.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._workflow.__aexit__(*exc)
 
     async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         episode = await self._workflow.arun_episode(engine, data)
