@@ -64,13 +64,12 @@ async def _error_of(call: object) -> BaseException | None:
 async def test_errors_and_malformed_results_name_the_function() -> None:
     async with RewardPool(behaves, workers=1) as reward:
         for how, what in [
-            ("raises", "ValueError: no such answer"),
-            ("is not a number", "returned 'text'; a reward must be a finite number"),
-            ("is nan", "returned nan; a reward must be a finite number"),
+            ("raises", "(?s)reward function behaves failed in its worker.*ValueError: no such answer"),
+            ("is not a number", "reward function behaves returned 'text'; a reward must be a finite number"),
+            ("is nan", "reward function behaves returned nan; a reward must be a finite number"),
         ]:
-            with pytest.raises(RewardError, match=what) as raised:
+            with pytest.raises(RewardError, match=what):
                 await reward(how)
-            assert "reward function behaves failed in its worker" in str(raised.value)
 
 
 async def test_an_argument_that_cannot_be_pickled_is_an_error() -> None:

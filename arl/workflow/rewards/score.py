@@ -1,0 +1,110 @@
+"""What rewards give, and what all of them have in common: an answer and its example in, a finite number out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Self, TypeVar
+
+from arl.api.errors import RewardError
+from arl.api.types import Example
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward with what it is made of.
+
+    value: the reward. parts: its named parts, each as it was before weighting; a workflow hands them to
+    Trajectory.rewards, and logs show the mean of each as `reward/NAME`. metrics: numbers that are logged as
+    `episode/NAME` and rewarded by nothing.
+
+    Raises ValueError for what is no finite number.
+    """
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        named = {"value": self.value, **_named("parts", self.parts), **_named("metrics", self.metrics)}
+        for name, number in named.items():
+            if not is_finite(number):
+                raise ValueError(f"{name} is {shown(number)}; a reward must be a finite number")
+
+
+Reward = Callable[[str, Example], Awaitable[float | Score]]
+"""What a workflow awaits: the agent's final answer and the example, to a number or a Score."""
+
+ResultT = TypeVar("ResultT", float, Score, float | Score)
+
+
+def score_of(result: object, name: str = "a reward") -> Score:
+    """A number as a Score, and a Score as it is. Raises RewardError, which says that `name` returned something else."""
+    if isinstance(result, Score):
+        return result
+    if not is_finite(result):
+        hint = "; return Score(value, parts) for several named ones" if isinstance(result, Mapping) else ""
+        raise RewardError(f"{name} returned {shown(result)}; a reward must be a finite number, or a Score{hint}")
+    return Score(float(result))  # pyright: ignore[reportArgumentType]
+
+
+def is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def shown(value: object) -> str:
+    """Of what a model or a function gave, as much as belongs into a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python converts
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+def name_of(function: Any) -> str:
+    """What messages call a function or a reward."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+class Shared(ABC):
+    """What is opened by the first `async with` and closed by the last, however many use it at the same time.
+
+    So a workflow can enter a reward that it was given: whoever opened it before keeps it open.
+    """
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._entering = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        async with self._entering:
+            if not self._num_users:
+                await self._open()
+            self._num_users += 1
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        async with self._entering:
+            self._num_users -= 1
+            if not self._num_users:
+                await self._close()
+
+    @abstractmethod
+    async def _open(self) -> None: ...
+
+    @abstractmethod
+    async def _close(self) -> None: ...
+
+
+def _named(field_name: str, numbers: Mapping[str, float]) -> dict[str, float]:
+    return {f"{field_name}[{name!r}]": number for name, number in numbers.items()}
