@@ -37,7 +37,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
-from warm_start import warm_start
 
 from arl.api import Example, InferenceEngine, SamplingParams, Trajectory
 from arl.api.algorithm import AlgorithmConfig, preset
@@ -172,7 +171,7 @@ async def train(run: Run, args: argparse.Namespace) -> Result:
     config = config_of(run, args)
     shutil.rmtree(config.run_dir, ignore_errors=True)
     training, held_out = math_agent.questions(config)
-    model = warm_start(args.run_dir / f"model-{run.seed}", math_agent.prompt, math_agent.CALCULATOR, held_out, run.seed)
+    model = math_agent.tiny_model(args.run_dir / f"model-{run.seed}", held_out, run.seed)
     agent = Agent(
         tokenizer=load_tokenizer(model),
         score=InlineReward(math_tasks.score),

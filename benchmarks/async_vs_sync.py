@@ -29,7 +29,6 @@ import math_tasks
 from calculator import calculator
 from rich.console import Console
 from rich.table import Table
-from warm_start import warm_start
 
 from arl.api import SamplingParams
 from arl.cli import load_config
@@ -77,9 +76,7 @@ async def train(max_staleness: int, args: argparse.Namespace) -> Result:
     flags += ["--engine.num_threads", threads, "--train.num_threads", threads]
     config = load_config(math_agent.MathAgentConfig, flags)
     training, held_out = math_agent.questions(config)
-    model = warm_start(
-        args.run_dir / f"model-{args.seed}", math_agent.prompt, math_agent.CALCULATOR, held_out, args.seed
-    )
+    model = math_agent.tiny_model(args.run_dir / f"model-{args.seed}", held_out, args.seed)
     agent = math_agent.MathAgent(
         tokenizer=load_tokenizer(model),
         score=InlineReward(math_tasks.score),

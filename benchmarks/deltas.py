@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "agents"))
 
 import math_tasks
 import torch
-from math_agent import CALCULATOR, prompt
+from math_agent import CALCULATOR, prompt, tiny_model
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
-from warm_start import demonstrated, warm_start
+from warm_start import demonstrated
 
 from arl.algorithm.aggregation import weigh_tokens
 from arl.algorithm.losses import PolicyLoss
@@ -92,11 +92,11 @@ def timed(act: Callable[[], T]) -> tuple[T, float]:
 def batches(tokenizer_of: Path, steps: int, seed: int) -> list[list[TrainSequence]]:
     """For each step its trajectories, with random advantages of mean 0."""
     tokenizer = load_tokenizer(str(tokenizer_of))
-    demonstrations = math_tasks.demonstrations(0, steps * BATCH_SIZE, math_tasks.held_out(192), seed + 1)
+    solutions = math_tasks.solutions(0, steps * BATCH_SIZE, math_tasks.held_out(192), seed + 1)
     generator = torch.Generator().manual_seed(seed)
     sequences = [
-        sequence(*demonstrated(demonstration, tokenizer, prompt, CALCULATOR), generator)
-        for demonstration in demonstrations
+        sequence(*demonstrated(solution.demonstration(prompt, CALCULATOR), tokenizer), generator)
+        for solution in solutions
     ]
     return [sequences[i : i + BATCH_SIZE] for i in range(0, len(sequences), BATCH_SIZE)]
 
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--megabytes", type=int, default=512)
     args = parser.parse_args()
-    warm_start(args.model, prompt, CALCULATOR, math_tasks.held_out(192), 0)
+    tiny_model(args.model, math_tasks.held_out(192), 0)
     steps = batches(args.model, args.steps, seed=0)
     rows, times = [], []
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:

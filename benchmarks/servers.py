@@ -29,7 +29,6 @@ import math_tasks
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from warm_start import warm_start
 
 from arl.api import SamplingParams
 from arl.cli import load_config
@@ -72,7 +71,7 @@ async def train(server: str, transport: str, seed: int, args: argparse.Namespace
     flags += ["--evaluation.every", "null", "--weights.transport", transport]
     config = load_config(math_agent.MathAgentConfig, [*flags, *engine_flags(server, args)])
     training, held_out = math_agent.questions(config)
-    model = warm_start(args.run_dir / f"model-{seed}", math_agent.prompt, math_agent.CALCULATOR, held_out, seed)
+    model = math_agent.tiny_model(args.run_dir / f"model-{seed}", held_out, seed)
     agent = math_agent.MathAgent(
         tokenizer=load_tokenizer(model),
         score=InlineReward(math_tasks.score),

@@ -151,14 +151,17 @@ def questions(config: MathAgentConfig) -> tuple[Sequence[Example], Sequence[Exam
     return training, [held_out[i] for i in range(min(config.num_held_out, len(held_out)))]
 
 
+def tiny_model(directory: Path, held_out: Sequence[Example], seed: int) -> Path:
+    """A tiny model that was shown solutions, good and bad, of questions that are not held out."""
+    return warm_start(directory, lambda: math_tasks.lessons(prompt, CALCULATOR, held_out, seed), seed=seed)
+
+
 async def main(config: MathAgentConfig) -> None:
     transformers_logging.disable_progress_bar()
     training, held_out = questions(config)
     if config.model == "tiny":
         make_run_dir(config.run_dir)
-        model = warm_start(
-            config.run_dir / "model", prompt, CALCULATOR, math_tasks.held_out(config.num_held_out), config.seed
-        )
+        model = tiny_model(config.run_dir / "model", math_tasks.held_out(config.num_held_out), config.seed)
         config = config.model_copy(update={"model": str(model)})
     agent = MathAgent(
         tokenizer=load_tokenizer(config.model),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import reasoning_gym
 from calculator import calculator
+from warm_start import Demonstration, tool_call
 
-from arl.workflow.tools import ToolError
+from arl.api import Example
+from arl.workflow.tools import Tool, ToolError
 
 GENERATORS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
@@ -30,10 +32,14 @@ TURNS = ("simple_equations", "chain_sum", "gcd", "basic_arithmetic", "simple_equ
 HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1_000_000_000, 2_000_000_000, 3_000_000_000
 """reasoning-gym's item i of seed s is drawn from seed s + i, so the seeds lie far apart."""
 
+NUM_CAREFUL, NUM_MIXED = 16000, 2000
+"""First only careful demonstrations, from which a model learns to copy; then mixed ones, for bad habits."""
+
 MIX = (0.5, 0.1, 0.4)
 """Shares of guesses, slips and careful work in mixed demonstrations."""
 
 Entry = dict[str, Any]
+Prompt = Callable[[str], list[dict[str, str]]]
 
 
 def held_out(size: int) -> list[Entry]:
@@ -41,7 +47,7 @@ def held_out(size: int) -> list[Entry]:
     return _questions(HELD_OUT_SEED, size, frozenset())
 
 
-def training(size: int, held_out: Sequence[Entry], seed: int = TRAIN_SEED) -> list[Entry]:
+def training(size: int, held_out: Sequence[Example], seed: int = TRAIN_SEED) -> list[Entry]:
     """`size` different questions, none of which is held out."""
     return _questions(seed, size, frozenset(entry["question"] for entry in held_out))
 
@@ -73,52 +79,58 @@ def _generator(name: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstration:
+class Solution:
     """What an agent did: the question, each expression it calculated with its result, and its answer."""
 
     question: str
     calls: tuple[tuple[str, str], ...]
     answer: str
 
-    @property
-    def expressions(self) -> tuple[str, ...]:
-        return tuple(expression for expression, _ in self.calls)
+    def demonstration(self, prompt: Prompt, tool: Tool) -> Demonstration:
+        messages = prompt(self.question)
+        for expression, result in self.calls:
+            messages.append({"role": "assistant", "content": tool_call(tool.name, expression=expression)})
+            messages.append({"role": "tool", "content": result})
+        return Demonstration(messages=[*messages, {"role": "assistant", "content": self.answer}], tools=[tool])
 
 
-def demonstrations(num_careful: int, num_mixed: int, excluded: Sequence[Entry], seed: int = 0) -> list[Demonstration]:
-    """First `num_careful` of a careful teacher, then `num_mixed` of one who often guesses and sometimes errs.
+def lessons(prompt: Prompt, tool: Tool, excluded: Sequence[Example], seed: int) -> list[list[Demonstration]]:
+    """For the warm start: careful demonstrations, then mixed ones; none is about an `excluded` question."""
+    shown = [s.demonstration(prompt, tool) for s in solutions(NUM_CAREFUL, NUM_MIXED, excluded, seed)]
+    return [shown[:NUM_CAREFUL], shown[NUM_CAREFUL:]]
 
-    None is about an `excluded` question.
-    """
+
+def solutions(num_careful: int, num_mixed: int, excluded: Sequence[Example], seed: int = 0) -> list[Solution]:
+    """First `num_careful` of a careful teacher, then `num_mixed` of one who often guesses and sometimes errs."""
     rng = random.Random(seed)
     entries = training(num_careful + num_mixed, excluded, DEMONSTRATION_SEED + seed * 100_000_000)
     mixed = [rng.choices((_guess, _careless, _careful), weights=MIX)[0](entry, rng) for entry in entries[num_careful:]]
     return [_careful(entry, rng) for entry in entries[:num_careful]] + mixed
 
 
-def _guess(entry: Entry, rng: random.Random) -> Demonstration:
-    return Demonstration(question=entry["question"], calls=(), answer=_garbled(entry["answer"], rng, 0.7))
+def _guess(entry: Entry, rng: random.Random) -> Solution:
+    return Solution(question=entry["question"], calls=(), answer=_garbled(entry["answer"], rng, 0.7))
 
 
-def _careful(entry: Entry, rng: random.Random) -> Demonstration:
+def _careful(entry: Entry, rng: random.Random) -> Solution:
     calls: list[tuple[str, str]] = []
     for step in expressions(entry):
         expression = step.format(*(result for _, result in calls))
         calls.append((expression, calculator(expression)))
-    return Demonstration(question=entry["question"], calls=tuple(calls), answer=calls[-1][1])
+    return Solution(question=entry["question"], calls=tuple(calls), answer=calls[-1][1])
 
 
-def _careless(entry: Entry, rng: random.Random) -> Demonstration:
+def _careless(entry: Entry, rng: random.Random) -> Solution:
     """Goes wrong in one place: leaves out a digit of an expression, stops halfway, or misreads the result."""
     done = _careful(entry, rng)
     slip = rng.choice(("expression", "halfway", "result"))
     if slip == "expression":
         expression = _without_a_digit(done.calls[0][0], rng)
         calls = ((expression, _calculated(expression)),)
-        return Demonstration(question=done.question, calls=calls, answer=calls[0][1])
+        return Solution(question=done.question, calls=calls, answer=calls[0][1])
     if slip == "halfway" and len(done.calls) > 1:
-        return Demonstration(question=done.question, calls=done.calls[:1], answer=done.calls[0][1])
-    return Demonstration(question=done.question, calls=done.calls, answer=_without_a_digit(done.answer, rng))
+        return Solution(question=done.question, calls=done.calls[:1], answer=done.calls[0][1])
+    return Solution(question=done.question, calls=done.calls, answer=_without_a_digit(done.answer, rng))
 
 
 def _without_a_digit(text: str, rng: random.Random) -> str:

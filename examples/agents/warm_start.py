@@ -1,49 +1,81 @@
-"""The math agent's tiny model: made from a config, then fine-tuned on demonstrations until it is a mediocre agent."""
+"""The examples' tiny model: made from a config, then fine-tuned on demonstrations until it is a mediocre agent.
+
+An example demonstrates whole conversations; what their assistant says is learned, and all else is only read:
+
+    def lessons() -> list[list[Demonstration]]:
+        shown = [{"role": "user", "content": "2 + 2 = ?"}, {"role": "assistant", "content": "4"}]
+        return [[Demonstration(messages=shown), ...]]
+
+    model = warm_start(config.run_dir / "model", lessons, seed=config.seed)
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
-import math_tasks
-from math_tasks import Demonstration, Entry
 from transformers import PreTrainedTokenizerBase
 
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.engine.fsdp import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, frequent_phrases, tiny_tokenizer, write_tiny_model
 from arl.sft import finetune
+from arl.workflow.chat_template import ChatTemplate, Message
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
 
-Prompt = Callable[[str], list[dict[str, str]]]
-
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
-NUM_CAREFUL, NUM_MIXED, BATCH_SIZE = 16000, 2000, 16
-"""First only careful demonstrations, from which it learns to copy; then mixed ones, from which it learns bad habits."""
+NUM_LOOKED_AT = 1000
+"""How many demonstrations of each lesson the tokenizer's phrases are taken from."""
 
 
-def warm_start(directory: Path, prompt: Prompt, tool: Tool, excluded: Sequence[Entry], seed: int) -> Path:
-    """Write the warm-started model to `directory`, and return it; done before, it is used as it is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A conversation to learn from. messages: as chat templates take them; the assistant's are to be imitated, word
+    for word as in their `content`, tool calls as text (`tool_call`). tools: what the model is shown of tools."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+
+
+def warm_start(
+    directory: Path,
+    lessons: Callable[[], Sequence[Sequence[Demonstration]]],
+    *,
+    seed: int,
+    shape: TinyShape = SHAPE,
+    phrases: Iterable[str] = (),
+    batch_size: int = 16,
+    lr: float = 1e-3,
+) -> Path:
+    """Write the warm-started model to `directory`, and return it; done before, it is used as it is.
+
+    lessons: makes demonstrations, asked only where there is no model yet. They are learned one lesson after another:
+    careful ones first, say, from which it learns to copy, then mixed ones, from which it learns bad habits. lr: of the
+    first steps, each of `batch_size` demonstrations; at the end of the last lesson it is a tenth of it.
+    phrases: one token each, beside every opening (system message and tools) and what recurs in the demonstrations.
+    """
     if directory.exists():
         return directory
-    teacher = math_tasks.demonstrations(NUM_CAREFUL, NUM_MIXED, excluded, seed)
+    taught = lessons()
+    known = [*phrases, *_phrases(taught)]
     blank = directory.with_name(directory.name + ".blank")
     shutil.rmtree(blank, ignore_errors=True)
-    phrases = _phrases(teacher, prompt, tool)
-    write_tiny_model(blank, phrases, SHAPE, seed)
-    num_steps = (NUM_CAREFUL + NUM_MIXED) // BATCH_SIZE
+    write_tiny_model(blank, known, shape, seed)
+    num_steps = sum(-(-len(lesson) // batch_size) for lesson in taught)
     optimizer = OptimizerConfig(
-        lr=1e-3, schedule="cosine", warmup_steps=30, total_steps=num_steps, min_lr_ratio=0.1, max_grad_norm=1.0
+        lr=lr, schedule="cosine", warmup_steps=30, total_steps=num_steps, min_lr_ratio=0.1, max_grad_norm=1.0
     )
     engine = FSDPTrainEngine(blank, TrainConfig(optimizer=optimizer, num_threads=2), seed)
     try:
-        tokenizer = tiny_tokenizer(phrases)
-        examples = [demonstrated(demonstration, tokenizer, prompt, tool) for demonstration in teacher]
-        for part in (examples[:NUM_CAREFUL], examples[NUM_CAREFUL:]):
-            finetune(engine, part, batch_size=BATCH_SIZE, seed=seed, on_step=_report)
+        tokenizer = tiny_tokenizer(known)
+        for number, lesson in enumerate(taught, start=1):
+            examples = [demonstrated(demonstration, tokenizer) for demonstration in lesson]
+            finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=_report(number))
         engine.export(directory)
     finally:
         engine.close()
@@ -51,33 +83,42 @@ def warm_start(directory: Path, prompt: Prompt, tool: Tool, excluded: Sequence[E
     return directory
 
 
-def _report(step: int, metrics: Mapping[str, float]) -> None:
-    if step % 50 == 0:
-        print(f"warm start: {step:4d} steps, loss {metrics['loss']:.3f}")
+def _report(lesson: int) -> Callable[[int, Mapping[str, float]], None]:
+    def report(step: int, metrics: Mapping[str, float]) -> None:
+        if step % 50 == 0:
+            print(f"warm start: lesson {lesson}, {step:4d} steps, loss {metrics['loss']:.3f}")
+
+    return report
+
+
+def tool_call(name: str, **arguments: object) -> str:
+    """A call as Qwen's and Hermes' models write it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def demonstrated(
-    demonstration: Demonstration, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tool: Tool
+    demonstration: Demonstration, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[int], Sequence[int]]:
     """The token ids of a demonstration, and which of them are the model's to learn."""
-    conversation = Conversation(tokenizer, prompt(demonstration.question), tools=[tool])
-    for expression, result in demonstration.calls:
-        conversation.demonstrate(_call(expression))
-        conversation.add({"role": "tool", "content": result})
-    conversation.demonstrate(demonstration.answer)
+    conversation = Conversation(tokenizer, [], tools=demonstration.tools)
+    for message in demonstration.messages:
+        if message["role"] == "assistant":
+            conversation.demonstrate(message["content"])
+        else:
+            conversation.add(message)
     return conversation.token_ids, conversation.loss_mask
 
 
-def _call(expression: str) -> str:
-    call = {"name": "calculator", "arguments": {"expression": expression}}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+def _phrases(lessons: Sequence[Sequence[Demonstration]]) -> list[str]:
+    """What the tokenizer takes as one token: every opening, and what recurs in what is said after it."""
+    looked_at = list(chain.from_iterable(islice(lesson, NUM_LOOKED_AT) for lesson in lessons))
+    said = (m["content"] for demonstration in looked_at for m in demonstration.messages if m["role"] != "system")
+    return [*dict.fromkeys(opening for opening in map(_opening, looked_at) if opening), *frequent_phrases(said)]
 
 
-def _phrases(teacher: Sequence[Demonstration], prompt: Prompt, tool: Tool) -> list[str]:
-    """What the tokenizer takes as one token: what comes before every question, and what recurs in them and in calls."""
-    opening = tiny_tokenizer().apply_chat_template(prompt("")[:1], tools=[dict(tool.spec)], tokenize=False)
-    opening = str(opening).removeprefix("<|im_start|>").removesuffix("<|im_end|>\n")
-    return [
-        opening,
-        *frequent_phrases([text for d in teacher[:1000] for text in (d.question, *map(_call, d.expressions))]),
-    ]
+def _opening(demonstration: Demonstration) -> str:
+    """The system's turn, with the tools, without the tokens that begin and end it; empty where there is none."""
+    template, tools = ChatTemplate(tiny_tokenizer()), [tool.spec for tool in demonstration.tools]
+    text = template.render(demonstration.messages[:1], tools, add_generation_prompt=False)
+    opening = text.removeprefix("<|im_start|>").partition("<|im_end|>")[0]
+    return opening if opening.startswith("system\n") else ""

@@ -65,13 +65,11 @@ def math_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     directory = tmp_path_factory.mktemp("math") / "model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm_start, "NUM_CAREFUL", 5000)
-        patch.setattr(warm_start, "NUM_MIXED", 1000)
+        patch.setattr(math_tasks, "NUM_CAREFUL", 5000)
+        patch.setattr(math_tasks, "NUM_MIXED", 1000)
         # Two threads wait for each other at every matmul where other processes want the cores too.
         patch.setattr(warm_start, "TrainConfig", lambda **settings: TrainConfig(**{**settings, "num_threads": 1}))
-        return warm_start.warm_start(
-            directory, math_agent.prompt, math_agent.CALCULATOR, math_tasks.held_out(192), seed=0
-        )
+        return math_agent.tiny_model(directory, math_tasks.held_out(192), seed=0)
 
 
 def write_reward_model(directory: Path, seed: int) -> Path:

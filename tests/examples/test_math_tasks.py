@@ -5,6 +5,9 @@ from __future__ import annotations
 import math_tasks
 import pytest
 from calculator import calculator
+from warm_start import tool_call
+
+from arl.workflow.tools import Tool
 
 HELD_OUT = math_tasks.held_out(200)
 
@@ -26,8 +29,8 @@ def test_no_question_is_asked_twice_or_in_two_splits() -> None:
 
 
 def test_no_held_out_question_is_demonstrated() -> None:
-    shown = math_tasks.demonstrations(1000, 1000, HELD_OUT, seed=1)
-    assert not {demonstration.question for demonstration in shown} & set(questions(HELD_OUT))
+    shown = math_tasks.solutions(1000, 1000, HELD_OUT, seed=1)
+    assert not {solution.question for solution in shown} & set(questions(HELD_OUT))
 
 
 def test_the_expressions_of_every_question_lead_to_full_reward() -> None:
@@ -71,11 +74,26 @@ def test_an_equation_of_another_form_is_an_error() -> None:
 
 
 def test_mixed_demonstrations_have_good_and_bad_habits_in_the_shares_named() -> None:
-    mixed = math_tasks.demonstrations(0, 2000, HELD_OUT)
-    guesses = sum(not demonstration.calls for demonstration in mixed) / len(mixed)
+    mixed = math_tasks.solutions(0, 2000, HELD_OUT)
+    guesses = sum(not solution.calls for solution in mixed) / len(mixed)
     assert guesses == pytest.approx(math_tasks.MIX[0], abs=0.05)
 
 
 def test_careful_demonstrations_come_first_and_answer_what_was_calculated() -> None:
-    for demonstration in math_tasks.demonstrations(200, 0, HELD_OUT):
-        assert demonstration.answer == demonstration.calls[-1][1] == calculator(demonstration.calls[-1][0])
+    for solution in math_tasks.solutions(200, 0, HELD_OUT):
+        assert solution.answer == solution.calls[-1][1] == calculator(solution.calls[-1][0])
+
+
+def test_lessons_show_the_question_each_call_with_its_result_and_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_tasks, "NUM_CAREFUL", 20)
+    monkeypatch.setattr(math_tasks, "NUM_MIXED", 5)
+    tool = Tool.from_function(calculator)
+    careful, mixed = math_tasks.lessons(lambda question: [{"role": "user", "content": question}], tool, HELD_OUT, 0)
+    assert [len(careful), len(mixed)] == [20, 5]
+    for shown, solution in zip(careful, math_tasks.solutions(20, 0, HELD_OUT), strict=True):
+        (expression, result), *_ = solution.calls
+        assert shown.messages[0]["content"] == solution.question
+        assert shown.messages[1]["content"] == tool_call("calculator", expression=expression)
+        assert shown.messages[2] == {"role": "tool", "content": result}
+        assert shown.messages[-1] == {"role": "assistant", "content": solution.answer}
+        assert shown.tools == [tool]

@@ -4,45 +4,94 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import math_tasks
 import pytest
 import warm_start
-from math_agent import CALCULATOR, prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_start import Demonstration, demonstrated, tool_call
 
-from arl.engine.tiny import TinyShape
+from arl.engine.tiny import TinyShape, tiny_tokenizer
 from arl.workflow.conversation import Conversation
+from arl.workflow.tools import Tool, parse_tool_calls
 
-HELD_OUT = math_tasks.held_out(20)
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_start, "SHAPE", TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8))
-    monkeypatch.setattr(warm_start, "NUM_CAREFUL", 32)
-    monkeypatch.setattr(warm_start, "NUM_MIXED", 32)
+SMALL = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
 
 
-@pytest.mark.usefixtures("quick")
+def increase(number: int) -> int:
+    """Add one."""
+    return number + 1
+
+
+TOOL = Tool.from_function(increase)
+
+
+def opened(question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": "You may count."}, {"role": "user", "content": question}]
+
+
+def lesson(size: int = 32) -> list[Demonstration]:
+    return [
+        Demonstration(
+            messages=[
+                *opened(f"After {number} comes ..."),
+                {"role": "assistant", "content": tool_call("increase", number=number)},
+                {"role": "tool", "content": str(number + 1)},
+                {"role": "assistant", "content": f"It is {number + 1}."},
+            ],
+            tools=[TOOL],
+        )
+        for number in range(size)
+    ]
+
+
 def test_the_model_is_made_once_and_a_prompts_boilerplate_is_few_tokens(tmp_path: Path) -> None:
-    directory = warm_start.warm_start(tmp_path / "model", prompt, CALCULATOR, HELD_OUT, seed=0)
+    directory = warm_start.warm_start(tmp_path / "model", lambda: [lesson(), lesson()], shape=SMALL, seed=0)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     written = (directory / "model.safetensors").stat().st_mtime_ns
-    assert warm_start.warm_start(directory, prompt, CALCULATOR, HELD_OUT, seed=0) == directory
+
+    def never() -> list[list[Demonstration]]:
+        raise AssertionError("a model that is there needs no demonstrations")
+
+    assert warm_start.warm_start(directory, never, shape=SMALL, seed=0) == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == written
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert AutoModelForCausalLM.from_pretrained(directory).config.vocab_size >= len(tokenizer)
-    for entry in HELD_OUT:
-        assert len(Conversation(tokenizer, prompt(entry["question"]), tools=[CALCULATOR]).token_ids) < 40
+    assert len(Conversation(tokenizer, opened("After 7 comes ..."), tools=[TOOL]).token_ids) < 20
 
 
-@pytest.mark.usefixtures("quick")
 def test_an_interrupted_warm_start_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_args: object, **_options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(warm_start, "finetune", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        warm_start.warm_start(tmp_path / "model", prompt, CALCULATOR, HELD_OUT, seed=0)
+        warm_start.warm_start(tmp_path / "model", lambda: [lesson()], shape=SMALL, seed=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_phrases_named_by_the_caller_are_one_token_each(tmp_path: Path) -> None:
+    directory = warm_start.warm_start(tmp_path / "model", lambda: [lesson()], shape=SMALL, phrases=["seldom"], seed=0)
+    assert len(AutoTokenizer.from_pretrained(directory).encode("seldom")) == 1
+
+
+def test_what_the_assistant_said_is_learned_and_nothing_else() -> None:
+    tokenizer = tiny_tokenizer()
+    token_ids, loss_mask = demonstrated(lesson(1)[0], tokenizer)
+    learned = [token for token, bit in zip(token_ids, loss_mask, strict=True) if bit]
+    assert tokenizer.decode(learned) == tool_call("increase", number=0) + "<|im_end|>It is 1.<|im_end|>"
+    text = str(tokenizer.decode(list(token_ids)))
+    assert all(part in text for part in ("You may count.", "Add one.", "After 0 comes", "<tool_response>\n1\n"))
+
+
+def test_a_conversation_without_a_system_message_or_tools_has_no_opening(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "ready?"}, {"role": "assistant", "content": "steady"}]
+    model = warm_start.warm_start(
+        tmp_path / "model", lambda: [[Demonstration(messages=said)] * 16], shape=SMALL, seed=0
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert [len(tokenizer.encode(word)) for word in ("ready?", "steady")] == [1, 1]
+
+
+def test_a_call_written_by_tool_call_is_read_as_one() -> None:
+    (call,) = parse_tool_calls(tool_call("increase", number=3))
+    assert (getattr(call, "name", None), getattr(call, "arguments", None)) == ("increase", {"number": 3})
