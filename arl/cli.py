@@ -89,15 +89,22 @@ def _over(default: object, given: Any) -> Any:
     return {**tags, **said, **{name: _over(getattr(default, name, None), value) for name, value in given.items()}}
 
 
-def run(main: Callable[[ConfigT], Awaitable[object]], config_class: type[ConfigT]) -> None:
+def run(
+    main: Callable[[ConfigT], Awaitable[object]],
+    config_class: type[ConfigT],
+    argv: Sequence[str] | None = None,
+    *,
+    if_stopped: str = "run the same command again to continue",
+) -> None:
     """Load the configuration and run `main` on it: the last line of a script.
 
+    argv: as for load_config. if_stopped: what to tell someone who pressed Ctrl-C.
     An ArlError becomes one message on stderr and exit code 1 (2 for a wrong setting), with a traceback only where the
     user's own code failed. Ctrl-C and SIGTERM cancel main, whose `async with` blocks save and clean up, and end the
     process with 130 or 143.
     """
     try:
-        config = load_config(config_class)
+        config = load_config(config_class, argv)
     except ConfigError as error:
         _exit(2, f"error: {error}")
     interrupted: list[int] = []
@@ -105,7 +112,7 @@ def run(main: Callable[[ConfigT], Awaitable[object]], config_class: type[ConfigT
         asyncio.run(_cancelled_by_signals(main(config), interrupted))
     except (asyncio.CancelledError, KeyboardInterrupt):
         number = interrupted[0] if interrupted else signal.SIGINT
-        _exit(128 + number, f"stopped by {signal.Signals(number).name}; run the same command again to continue")
+        _exit(128 + number, f"stopped by {signal.Signals(number).name}; {if_stopped}")
     except FailureBudgetError as error:
         _exit(1, f"error: {error}", users_error=error.__cause__)
     except ArlError as error:

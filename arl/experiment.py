@@ -1,47 +1,177 @@
 """Experiment: what a script trains, on what, and how; `arl try` and `arl eval` run the same agent without training.
 
-    experiment = Experiment(config=MyConfig, prepare=prepare)
+experiment = Experiment(config=MyConfig, prepare=prepare)
 
-    if __name__ == "__main__":
-        experiment.main()
+if __name__ == "__main__":
+    experiment.main()
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+import json
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+from pydantic import model_validator
 
 from arl.api.config import Config
+from arl.api.curriculum import Curriculum
+from arl.api.settings import TAGS
+from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
+from arl.cli import run
+from arl.launch import check_workflow, launch
+from arl.metrics import Evaluation, make_run_dir, plot_run, write_atomically
 from arl.rollout import Dataset
+from arl.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+
+TINY = "tiny"
+TRAINED = "trained"
+"""Where in run_dir the trained model is written, as a Hugging Face directory."""
+
+
+class ExperimentConfig(Config):
+    """Settings of an experiment that makes a tiny model of its own where it is given no other.
+
+    class MyConfig(ExperimentConfig):
+        tiny_settings = {"steps": 60, "rollout": {"batch_size": 16}}
+    """
+
+    tiny_settings: ClassVar[Mapping[str, Any]] = {}
+    """Defaults with which the tiny model learns in minutes on two cores; another model has the ordinary ones. Flags
+    and files override them one by one; a section for which they name another kind or preset stands alone."""
+
+    model: str = TINY
+    """A Hugging Face model directory or name; `tiny` builds one and warm-starts it on demonstrations."""
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.model == TINY
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_tiny_settings(cls, given: Any) -> object:
+        if not isinstance(given, dict):
+            return given
+        settings = cast("dict[str, Any]", given)
+        return _merged(cls.tiny_settings, settings) if settings.get("model", TINY) == TINY else settings
+
+
+def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if any(given.get(tag, defaults.get(tag)) != defaults.get(tag) for tag in ("preset", *TAGS)):
+        return dict(given)
+    both = {key for key in defaults if isinstance(defaults[key], Mapping) and isinstance(given.get(key), dict)}
+    return {**defaults, **given, **{key: _merged(defaults[key], given[key]) for key in both}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What one run of an experiment works with. model: a Hugging Face directory or name, in the place of config.model;
-    the others are what `launch` takes."""
+    the others are what `launch` takes. Raises ConfigError where the workflow is none."""
 
     model: str
     workflow: RolloutWorkflow
     dataset: Dataset
     eval_dataset: Dataset | None = None
+    keep: Callable[[Group], bool] | None = None
+    curriculum: Curriculum | None = None
+
+    def __post_init__(self) -> None:
+        check_workflow(self.workflow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment(Generic[ConfigT]):
-    """config: the settings' class. prepare: makes everything from the settings; sync or async, and may take minutes
-    (building and fine-tuning a tiny model, say)."""
+    """config: the settings' class. prepare: makes everything from the settings, in a run_dir that is there; a coroutine
+    function, or a function, which is called on a thread, since it may take minutes (fine-tuning a tiny model, say)."""
 
     config: type[ConfigT]
     prepare: Callable[[ConfigT], Setup | Awaitable[Setup]]
 
+    def main(self, argv: Sequence[str] | None = None) -> None:
+        """Train with the settings of the command line: the last line of a script. Ends as `arl.cli.run` does.
+
+        argv: without the program's name; sys.argv[1:] when None.
+        """
+        run(self.train, self.config, argv)
+
+    async def train(self, config: ConfigT) -> None:
+        """Evaluate, train, evaluate again, and leave in run_dir summary.json, reward.png and the trained model.
+
+        Run again on the same run_dir, it continues; what the model was before any training is then known already.
+        """
+        config, setup = await self.aprepare(config)
+        async with launch(
+            config,
+            workflow=setup.workflow,
+            dataset=setup.dataset,
+            eval_dataset=setup.eval_dataset,
+            keep=setup.keep,
+            curriculum=setup.curriculum,
+        ) as trainer:
+            before = await _evaluated(trainer, at_start=True)
+            async for _ in trainer:
+                pass
+            after = await _evaluated(trainer)
+            await trainer.export(config.run_dir / TRAINED)
+        result = await asyncio.to_thread(_write_results, config, trainer.summary(), before, after)
+        sys.stdout.write(result + "\n")
+
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
-        """The settings with the prepared model in them, and what was prepared."""
-        setup = self.prepare(config)
-        if inspect.isawaitable(setup):
-            setup = await setup
+        """The settings with the prepared model in them, and what was prepared. Raises ConfigError where run_dir cannot
+        be made, and whatever `prepare` raises."""
+        await asyncio.to_thread(make_run_dir, config.run_dir)
+        await asyncio.to_thread(_hide_progress_bars)
+        prepared = await asyncio.to_thread(self.prepare, config)
+        setup = await prepared if inspect.isawaitable(prepared) else prepared
         return config.model_copy(update={"model": setup.model}), setup
+
+
+async def _evaluated(trainer: Trainer, *, at_start: bool = False) -> Evaluation | None:
+    if trainer.evaluator is None:
+        return None
+    return (trainer.evaluations.get(0) if at_start else None) or await trainer.evaluate()
+
+
+def _write_results(
+    config: Config, totals: Mapping[str, float], before: Evaluation | None, after: Evaluation | None
+) -> str:
+    """What to say of them, in a line."""
+    summary = _summary(totals, before, after)
+    write_atomically(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    where = f"see {config.run_dir}/summary.json"
+    try:
+        where += f" and {plot_run(config.run_dir).name}"
+    except ImportError as missing:
+        log.warning("%s", missing)
+    what = f"held-out reward {before.reward:.3f} -> {after.reward:.3f} in " if before and after else "trained "
+    return f"{what}{totals['steps']} steps, {totals['wall_s']:.0f} s; {where}"
+
+
+def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Evaluation | None) -> dict[str, float]:
+    """The workflow's own metrics are means over held-out episodes."""
+    if before is None or after is None:
+        return dict(totals)
+    metrics = {
+        f"{name.removeprefix('episode/')}_per_episode_{when}": value
+        for name in before.metrics
+        for when, evaluation in (("before", before), ("after", after))
+        if (value := evaluation.metrics.get(name)) is not None
+    }
+    return {"eval_reward_before": before.reward, "eval_reward_after": after.reward, **totals, **metrics}
+
+
+def _hide_progress_bars() -> None:
+    """Those of loading a model, which would lie between the lines of a run."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

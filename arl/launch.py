@@ -6,6 +6,11 @@
 
 Leaving the block, by its end, an error or a cancellation, saves a checkpoint, stops the servers it started and
 removes what it kept in memory. The same call on the same run_dir continues from there.
+
+    async with serve(config) as engine, MyAgent() as workflow:
+        trajectory = await workflow.arun_episode(engine, example)
+
+runs episodes without a trainer.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.config import (
@@ -82,8 +88,8 @@ async def launch(
     dataset, eval_dataset: anything with a length and integer indexing whose items are mappings; each item is what
     `arun_episode` receives as `data`. keep: a filter; a finished group for which it is false is rejected, and its
     place refilled. curriculum: says which examples each stage hands out, in which order; without one, epochs of the
-    whole dataset. The workflow is entered first and left last. Raises the ArlError of whatever could not start, and, out of the block, the first error of any part
-    of the run.
+    whole dataset. The workflow is entered first and left last. Raises the ArlError of whatever could not start, and,
+    out of the block, the first error of any part of the run.
     """
     given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
     _check(config, given)
@@ -95,7 +101,34 @@ async def launch(
             yield trainer
 
 
+@asynccontextmanager
+async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
+    """The inference engine alone, of version 0: config.model on servers that are started here, which say what they have
+    to say in run_dir/logs/serve; or the servers of engine.addresses with whatever weights they hold.
+
+    Of `config` model, engine and run_dir are looked at; a run that trains in the same run_dir is not disturbed. Leaving
+    the block stops the servers. Raises ConfigError, ModelError, ServerError.
+    """
+    await asyncio.to_thread(make_run_dir, config.run_dir)
+    async with AsyncExitStack() as stack:
+        addresses, api_key = await _addresses(config, stack, config.run_dir / "logs" / "serve")
+        yield await stack.enter_async_context(await _client(config, addresses, api_key))
+
+
+def check_workflow(workflow: object) -> None:
+    """Raise ConfigError for what is no workflow."""
+    if isinstance(workflow, type):
+        raise ConfigError(
+            f"workflow is the class {workflow.__name__}; pass an instance of it: {workflow.__name__}(...)"
+        )
+    if not isinstance(workflow, RolloutWorkflow):
+        raise ConfigError(
+            f"workflow is a {type(workflow).__name__}; pass an instance of a subclass of arl.RolloutWorkflow"
+        )
+
+
 def _check(config: Config, given: _Given) -> None:
+    check_workflow(given.workflow)
     for name, examples in (("dataset", given.dataset), ("eval_dataset", given.eval_dataset)):
         if examples is not None and len(examples) == 0:
             raise DatasetError(f"{name} is empty; it needs at least one example")
@@ -160,14 +193,17 @@ async def _engines(stack: AsyncExitStack, config: Config, thread: TrainThread) -
     loading = thread.submit(_learner, config)
     stack.push_async_callback(_close, thread, loading)
     try:
-        addresses, api_key = await _addresses(config, stack)
+        addresses, api_key = await _addresses(config, stack, config.run_dir / "logs")
     except (ModelError, ServerError):
         await loading  # where the model is at fault, this says it better
         raise
     learner = await loading
+    return learner, await stack.enter_async_context(await _client(config, addresses, api_key))
+
+
+async def _client(config: Config, addresses: Sequence[str], api_key: str | None) -> RemoteSGLangEngine:
     end_tokens = await asyncio.to_thread(end_token_ids, config.model)
-    client = RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
-    return learner, await stack.enter_async_context(client)
+    return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
 
 
 def _rollout(config: Config, given: _Given, engine: InferenceEngine, buffer: ReplayBuffer) -> RolloutController:
@@ -209,12 +245,12 @@ def _say_where_it_continues(config: Config, version: int, run_log: RunLog) -> No
     )
 
 
-async def _addresses(config: Config, stack: AsyncExitStack) -> tuple[Sequence[str], str | None]:
-    """Base URLs of the servers, started where arl is to start them, and the key that they ask for."""
+async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple[Sequence[str], str | None]:
+    """Base URLs of the servers, started where arl is to start them, and the key that they ask for. logs: a directory
+    for what servers say that are started here."""
     if isinstance(config.engine, SGLangEngineConfig):
         return config.engine.addresses, config.engine.api_key
     directory = await asyncio.to_thread(local_directory, config.model)
-    logs = config.run_dir / "logs"
     if isinstance(config.engine, LocalEngineConfig):
         servers = local_servers(directory, config.engine, logs)
     else:

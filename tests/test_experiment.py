@@ -1,0 +1,235 @@
+"""What a script's `experiment` does with its settings, and what it leaves behind when it has trained."""
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import PositiveInt
+from scripted_launch import use_fakes
+
+from arl.api import (
+    Config,
+    Example,
+    Group,
+    InferenceEngine,
+    ModelRequest,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    Trajectory,
+)
+from arl.api.errors import ConfigError
+from arl.cli import load_config
+from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.launch import launch
+
+EXAMPLES = [{"number": number} for number in range(8)]
+QUICK = {"steps": 2, "rollout": {"batch_size": 2, "group_size": 2}, "log": {"console": False, "trajectories": 0}}
+
+
+class OwnConfig(ExperimentConfig):
+    """Of a script."""
+
+    tiny_settings: ClassVar[Mapping[str, Any]] = {
+        "steps": 60,
+        "rollout": {"batch_size": 16, "max_staleness": 1},
+        "train": {"optimizer": {"lr": 1e-4}},
+        "algorithm": {"preset": "grpo", "minibatches": 2},
+        "num_turns": 3,
+    }
+
+    num_turns: PositiveInt = 6
+    """How often the agent may speak."""
+
+
+class Numbers(RolloutWorkflow):
+    """The reward is the first token; metrics say how many turns there were."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    async def __aenter__(self) -> "Numbers":
+        self.is_open = True
+        return self
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        assert self.is_open
+        request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=1))
+        response = await engine.agenerate(request)
+        return Trajectory(
+            token_ids=(1, data["number"], *response.output_ids),
+            loss_mask=(0, 0, 1),
+            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
+            versions=(-1, -1, *response.output_versions),
+            reward=float(response.output_ids[0]),
+            metrics={"turns": 1},
+        )
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rewards 0 in the first evaluation, 0.5 on average later."""
+    numbers = iter([0] * len(EXAMPLES) + [0, 1] * 1000)
+    use_fakes(monkeypatch, ScriptedEngine(lambda _: [next(numbers)]))
+
+
+def settings(run_dir: Path) -> Config:
+    return Config.model_validate({"model": "none", "run_dir": run_dir, **QUICK})
+
+
+def setup(**changes: Any) -> Setup:
+    return Setup(**{"model": "none", "workflow": Numbers(), "dataset": EXAMPLES, "eval_dataset": EXAMPLES, **changes})
+
+
+# Settings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_tiny_model_has_its_settings() -> None:
+    config = load_config(OwnConfig, [])
+    assert config.is_tiny
+    assert (config.steps, config.rollout.batch_size, config.train.optimizer.lr) == (60, 16, 1e-4)
+    assert (config.num_turns, config.algorithm.preset, config.algorithm.minibatches) == (3, "grpo", 2)
+
+
+def test_flags_and_files_override_them_one_by_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout: {max_staleness: 5}\nsteps: 9\n")
+    config = load_config(OwnConfig, ["--config", str(file), "--steps", "7", "--rollout.group_size", "3"])
+    assert (config.steps, config.rollout.max_staleness, config.rollout.group_size) == (7, 5, 3)
+    assert (config.rollout.batch_size, config.num_turns) == (16, 3)
+
+
+def test_another_model_has_the_ordinary_settings() -> None:
+    config = load_config(OwnConfig, ["--model", "Qwen/Qwen3-0.6B"])
+    assert not config.is_tiny
+    assert (config.steps, config.rollout.batch_size, config.num_turns) == (100, 32, 6)
+
+
+def test_a_section_of_another_preset_takes_nothing_of_the_tiny_models() -> None:
+    config = load_config(OwnConfig, ["--algorithm.preset", "dapo"])
+    assert (config.algorithm.preset, config.algorithm.minibatches) == ("dapo", 16)
+    assert config.rollout.batch_size == 16
+
+
+def test_a_script_may_have_plain_settings_without_a_tiny_model() -> None:
+    with pytest.raises(ConfigError, match="model is missing"):
+        load_config(Config, [])
+
+
+# Training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("engine")
+async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await Experiment(config=Config, prepare=lambda _: setup()).train(settings(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["eval_reward_before"], summary["eval_reward_after"]) == (0.0, 0.5)
+    assert (summary["turns_per_episode_before"], summary["turns_per_episode_after"]) == (1, 1)
+    assert (summary["steps"], summary["episodes_trained"]) == (2, 8)
+    assert (tmp_path / "reward.png").stat().st_size > 0
+    assert json.loads((tmp_path / "trained" / "weights.json").read_text()) == {"version": 2}
+    said = capsys.readouterr().out
+    assert said.startswith("held-out reward 0.000 -> 0.500 in 2 steps, ")
+    assert said.endswith(f"; see {tmp_path}/summary.json and reward.png\n")
+
+
+@pytest.mark.usefixtures("engine")
+async def test_what_the_model_was_before_is_known_to_a_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = Experiment(config=Config, prepare=lambda _: setup())
+    await experiment.train(settings(tmp_path))
+    use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
+    await experiment.train(settings(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["eval_reward_before"], summary["eval_reward_after"]) == (0.0, 1.0)
+
+
+@pytest.mark.usefixtures("engine")
+async def test_without_held_out_examples_it_trains_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await Experiment(config=Config, prepare=lambda _: setup(eval_dataset=None)).train(settings(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert "eval_reward_before" not in summary
+    assert capsys.readouterr().out.startswith("trained 2 steps, ")
+
+
+@pytest.mark.usefixtures("engine")
+async def test_without_matplotlib_all_but_the_plot_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level(logging.WARNING):
+        await Experiment(config=Config, prepare=lambda _: setup()).train(settings(tmp_path))
+    assert (tmp_path / "summary.json").exists()
+    assert "pip install 'arl[examples]'" in caplog.text
+
+
+@pytest.mark.usefixtures("engine")
+async def test_what_launch_takes_it_is_given(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def keep(group: Group) -> bool:
+        seen.append(group.group_id)
+        return True
+
+    await Experiment(config=Config, prepare=lambda _: setup(keep=keep)).train(settings(tmp_path))
+    assert len(seen) >= 4
+
+
+async def test_a_function_prepares_on_a_thread_in_a_run_dir_that_is_there(tmp_path: Path) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def prepare(config: Config) -> Setup:
+        seen.append((threading.current_thread() is threading.main_thread(), config.run_dir.is_dir()))
+        return setup(model="made here")
+
+    config, _ = await Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path / "run"))
+    assert seen == [(False, True)]
+    assert config.model == "made here"
+
+
+async def test_a_coroutine_function_may_prepare_too(tmp_path: Path) -> None:
+    async def prepare(config: Config) -> Setup:
+        return setup(model=config.model + " model")
+
+    config, prepared = await Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path))
+    assert (config.model, len(prepared.dataset)) == ("none model", 8)
+
+
+async def test_an_unusable_run_dir_is_refused_before_anything_is_prepared(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def prepare(config: Config) -> Setup:
+        raise AssertionError("nobody asks")
+
+    with pytest.raises(ConfigError, match=r"run_dir is .*: it is a file"):
+        await Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path / "file"))
+
+
+# Workflows that are none -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workflow", "complaint"),
+    [
+        (Numbers, "workflow is the class Numbers; pass an instance of it"),
+        (lambda engine, data: None, "workflow is a function; pass an instance of a subclass of arl.RolloutWorkflow"),
+    ],
+)
+async def test_what_is_no_workflow_is_refused_before_anything_starts(
+    tmp_path: Path, workflow: Any, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        setup(workflow=workflow)
+    with pytest.raises(ConfigError, match=complaint):
+        async with launch(settings(tmp_path / "run"), workflow=workflow, dataset=EXAMPLES):
+            pass
+    assert not (tmp_path / "run").exists()
