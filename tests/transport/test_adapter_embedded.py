@@ -21,6 +21,22 @@ from arl.engine.transport.adapter import AdapterTransport
 from arl.launch import launch
 
 
+@pytest.fixture(scope="module")
+def first(model: Path) -> Iterator[EmbeddedServer]:
+    """Of this module alone: adapters belong to the weights that a server was started with."""
+    server = EmbeddedServer(model)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def second(model: Path) -> Iterator[EmbeddedServer]:
+    """The one that tests kill and start again; it runs when they end."""
+    server = EmbeddedServer(model)
+    yield server
+    server.kill()
+
+
 @pytest.fixture
 def trainer(model: Path, tmp_path: Path) -> Iterator[Trainee]:
     torch.set_num_threads(1)
