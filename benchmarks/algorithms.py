@@ -136,7 +136,7 @@ class Agent(math_agent.MathAgent):
     """The math agent, who also says what some algorithms ask for."""
 
     async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
-        done = await super().arun_episode(engine, data)
+        (done,) = await super().arun_episode(engine, data)  # the tiny model's template never rewrites turns
         # A turn's state is what the calculator had said before it: episodes of a group share their question.
         ends = [0, *(turn.stop for turn in done.turns)]
         seen = [str(done.token_ids[end : turn.start]) for end, turn in zip(ends, done.turns, strict=False)]

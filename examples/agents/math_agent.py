@@ -7,31 +7,32 @@ same agent on a real model and data:
 
     python examples/agents/math_agent.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k \\
         --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+
+Its episodes, read and scored without training:
+
+    arl try examples/agents/math_agent.py --n 4
+    arl eval examples/agents/math_agent.py --n 8
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import math_tasks
 from calculator import calculator
-from pydantic import PositiveFloat, PositiveInt, model_validator
-from transformers.utils import logging as transformers_logging
+from pydantic import PositiveFloat, PositiveInt
 from warm_start import warm_start
 
-from arl.api import Config, Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
+from arl.api import Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
 from arl.api.errors import DatasetError
-from arl.cli import run
 from arl.data import load_examples
 from arl.engine.model import load_tokenizer
-from arl.launch import launch
-from arl.metrics import make_run_dir, plot_run, write_atomically
+from arl.experiment import Experiment, ExperimentConfig, Setup
 from arl.workflow.conversation import Conversation
 from arl.workflow.reward import InlineReward
 from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
@@ -42,23 +43,20 @@ if TYPE_CHECKING:
 SYSTEM = "Solve the problem. You may use the calculator, several times if need be. End with the answer, a number."
 CALCULATOR = Tool.from_function(calculator)
 
-TINY_SETTINGS: dict[str, Any] = {
-    "run_dir": "runs/quickstart",
-    "steps": 60,
-    "rollout": {"batch_size": 32, "group_size": 8, "max_staleness": 2},
-    "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 60, "min_lr_ratio": 0.1}},
-    "evaluation": {"every": 20},
-    "max_new_tokens": 32,
-    "max_turns": 4,
-}
-"""Defaults with which the tiny model learns in minutes on two cores; a real model has the ordinary ones."""
 
-
-class MathAgentConfig(Config):
+class MathAgentConfig(ExperimentConfig):
     """The math agent's settings, beside those of every run."""
 
-    model: str = "tiny"
-    """A Hugging Face model directory or name; `tiny` builds one and warm-starts it on demonstrations."""
+    tiny_settings: ClassVar[Mapping[str, Any]] = {
+        "run_dir": "runs/quickstart",
+        "steps": 60,
+        "rollout": {"batch_size": 32, "group_size": 8, "max_staleness": 2},
+        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 60, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 20},
+        "max_new_tokens": 32,
+        "max_turns": 4,
+    }
+
     dataset: str = "reasoning-gym"
     """Columns `question` and `answer`: a dataset on the hub, a file or a directory; `reasoning-gym` makes its own."""
     eval_dataset: str | None = None
@@ -75,18 +73,6 @@ class MathAgentConfig(Config):
     temperature: PositiveFloat = 1.0
     """The temperature that turns are sampled at."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _tiny_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        if settings.get("model", "tiny") != "tiny":
-            return settings
-        return _merged(TINY_SETTINGS, settings)
-
-
-def _merged(defaults: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    both = {key for key in defaults if isinstance(defaults[key], dict) and isinstance(settings.get(key), dict)}
-    return {**defaults, **settings, **{key: _merged(defaults[key], settings[key]) for key in both}}
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MathAgent(RolloutWorkflow):
@@ -98,7 +84,7 @@ class MathAgent(RolloutWorkflow):
     max_turns: int
     calculator: Tool = CALCULATOR
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> tuple[Trajectory, ...]:
         conversation = Conversation(self.tokenizer, prompt(data["question"]), tools=[self.calculator])
         num_calls, reward = 0, 0.0
         for _ in range(self.max_turns):
@@ -109,7 +95,7 @@ class MathAgent(RolloutWorkflow):
                 break
             num_calls += len(calls)
             conversation.add(*await acall_tools(calls, [self.calculator]))
-        return conversation.trajectory(reward, {"tool_calls": num_calls, "turns": conversation.num_turns})
+        return conversation.trajectories(reward, {"tool_calls": num_calls, "turns": conversation.num_turns})
 
 
 def prompt(question: str) -> list[dict[str, str]]:
@@ -156,38 +142,21 @@ def tiny_model(directory: Path, held_out: Sequence[Example], seed: int) -> Path:
     return warm_start(directory, lambda: math_tasks.lessons(prompt, CALCULATOR, held_out, seed), seed=seed)
 
 
-async def main(config: MathAgentConfig) -> None:
-    transformers_logging.disable_progress_bar()
+def prepare(config: MathAgentConfig) -> Setup:
     training, held_out = questions(config)
-    if config.model == "tiny":
-        make_run_dir(config.run_dir)
-        model = tiny_model(config.run_dir / "model", math_tasks.held_out(config.num_held_out), config.seed)
-        config = config.model_copy(update={"model": str(model)})
+    model = config.model
+    if config.is_tiny:
+        model = str(tiny_model(config.run_dir / "model", math_tasks.held_out(config.num_held_out), config.seed))
     agent = MathAgent(
-        tokenizer=load_tokenizer(config.model),
+        tokenizer=load_tokenizer(model),
         score=InlineReward(math_tasks.score if config.dataset == "reasoning-gym" else numeric_match),
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
         max_turns=config.max_turns,
     )
-    async with launch(config, workflow=agent, dataset=training, eval_dataset=held_out) as trainer:
-        before = trainer.evaluations.get(0) or await trainer.evaluate()
-        async for _ in trainer:
-            pass
-        after = await trainer.evaluate()
-    summary = {
-        "eval_reward_before": before.reward,
-        "eval_reward_after": after.reward,
-        **trainer.summary(),
-        "tool_calls_per_episode_before": before.metrics["episode/tool_calls"],
-        "tool_calls_per_episode_after": after.metrics["episode/tool_calls"],
-    }
-    write_atomically(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    plot_run(config.run_dir)
-    print(
-        f"held-out reward {before.reward:.3f} -> {after.reward:.3f} in {summary['steps']} steps, "
-        f"{summary['wall_s']:.0f} s; see {config.run_dir}/summary.json and reward.png"
-    )
+    return Setup(model=model, workflow=agent, dataset=training, eval_dataset=held_out)
 
+
+experiment = Experiment(config=MathAgentConfig, prepare=prepare)
 
 if __name__ == "__main__":
-    run(main, MathAgentConfig)
+    experiment.main()

@@ -32,7 +32,7 @@ async def episode(*answers: str, max_turns: int = 4) -> tuple[Trajectory, str]:
     engine = ScriptedEngine(lambda _: [*TOKENIZER.encode(next(remaining)), TOKENIZER.eos_token_id])
     score, sampling = InlineReward(math_tasks.score), SamplingParams(max_new_tokens=500)
     agent = MathAgent(tokenizer=TOKENIZER, score=score, sampling=sampling, max_turns=max_turns)
-    trajectory = await agent.arun_episode(engine, ENTRY)
+    (trajectory,) = await agent.arun_episode(engine, ENTRY)
     return trajectory, str(TOKENIZER.decode(trajectory.token_ids))
 
 
@@ -104,8 +104,8 @@ def test_gsm8ks_answers_are_matched_as_numbers(answer: str, reference: str, rewa
 def test_the_tiny_models_settings_yield_to_flags_one_by_one() -> None:
     config = load_config(MathAgentConfig, ["--rollout.max_staleness", "4", "--steps", "7"])
     assert (config.rollout.max_staleness, config.steps) == (4, 7)
-    assert config.rollout.batch_size == math_agent.TINY_SETTINGS["rollout"]["batch_size"]
-    assert config.train.optimizer.lr == math_agent.TINY_SETTINGS["train"]["optimizer"]["lr"]
+    assert config.rollout.batch_size == MathAgentConfig.tiny_settings["rollout"]["batch_size"]
+    assert config.train.optimizer.lr == MathAgentConfig.tiny_settings["train"]["optimizer"]["lr"]
 
 
 def test_a_real_model_has_the_ordinary_settings() -> None:
