@@ -93,6 +93,10 @@ class ToolError(ArlError):
     """A tool cannot do what the model asked; the message is for the model to read. Also: a function that is no tool."""
 
 
+class SandboxError(ArlError):
+    """A program could not be run apart from everything else; or limits or files that no sandbox can have."""
+
+
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that ended a TaskGroup, out of the groups around it; others that came with it are noted on it."""
     first, *others = _leaves(group)
