@@ -1,0 +1,176 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arl.api.types import new_id
+from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError
+from arl.workflow.proxy.exchange import completing
+from arl.workflow.proxy.fields import Fields
+from arl.workflow.proxy.messages import messages_of, tools_of
+from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.refusals import openai_error, openai_error_event
+
+_MAX_SAMPLES = 128
+_PIECES = 16
+"""In how many pieces a streamed text comes, at most. All are there at once: a turn may be interrupted by new weights,
+and is told when it is whole."""
+
+_HARMLESS = frozenset((
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+))  # fmt: skip
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatWire:
+    """A chat completion. model: as the program named it. policy: whose tokenizer spells logprobs' tokens."""
+
+    call: ChatCall
+    policy: CallPolicy
+    model: str
+    streams: bool
+    includes_usage: bool
+    has_logprobs: bool
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": i,
+                "message": _message(answer),
+                "logprobs": self._logprobs(answer),
+                "finish_reason": answer.spoken.finish_reason,
+            }
+            for i, answer in enumerate(answers)
+        ]
+        return {**self._envelope("chat.completion"), "choices": choices, "usage": usage(answers)}
+
+    def events(self, answers: Sequence[Answer]) -> Iterable[str]:
+        envelope = self._envelope("chat.completion.chunk")
+        for i, answer in enumerate(answers):
+            for choice in self._chunks(answer):
+                yield _event({**envelope, "choices": [{"index": i, **choice}]})
+        if self.includes_usage:
+            yield _event({**envelope, "choices": [], "usage": usage(answers)})
+        yield "data: [DONE]\n\n"
+
+    def _chunks(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """An answer's chunks but for their index: its role, what it thought, said and called, and how it ended."""
+        spoken = answer.spoken
+        yield _chunk({"role": "assistant", "content": ""}, logprobs=self._logprobs(answer))
+        for piece in pieces(spoken.reasoning or ""):
+            yield _chunk({"reasoning_content": piece})
+        for piece in pieces(spoken.content):
+            yield _chunk({"content": piece})
+        for k, call in enumerate(spoken.tool_calls):
+            opening = {"name": call.name, "arguments": ""}
+            yield _chunk({"tool_calls": [{"index": k, "id": call.id, "type": "function", "function": opening}]})
+            for piece in pieces(call.arguments):
+                yield _chunk({"tool_calls": [{"index": k, "function": {"arguments": piece}}]})
+        yield _chunk({}, finish_reason=spoken.finish_reason)
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": self.model}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        """Of every sampled token, the one that ended the turn too."""
+        if not self.has_logprobs:
+            return None
+        response, tokenizer = answer.response, self.policy.template.tokenizer
+        texts = [str(tokenizer.decode([token])) for token in response.output_ids]
+        return {
+            "content": [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in zip(texts, response.output_logprobs, strict=True)
+            ]
+        }
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    spoken = answer.spoken
+    message: dict[str, Any] = {"role": "assistant", "content": spoken.content or None, "refusal": None}
+    if spoken.reasoning is not None:
+        message["reasoning_content"] = spoken.reasoning
+    if spoken.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in spoken.tool_calls
+        ]
+    else:
+        message["content"] = spoken.content
+    return message
+
+
+def _chunk(delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _event(content: Any) -> str:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text in a few parts; none of an empty one."""
+    size = -(-len(text) // _PIECES) or 1
+    for start in range(0, len(text), size):
+        yield text[start : start + size]
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens shown, once for all answers, and tokens sampled."""
+    shown = answers[0].num_prompt_tokens
+    sampled = sum(len(answer.response.output_ids) for answer in answers)
+    return {"prompt_tokens": shown, "completion_tokens": sampled, "total_tokens": shown + sampled}
+
+
+def read(fields: Fields, policy: CallPolicy) -> ChatWire:
+    """The call in a request. Raises RefusedCallError for what is wrong with it, or cannot be honoured."""
+    n = fields.integer("n") or 1
+    if not 1 <= n <= _MAX_SAMPLES:
+        raise RefusedCallError(f"n is {n}; it must be from 1 to {_MAX_SAMPLES}", param="n")
+    max_tokens = fields.integer("max_tokens")
+    call = ChatCall(
+        messages=messages_of(fields),
+        tools=tools_of(fields),
+        sampling=policy.sampling_of(
+            max_new_tokens=fields.integer("max_completion_tokens") or max_tokens,
+            temperature=fields.number("temperature"),
+            top_p=fields.number("top_p"),
+            top_k=fields.integer("top_k"),
+            min_p=fields.number("min_p"),
+            stop=fields.strings("stop") or None,
+            seed=fields.integer("seed"),
+        ),
+        n=n,
+        one_tool_call=not fields.flag("parallel_tool_calls", True),
+    )
+    options = Fields(fields.mapping("stream_options"))
+    wire = ChatWire(
+        call=call,
+        policy=policy,
+        model=fields.text("model", "arl"),
+        streams=fields.flag("stream"),
+        includes_usage=options.flag("include_usage"),
+        has_logprobs=fields.flag("logprobs"),
+    )
+    options.finish(frozenset(("include_obfuscation",)), {})
+    fields.finish(_HARMLESS, _NEUTRAL)
+    return wire
+
+
+ENDPOINTS = (completing("/v1/chat/completions", read, openai_error, openai_error_event),)

@@ -1,0 +1,169 @@
+"""One HTTP request of an episode, and how its answer is sent, whole or as events, so that it is known to have gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+
+from arl.api.errors import first_error
+from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError
+from arl.workflow.proxy.fields import Fields, parse_json
+from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.session import EpisodeSession
+
+T = TypeVar("T")
+
+KEEP_ALIVE_S = 10.0
+"""How often a stream whose answer is not there yet says that it lives."""
+_KEEP_ALIVE = b": the model is answering\n\n"
+
+
+class Wire(Protocol):
+    """A call as one protocol reads it, and how that protocol writes the answers."""
+
+    @property
+    def call(self) -> ChatCall: ...
+
+    @property
+    def streams(self) -> bool: ...
+
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        """The JSON of a response."""
+        ...
+
+    def events(self, answers: Sequence[Answer]) -> Iterable[str]:
+        """A stream: each event with its empty line."""
+        ...
+
+
+class Exchange:
+    """A request with a valid key. role: whose it is. body: as it was sent. stream: begun, once it is not None."""
+
+    def __init__(self, request: web.Request, session: EpisodeSession, role: str) -> None:
+        self.request = request
+        self.session = session
+        self.role = role
+        self.body = b""
+        self.stream: web.StreamResponse | None = None
+
+    @property
+    def policy(self) -> CallPolicy:
+        return self.session.policy
+
+    def fields(self) -> Fields:
+        """Raises RefusedCallError where the body is no JSON object."""
+        return Fields(parse_json(self.body))
+
+    async def respond(
+        self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> web.StreamResponse:
+        """Send JSON, and return when it has gone. Raises ConnectionResetError where nobody takes it."""
+        body = json.dumps(content, separators=(",", ":")).encode()
+        response = web.Response(body=body, status=status, headers=headers, content_type="application/json")
+        await response.prepare(self.request)
+        await response.write_eof()
+        self._check_taken()
+        return response
+
+    async def complete(self, wire: Wire) -> web.StreamResponse:
+        """Answer a call of the model. Answers that nobody took, or that are asked for again, are forgotten."""
+        session = self.session
+        key = blake2b(f"{self.role} {self.request.path}\n".encode() + self.body, digest_size=16).digest()
+        if self._is_repeated() and (unread := session.repeats.unread(key)):
+            session.forget(self.role, unread)
+            session.counts.answered -= 1
+            session.counts.repeated += 1
+        answers: Sequence[Answer] = ()
+        try:
+            answering = session.acomplete(self.role, wire.call)
+            if wire.streams:
+                answers = await self._keeping_alive(answering)
+                response = await self._end_stream("".join(wire.events(answers)))
+            else:
+                answers = await answering
+                response = await self.respond(wire.whole(answers))
+        except BaseException:
+            session.forget(self.role, answers)
+            session.repeats.unanswered(key)
+            raise
+        session.repeats.answered(key, answers)
+        session.counts.answered += 1
+        return response
+
+    async def refuse(self, error: RefusedCallError, endpoint: Endpoint) -> web.StreamResponse:
+        """Answer with an error, in the stream if one has begun. SDKs are told not to call again: nothing would change,
+        or the engine has tried already."""
+        if self.stream is not None:
+            return await self._end_stream(endpoint.error_event(error))
+        return await self.respond(endpoint.error(error), error.status, {"x-should-retry": "false"})
+
+    def _is_repeated(self) -> bool:
+        """Whether the SDK says so; those of OpenAI and Anthropic do."""
+        return self.request.headers.get("x-stainless-retry-count", "0") != "0"
+
+    async def _keeping_alive(self, answering: Awaitable[T]) -> T:
+        """Wait for the answer; a stream begins only where that takes long, so that an error may have its status."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                ticking = group.create_task(self._tick())
+                answer = await answering
+                ticking.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return answer
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            stream = await self._begin_stream()
+            await stream.write(_KEEP_ALIVE)
+
+    async def _begin_stream(self) -> web.StreamResponse:
+        if self.stream is None:
+            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            self.stream = web.StreamResponse(headers=headers)
+            await self.stream.prepare(self.request)
+        return self.stream
+
+    async def _end_stream(self, events: str) -> web.StreamResponse:
+        stream = await self._begin_stream()
+        await stream.write(events.encode())
+        await stream.write_eof()
+        self._check_taken()
+        return stream
+
+    def _check_taken(self) -> None:
+        transport = self.request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the program closed the connection before the answer was sent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One path of the server. error: the body of a refusal, as its protocol writes it; error_event: in a stream."""
+
+    method: str
+    path: str
+    answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
+    error: Callable[[RefusedCallError], Any]
+    error_event: Callable[[RefusedCallError], str]
+
+
+def completing(
+    path: str,
+    read: Callable[[Fields, CallPolicy], Wire],
+    error: Callable[[RefusedCallError], Any],
+    error_event: Callable[[RefusedCallError], str],
+) -> Endpoint:
+    """A path at which the model is called by POST. read: the call in a request; it raises RefusedCallError."""
+
+    async def answer(exchange: Exchange) -> web.StreamResponse:
+        return await exchange.complete(read(exchange.fields(), exchange.policy))
+
+    return Endpoint(method="POST", path=path, answer=answer, error=error, error_event=error_event)

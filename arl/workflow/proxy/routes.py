@@ -1,0 +1,23 @@
+"""Every path that the server has: each protocol is a module of its own, named here."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from arl.workflow.proxy import chat, models
+from arl.workflow.proxy.calls import RefusedCallError
+from arl.workflow.proxy.exchange import Endpoint, Exchange
+from arl.workflow.proxy.refusals import openai_error, openai_error_event
+
+ENDPOINTS: tuple[Endpoint, ...] = (*chat.ENDPOINTS, *models.ENDPOINTS)
+
+
+async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
+    request = exchange.request
+    known = ", ".join(f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS)
+    raise RefusedCallError(
+        f"{request.method} {request.path} is not served here; this episode has {known}", status=404, code="not_found"
+    )
+
+
+UNKNOWN = Endpoint(method="*", path="*", answer=_no_such_path, error=openai_error, error_event=openai_error_event)

@@ -1,0 +1,169 @@
+"""OpenAIProxy: each episode has a base URL of its own, behind which an InferenceEngine answers and is recorded.
+
+    program --HTTP--> key? --> endpoint --> EpisodeSession --> InferenceEngine
+                       | no: 401             | dialogues by role --> trajectories
+
+The server runs in the event loop that it is opened in, on loopback. Paths are /e/EPISODE/v1/..., and
+/e/EPISODE/ROLE/v1/... for several agents in one episode.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+from asyncio import CancelledError
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from aiohttp import web
+
+from arl.api.engine import InferenceEngine
+from arl.api.errors import ArlError
+from arl.api.types import SamplingParams
+from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.dialogue import Rewriting
+from arl.workflow.proxy.calls import RefusedCallError
+from arl.workflow.proxy.exchange import Endpoint, Exchange
+from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.refusals import refusal_of
+from arl.workflow.proxy.routes import ENDPOINTS, UNKNOWN
+from arl.workflow.proxy.session import AGENT, EpisodeSession
+from arl.workflow.proxy.spoken import Reasoning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: thousands of programs may start at once."""
+_MAX_BODY_BYTES = 64 << 20
+"""A conversation's text is far smaller; aiohttp's own limit is one megabyte."""
+_SHUTDOWN_S = 1.0
+_NO_KEY = secrets.token_urlsafe()
+"""What the keys of episodes that there are not are compared with."""
+_ROUTES = {(endpoint.method, endpoint.path): endpoint for endpoint in ENDPOINTS}
+_INVALID_KEY = RefusedCallError(
+    "Incorrect API key provided: it is not the key of this episode, or the episode is over",
+    status=401,
+    code="invalid_api_key",
+)
+
+
+class OpenAIProxy:
+    """An endpoint for programs that speak OpenAI's protocol (and Anthropic's), in front of an InferenceEngine.
+
+        async with OpenAIProxy(tokenizer, sampling=SamplingParams(max_new_tokens=1024)) as proxy:
+            async with proxy.episode(engine) as session:
+                answer = await program(base_url=session.base_url, api_key=session.api_key)
+                return session.trajectories(reward)
+
+    sampling: for what calls do not say. overrides_sampling: temperature, top_p, top_k and min_p are always those of
+    `sampling`, whatever a program asks for, so that all that is trained was sampled alike. reasoning: whether what
+    stands in <think> is told apart, in `reasoning_content`. context_length: tokens that the model can hold; calls that
+    ask for more than is left get what is left. template_options, rewriting: see Conversation.
+    A proxy is entered once at a time, and may be entered again when it was left.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        overrides_sampling: bool = False,
+        reasoning: Reasoning = "apart",
+        context_length: int | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        rewriting: Rewriting = "branch",
+    ) -> None:
+        self._policy = CallPolicy(
+            template=ChatTemplate(tokenizer, template_options),
+            sampling=sampling,
+            overrides=overrides_sampling,
+            rewriting=rewriting,
+            reasoning=reasoning,
+            context_length=context_length,
+        )
+        self._sessions: dict[str, EpisodeSession] = {}
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+
+    async def __aenter__(self) -> Self:
+        if self._runner is not None:
+            raise ArlError("this OpenAIProxy is open already; it is opened once, and serves any number of episodes")
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._dispatch)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._runner = runner
+        self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        runner, self._runner = self._runner, None
+        for session in tuple(self._sessions.values()):
+            await session.aclose()
+        if runner is not None:
+            await runner.cleanup()
+
+    @asynccontextmanager
+    async def episode(self, engine: InferenceEngine) -> AsyncIterator[EpisodeSession]:
+        """An episode, whose calls `engine` answers. Its URL and key are valid within the block."""
+        if self._runner is None:
+            raise ArlError("this OpenAIProxy is not open; use it within `async with`")
+        name = secrets.token_hex(8)
+        session = self._sessions[name] = EpisodeSession(f"{self._url}/e/{name}", engine, self._policy)
+        try:
+            yield session
+        finally:
+            del self._sessions[name]
+            await session.aclose()
+
+    async def _dispatch(self, request: web.Request) -> web.StreamResponse:
+        name, role, endpoint = _route(request.method, request.path)
+        session = self._sessions.get(name)
+        key = _key_of(request)
+        expected = session.api_key if session else _NO_KEY
+        if not hmac.compare_digest(key.encode(), expected.encode()) or session is None:
+            return web.json_response(endpoint.error(_INVALID_KEY), status=_INVALID_KEY.status)
+        return await _answer(Exchange(request, session, role), endpoint)
+
+
+async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
+    """The one boundary at which a call's failure becomes an answer, and is counted."""
+    session = exchange.session
+    try:
+        async with session.answering():
+            exchange.body = await exchange.request.read()
+            return await endpoint.answer(exchange)
+    except (CancelledError, ConnectionResetError, web.RequestPayloadError):
+        session.counts.cancelled += 1
+        raise
+    except Exception as error:  # noqa: BLE001
+        refusal = refusal_of(error)
+        session.note(error, refusal)
+        return await exchange.refuse(refusal, endpoint)
+
+
+def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
+    """The episode, the role and the endpoint that a path names; "" and UNKNOWN for what it does not."""
+    _, prefix, name, rest = (*path.split("/", 3), "", "", "")[:4]
+    if prefix != "e":
+        return "", AGENT, UNKNOWN
+    if endpoint := _ROUTES.get((method, f"/{rest}")):
+        return name, AGENT, endpoint
+    role, _, rest = rest.partition("/")
+    return name, role, _ROUTES.get((method, f"/{rest}"), UNKNOWN)
+
+
+def _key_of(request: web.Request) -> str:
+    """As OpenAI's clients send it, or Anthropic's."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")

@@ -1,0 +1,273 @@
+"""One episode behind the endpoint: its calls, the dialogues that they make up, and the trajectories of these."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+
+from arl.api.engine import InferenceEngine
+from arl.api.errors import ArlError, PromptTooLongError, TrajectoryError, first_error
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
+from arl.workflow.chat_template import Message
+from arl.workflow.dialogue import Dialogue, Prompt, Turn
+from arl.workflow.paths import paths_of, trajectories
+from arl.workflow.proxy.calls import Answer, ChatCall, EpisodeOverError, RefusedCallError
+from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.repeats import Repeats
+from arl.workflow.proxy.spoken import message_of
+
+AGENT = "agent"
+"""The role of those who use `base_url`."""
+_LONG_PROMPT = 20_000
+"""Characters from which on messages are rendered and tokenized in a thread: it takes some 10 ms."""
+
+
+_PATHS = ("v1", "inference")
+"""What paths begin with after the episode, or its role."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Role:
+    """One agent of the episode. is_cut: its last call found no room in the context."""
+
+    dialogue: Dialogue
+    is_cut: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class CallCounts:
+    """What became of an episode's calls.
+
+    answered: calls whose answers are kept. refused: answered with an error that the program made. failed: with one
+    that it did not. cancelled: given up by the program, or by the episode's end. repeated: answered, but asked again
+    by an SDK that had not read the answer, which is forgotten.
+    """
+
+    answered: int = 0
+    refused: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    repeated: int = 0
+
+
+class EpisodeSession:
+    """What a program is called with, and what comes of its calls. `OpenAIProxy.episode` makes it.
+
+    base_url: what an OpenAI client takes; url, without /v1, is what Anthropic's takes. api_key: valid until the
+    episode's block ends. errors: what failed in arl's own part, in order, as far as calls were answered with it.
+    """
+
+    def __init__(self, url: str, engine: InferenceEngine, policy: CallPolicy) -> None:
+        self.url = url
+        self.api_key = f"arl-{secrets.token_urlsafe(32)}"
+        self.policy = policy
+        self.counts = CallCounts()
+        self.errors: list[Exception] = []
+        self.stored_responses: dict[str, Sequence[Message]] = {}
+        """What was said up to a response of /v1/responses, by its id."""
+        self._engine = engine
+        self._engine_session = new_id()
+        self._roles: dict[str, _Role] = {}
+        self.repeats = Repeats()
+        self._running: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Condition()
+        self._is_over = False
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def url_of(self, role: str) -> str:
+        """The URL of one of several agents, without /v1. A role is a name of letters, digits, `-` and `_`."""
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", role) or role in _PATHS:
+            raise ValueError(f"role is {role!r}; it must be a name of letters, digits, - and _, and no part of a path")
+        return f"{self.url}/{role}"
+
+    def base_url_of(self, role: str) -> str:
+        """The base URL of one of several agents, whose turns become trajectories of this role."""
+        return f"{self.url_of(role)}/v1"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Those that said something, in the order in which they first did."""
+        return tuple(role for role, kept in self._roles.items() if kept.dialogue.turns)
+
+    def turns(self, role: str = AGENT) -> tuple[Turn, ...]:
+        """What the model said in a role, in order."""
+        return self._roles[role].dialogue.turns if role in self._roles else ()
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether an agent's last call found no room in the context."""
+        return any(kept.is_cut for kept in self._roles.values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the calls: those answered, those not, by why, and branches beyond one line of turns for a role."""
+        branches = sum(len(list(paths_of(self.turns(role)))) - 1 for role in self.roles)
+        counts = self.counts
+        return {
+            "calls": counts.answered,
+            "calls_refused": counts.refused,
+            "calls_failed": counts.failed,
+            "calls_cancelled": counts.cancelled,
+            "calls_repeated": counts.repeated,
+            "branches": branches,
+        }
+
+    def trajectories(
+        self,
+        reward: float | Mapping[str, float],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        rewards: Mapping[str, float] | None = None,
+    ) -> tuple[Trajectory, ...]:
+        """What to return from arun_episode: for each role, one trajectory for each path through its dialogue.
+
+        reward: of the episode, or role -> that role's. metrics: beside the session's own. rewards: named parts of the
+        reward. Raises TrajectoryError where no call was answered, and for a role without a reward.
+        """
+        if not self.roles:
+            raise TrajectoryError(self._nothing_said()) from (self.errors[0] if self.errors else None)
+        shown = {**self.metrics, **(metrics or {})}
+        made: list[Trajectory] = []
+        for role in self.roles:
+            made += trajectories(
+                self.turns(role),
+                _reward_of(role, reward),
+                metrics={} if made else shown,
+                role=role,
+                rewards=rewards,
+                is_cut=self._roles[role].is_cut,
+            )
+        return tuple(made)
+
+    def _nothing_said(self) -> str:
+        counts = self.counts
+        if not counts.refused + counts.failed + counts.cancelled:
+            return f"the program made no call that reached {self.base_url}; give it base_url and api_key"
+        return (
+            f"no call of the program was answered: {counts.refused} were refused, {counts.failed} failed, "
+            f"{counts.cancelled} were cancelled"
+        )
+
+    async def acomplete(self, role: str, call: ChatCall) -> list[Answer]:
+        """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
+        kept = self._role(role)
+        prompt = await _prompt(kept.dialogue, call)
+        responses = await self._asample(kept, prompt, call)
+        is_thinking = self.policy.opens_thinking(prompt)
+        answers: list[Answer] = []
+        num_prompt_tokens = len(prompt.input_ids)
+        for response in responses:
+            text = kept.dialogue.template.text_of(response.output_ids)
+            spoken = self.policy.spoken(text, response, call, is_thinking=is_thinking)
+            turn = kept.dialogue.record(prompt, response, message_of(spoken))
+            answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=num_prompt_tokens))
+        return answers
+
+    async def _asample(self, kept: _Role, prompt: Prompt, call: ChatCall) -> list[ModelResponse]:
+        input_ids = prompt.input_ids
+        try:
+            sampling = self.policy.within_context(call.sampling, len(input_ids))
+            requests = [
+                ModelRequest(input_ids=input_ids, sampling=one, session_id=self._engine_session)
+                for one in _apart(sampling, call.n)
+            ]
+            if len(requests) == 1:
+                responses = [await self._engine.agenerate(requests[0])]
+            else:
+                responses = await _all(self._engine, requests)
+        except PromptTooLongError:
+            kept.is_cut = True
+            raise
+        kept.is_cut = False
+        return responses
+
+    def _role(self, role: str) -> _Role:
+        if role not in self._roles:
+            self._roles[role] = _Role(self.policy.new_dialogue())
+        return self._roles[role]
+
+    def forget(self, role: str, answers: Sequence[Answer]) -> None:
+        """Take back answers that nobody has read, as far as nothing follows them."""
+        for answer in answers:
+            self._role(role).dialogue.forget(answer.turn)
+
+    @asynccontextmanager
+    async def answering(self) -> AsyncIterator[None]:
+        """Around the handling of a call: the episode's end interrupts it with EpisodeOverError."""
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._running.add(scope)
+                try:
+                    yield
+                finally:
+                    self._running.discard(scope)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise EpisodeOverError from None
+        finally:
+            if self._is_over:
+                async with self._idle:
+                    self._idle.notify_all()
+
+    def note(self, error: Exception, refusal: RefusedCallError) -> None:
+        """Count a call that `error` was the end of, and keep the error where it is arl's own."""
+        if isinstance(error, EpisodeOverError):
+            self.counts.cancelled += 1
+        elif refusal.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            self.counts.refused += 1
+        else:
+            self.counts.failed += 1
+            self.errors.append(error)
+            if not isinstance(error, ArlError):
+                log.error("a call of the episode failed", exc_info=error)
+
+    async def aclose(self) -> None:
+        """Expire the key, and interrupt calls that still run. Idempotent."""
+        self._is_over = True
+        now = asyncio.get_running_loop().time()
+        for scope in tuple(self._running):
+            scope.reschedule(now)
+        async with self._idle:
+            await self._idle.wait_for(lambda: not self._running)
+
+
+async def _prompt(dialogue: Dialogue, call: ChatCall) -> Prompt:
+    if sum(len(message.get("content") or "") for message in call.messages) < _LONG_PROMPT:
+        return dialogue.prompt(call.messages, call.tools)
+    return await asyncio.to_thread(dialogue.prompt, call.messages, call.tools)
+
+
+def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
+    """The parameters of n samples, which differ by their seeds where one is given."""
+    if sampling.seed is None:
+        return [sampling] * n
+    return [replace(sampling, seed=sampling.seed + i) for i in range(n)]
+
+
+async def _all(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(engine.agenerate(request)) for request in requests]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]
+
+
+def _reward_of(role: str, reward: float | Mapping[str, float]) -> float:
+    if not isinstance(reward, Mapping):
+        return reward
+    if role not in reward:
+        raise TrajectoryError(f"there is no reward for the role {role!r}, but for {', '.join(reward) or 'none'}")
+    return reward[role]
