@@ -3,10 +3,12 @@
 | class | for | time limit | a call costs |
 |---|---|---|---|
 | RewardPool | any synchronous function; it may hang, crash or run long | kills the worker | a round trip to a process |
+| ThreadReward | a synchronous one that no worker can import, as in a notebook | stops its Python code | a thread |
 | AsyncReward | a coroutine function, such as a call to a judge model | cancels it | itself |
 | InlineReward | a trivial one, such as comparing two strings | none | itself, on the event loop |
 
-`as_reward` chooses among them for a function, and takes whatever is a reward already. Results must be finite numbers,
+`as_reward` chooses among them for a function, and takes whatever is a reward already; `WeightedReward`
+adds several up by name. Results must be finite numbers,
 or Scores of such. A slow reward makes a slow episode, and nothing else waits for it.
 
 Ready-made ones are in arl.workflow.rewards.
@@ -16,6 +18,8 @@ from arl.workflow.rewards.adapt import RewardLike, WorkflowReward, as_reward
 from arl.workflow.rewards.direct import AsyncReward, InlineReward
 from arl.workflow.rewards.pool import RewardPool
 from arl.workflow.rewards.score import Reward, Score, Shared, score_of
+from arl.workflow.rewards.thread import ThreadReward
+from arl.workflow.rewards.weighted import WeightedReward
 
 __all__ = [
     "AsyncReward",
@@ -25,6 +29,8 @@ __all__ = [
     "RewardPool",
     "Score",
     "Shared",
+    "ThreadReward",
+    "WeightedReward",
     "WorkflowReward",
     "as_reward",
     "score_of",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from arl.api.errors import ConfigError
 from arl.api.types import Example
 from arl.workflow.rewards.direct import AsyncReward
-from arl.workflow.rewards.pool import RewardPool
+from arl.workflow.rewards.pool import RewardPool, is_typed_in
 from arl.workflow.rewards.score import Reward, Score, Shared, name_of, score_of
+from arl.workflow.rewards.thread import ThreadReward
+
+log = logging.getLogger(__name__)
 
 RewardLike = Callable[[str, Example], float | Score | Awaitable[float | Score]]
 """A function of answer and example, sync or async, or a reward that is ready to be awaited."""
@@ -44,11 +48,12 @@ def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: in
     """What a workflow enters in its `__aenter__`, leaves in its `__aexit__`, and awaits for each episode.
 
     reward: a function `(answer, data)` or an object that is awaited like one. A synchronous function is put into a
-    RewardPool, so it must be importable; a coroutine function into an AsyncReward. arl's own rewards (RewardPool,
-    WeightedReward, a judge, ...) are open while anybody has entered them, so one that the user opened stays open when
-    the workflow leaves it. An object of any other class with an async `__call__` is awaited as it is, and neither
-    opened nor closed.
-    timeout_s, workers: of the RewardPool or AsyncReward made here; 30 s and 2 processes where unset.
+    RewardPool, so it must be importable, but for one that was typed into a notebook, where no worker can import it: a
+    ThreadReward runs that, with a warning. A coroutine function is put into an AsyncReward. arl's own rewards
+    (RewardPool, WeightedReward, a judge, ...) are open while anybody has entered them, so one that the user opened
+    stays open when the workflow leaves it. An object of any other class with an async `__call__` is awaited as it
+    is, and neither opened nor closed.
+    timeout_s, workers: of the RewardPool, ThreadReward or AsyncReward made here; 30 s and 2 workers where unset.
 
     Raises ConfigError for what is no reward, and where timeout_s or workers have nothing to be set on; RewardError for
     a function that no worker can import.
@@ -68,11 +73,32 @@ def is_ready(reward: object) -> bool:
 
 
 def _made(function: Any, timeout_s: float, workers: int | None) -> Reward:
+    _check_signature(function)
     if not inspect.iscoroutinefunction(function):
-        return RewardPool(function, timeout_s=timeout_s, workers=2 if workers is None else workers)
+        num_workers = 2 if workers is None else workers
+        if is_typed_in(function):
+            log.warning(
+                "reward function %s was typed in interactively, so no worker process can import it: it runs in threads "
+                "of this process, which can't be killed; write it to a module (in a notebook by %%%%writefile) and "
+                "import it from there, or say ThreadReward yourself",
+                name_of(function),
+            )
+            return ThreadReward(function, timeout_s=timeout_s, workers=num_workers)
+        return RewardPool(function, timeout_s=timeout_s, workers=num_workers)
     if workers is not None:
         raise ConfigError(f"workers is {workers}, but {name_of(function)} is async and runs in no worker; leave it out")
     return AsyncReward(function, timeout_s=timeout_s)
+
+
+def _check_signature(function: Any) -> None:
+    try:
+        inspect.signature(function).bind("", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name_of(function)} cannot be called with (answer, data): {error}; if it makes a reward, call it"
+        ) from None
+    except ValueError:  # a function of C that does not tell
+        return
 
 
 def _awaitable(reward: Any) -> Reward:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import logging
 import multiprocessing
 import pickle
 import sys
@@ -18,6 +19,8 @@ from pebble import ProcessExpired, ProcessPool
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.workflow.rewards.score import ResultT, Shared, name_of, score_of
 
+log = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 
 STARTUP_TIMEOUT_S = 120.0
@@ -25,6 +28,10 @@ STARTUP_TIMEOUT_S = 120.0
 
 _Outcome = tuple[object, str | None]
 """What a call returned; or what is to be said of its failure."""
+
+
+class _WorkerDiedError(RewardError):
+    """A worker ended in the middle of a call."""
 
 
 class RewardPool(Shared, Generic[P, ResultT]):
@@ -37,12 +44,23 @@ class RewardPool(Shared, Generic[P, ResultT]):
     `if __name__ == "__main__":`, because workers import it. Arguments are pickled. timeout_s: the longest a call may
     run, counted from when a worker begins it, however long it was queued. workers: calls that run at once.
     Cancelling a call kills its worker if it runs. Workers are forked from a clean server process, never from this one.
+    prepare: importable too; called in each worker before its first call, and not on that call's time: it imports what
+    is slow to import. if_killed: the result of a call that ran too long or killed its worker, where that is the
+    answer's own doing and so no failure of the episode.
 
     Raises RewardTimeoutError; RewardError if the function raises, returns no finite number, or its worker dies. The
     pool then goes on with a new worker.
     """
 
-    def __init__(self, function: Callable[P, ResultT], *, timeout_s: float = 30.0, workers: int = 2) -> None:
+    def __init__(
+        self,
+        function: Callable[P, ResultT],
+        *,
+        timeout_s: float = 30.0,
+        workers: int = 2,
+        prepare: Callable[[], object] | None = None,
+        if_killed: ResultT | None = None,
+    ) -> None:
         super().__init__()
         if timeout_s <= 0 or workers < 1:
             raise ConfigError(f"timeout_s is {timeout_s} and workers is {workers}; they must be above 0 and at least 1")
@@ -53,6 +71,8 @@ class RewardPool(Shared, Generic[P, ResultT]):
         self._function = function
         self._timeout_s = timeout_s
         self._workers = workers
+        self._prepare = prepare
+        self._if_killed = if_killed
         self._pool: ProcessPool | None = None
         self._calls: set[concurrent.futures.Future[_Outcome]] = set()
         self._replacing = asyncio.Lock()
@@ -70,7 +90,13 @@ class RewardPool(Shared, Generic[P, ResultT]):
             pool = self._pool
         if pool is None:
             raise RewardError(f"the pool of reward function {self._name} is not open; call it within `async with`")
-        result, error = await self._run(pool, args, kwargs)
+        try:
+            result, error = await self._run(pool, args, kwargs)
+        except (RewardTimeoutError, _WorkerDiedError) as killed:
+            if self._if_killed is None:
+                raise
+            log.info("%s; it scores %s", killed, self._if_killed)
+            return self._if_killed
         if error is not None:
             raise RewardError(error)
         return cast("ResultT", result)
@@ -84,7 +110,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         except TimeoutError as timeout:
             raise RewardTimeoutError(f"reward function {self._name} ran longer than {self._timeout_s:g} s") from timeout
         except ProcessExpired as death:
-            raise RewardError(
+            raise _WorkerDiedError(
                 f"the worker that ran reward function {self._name} died with exit code {death.exitcode}"
             ) from death
         except BrokenProcessPool as broken:
@@ -103,7 +129,8 @@ class RewardPool(Shared, Generic[P, ResultT]):
     def _start(self) -> ProcessPool:
         """Start workers and wait until one can run the function. Blocks."""
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        pool = ProcessPool(max_workers=self._workers, context=multiprocessing.get_context(method))
+        context = multiprocessing.get_context(method)
+        pool = ProcessPool(max_workers=self._workers, initializer=self._prepare, context=context)
         try:
             pool.schedule(_call, args=(_nothing, (self._function,), {})).result(STARTUP_TIMEOUT_S)
         except Exception as error:
@@ -136,8 +163,8 @@ def is_typed_in(function: Callable[..., Any]) -> bool:
 
 def _check_importable(function: Callable[..., Any]) -> None:
     advice = (
-        "define it at the top level of a module, or wrap it in InlineReward if it is trivial, or in ThreadReward if a "
-        "call that hangs need not be killed"
+        "define it at the top level of a module, or wrap it in InlineReward if it is trivial, or in ThreadReward if it "
+        "need not be killed when it hangs"
     )
     if is_typed_in(function):
         raise RewardError(

@@ -3,6 +3,9 @@
 import os
 import time
 
+from arl.api.types import Example
+from arl.workflow.reward import Score
+
 
 def equal(answer: object, truth: object) -> float:
     return float(answer == truth)
@@ -23,3 +26,23 @@ def behaves(how: str) -> object:
 
 def worker_id(_: object) -> float:
     return float(os.getpid())
+
+
+def until_file_exists(path: str, _: object) -> float:
+    """Blocks its thread or process until somebody else gets on."""
+    while not os.path.exists(path):
+        time.sleep(0.005)
+    return 1.0
+
+
+def two_parts(answer: str, _: object) -> Score:
+    return Score(1.5, {"a": 1.0, "b": 0.5})
+
+
+def length(answer: str, _: object) -> float:
+    return len(answer)
+
+
+def by_name(answer: str, data: Example) -> object:
+    """Answers do to the worker whatever they say."""
+    return behaves(answer)
