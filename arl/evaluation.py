@@ -10,7 +10,7 @@ from arl.api.engine import InferenceEngine
 from arl.api.workflow import RolloutWorkflow
 from arl.metrics import Evaluation
 from arl.rollout import Dataset, run_examples
-from arl.stats import mean_metrics
+from arl.stats import mean_metrics, mean_rewards
 
 
 class Evaluator:
@@ -53,5 +53,8 @@ class Evaluator:
             num_episodes=len(episodes),
             num_failed=sum(episode.error is not None for episode in episodes),
             wall_s=time.monotonic() - began,
-            metrics=mean_metrics([t for episode in episodes for t in episode.trajectories]),
+            metrics={
+                **mean_metrics([t for episode in episodes for t in episode.trajectories]),
+                **mean_rewards(episode.trajectories for episode in episodes),
+            },
         )

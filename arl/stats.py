@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from statistics import fmean, pstdev
@@ -21,19 +21,25 @@ class RunTotals:
 
 def episode_rewards(groups: Sequence[Group]) -> list[float]:
     """One reward for each episode: the mean over its trajectories, where it returned several."""
-    rewards: list[float] = []
+    return [fmean(t.reward for t in episode) for episode in _episodes(groups)]
+
+
+def _episodes(groups: Sequence[Group]) -> list[list[Trajectory]]:
+    """The trajectories of each episode."""
+    episodes: list[list[Trajectory]] = []
     for group in groups:
-        by_episode: dict[int, list[float]] = {}
-        for episode, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
-            by_episode.setdefault(episode, []).append(trajectory.reward)
-        rewards += [fmean(values) for values in by_episode.values()]
-    return rewards
+        by_episode: dict[int, list[Trajectory]] = {}
+        for index, trajectory in zip(group.episode_indices, group.trajectories, strict=True):
+            by_episode.setdefault(index, []).append(trajectory)
+        episodes += by_episode.values()
+    return episodes
 
 
 def batch_metrics(
     groups: Sequence[Group], version: int, replayed: Sequence[Group] = (), *, mask_truncated: bool = False
 ) -> dict[str, float]:
-    """Staleness of the trained tokens against the trainer's `version`, lengths, and the workflow's own metrics.
+    """Staleness of the trained tokens against the trainer's `version`, lengths, and what the workflow named: its
+    metrics and the parts of its reward.
 
     replayed: groups that were trained beside the new ones. Their tokens have a staleness; all else was said of them
     when they were new. mask_truncated: truncated trajectories are not trained.
@@ -55,6 +61,7 @@ def batch_metrics(
         "length/tokens_max": max(len(t.token_ids) for t in trajectories),
         "length/trained_tokens": fmean(t.num_trained_tokens * is_trained(t) for t in trajectories),
         **mean_metrics(trajectories),
+        **mean_rewards(_episodes(groups)),
     }
 
 
@@ -79,6 +86,17 @@ def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
             values.setdefault(f"episode/{name}", []).append(value)
+    return {name: fmean(numbers) for name, numbers in values.items()}
+
+
+def mean_rewards(episodes: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
+    """`reward/NAME`: each named part of the reward, averaged over the episodes that have it; an episode's own is the
+    mean over its trajectories that have it."""
+    values: dict[str, list[float]] = {}
+    for trajectories in episodes:
+        for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
+            own = fmean(t.rewards[name] for t in trajectories if name in t.rewards)
+            values.setdefault(f"reward/{name}", []).append(own)
     return {name: fmean(numbers) for name, numbers in values.items()}
 
 

@@ -101,6 +101,17 @@ def test_trajectories_are_written_with_the_advantage_that_they_were_trained_with
     assert [row["advantage"] for row in read_jsonl(tmp_path / "trajectories.jsonl")] == [0.25, None, -0.25]
 
 
+def test_each_named_part_of_the_reward_is_averaged_over_the_episodes_that_have_it() -> None:
+    def of(**rewards: float) -> Trajectory:
+        return replace(trajectory(), rewards=rewards)
+
+    metrics = batch_metrics(
+        [group(of(correct=1.0), of(correct=0.0), of(), episodes=(0, 0, 1)), group(of(correct=0.1))], 4
+    )
+    assert metrics["reward/correct"] == pytest.approx(0.3)  # the mean of 0.5 and 0.1
+    assert "reward/correct" not in batch_metrics([group(of())], 4)
+
+
 def test_a_resume_cuts_back_to_its_version_and_keeps_evaluations(tmp_path: Path) -> None:
     log = RunLog(tmp_path, QUIET)
     log.evaluation(evaluation(0))

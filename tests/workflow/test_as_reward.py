@@ -16,8 +16,10 @@ import pytest
 from scoring import by_name, length, two_parts, until_file_exists
 
 from arl.api import Example, InferenceEngine, ModelRequest, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory
+from arl.api.config import EvaluationConfig
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.episode import EpisodeRunner
+from arl.evaluation import Evaluator
 from arl.workflow.reward import (
     AsyncReward,
     InlineReward,
@@ -314,8 +316,8 @@ def test_malformed_sums_are_refused() -> None:
 class Rewarded(RolloutWorkflow):
     """Answers what the example says, and is rewarded for it."""
 
-    def __init__(self, reward: Any) -> None:
-        self.reward = as_reward(reward, timeout_s=1.0, workers=1)
+    def __init__(self, reward: Any, **limits: Any) -> None:
+        self.reward = as_reward(reward, **limits)
 
     async def __aenter__(self) -> "Rewarded":
         await self.reward.__aenter__()
@@ -338,7 +340,7 @@ class Rewarded(RolloutWorkflow):
 
 
 async def test_a_reward_that_fails_is_the_outcome_of_its_episode_and_the_next_one_runs() -> None:
-    async with Rewarded(by_name) as workflow:
+    async with Rewarded(by_name, timeout_s=1.0, workers=1) as workflow:
         runner = EpisodeRunner(engine=ScriptedEngine(lambda request: [9]), workflow=workflow, timeout_s=60)
         episodes = {
             how: await runner.run({"answer": how}, name=how) for how in ("is nan", "hangs", "dies", "raises", "works")
@@ -353,3 +355,12 @@ async def test_a_reward_that_fails_is_the_outcome_of_its_episode_and_the_next_on
     ]:
         assert isinstance(errors[how], RewardError)
         assert what in str(errors[how])
+
+
+async def test_an_evaluation_has_the_mean_of_each_named_part() -> None:
+    reward = WeightedReward({"length": (1.0, InlineReward(length)), "half": (0.5, InlineReward(lambda *_: 0.5))})
+    engine, config = ScriptedEngine(lambda request: [9]), EvaluationConfig()
+    held_out = [{"answer": "ab"}, {"answer": "abcd"}]
+    workflow = Rewarded(reward)
+    evaluation = await Evaluator(engine, workflow, held_out, config, episode_timeout_s=5.0).evaluate()
+    assert (evaluation.reward, evaluation.metrics) == (3.25, {"reward/length": 3.0, "reward/half": 0.5})
