@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from arl.api.errors import ModelError
+from arl.api.types import StopReason
+from arl.workflow.messages import Message, ToolSpecs, normalised, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
-"""A chat message as templates take it: `role`, `content`, and what else a role has (`tool_calls`, for instance)."""
-
-ToolSpecs = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
-
 _MARKER = "arl-marks-the-sampled-turn"
+_WORD = re.compile(r"\w+")
+_NO_SPACE = re.compile(r"\S+")
 
 
 class ChatTemplate:
@@ -37,35 +35,44 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self._options = dict(options or {})
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._special = _special_tokens(tokenizer)
 
-    def render(
-        self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True
-    ) -> str:
-        """Raises ModelError, with the template's own words, where it does not take such messages."""
+    def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
+        """Raises ModelError, with the template's own words, where it does not take such messages or tools."""
+        shown = [normalised(message) for message in messages]
+        specs = [plain(tool) for tool in tools]
+        self._check_shows(shown, specs)
         try:
             text = self.tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,  # pyright: ignore[reportArgumentType]
+                shown,
+                tools=specs or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._options,
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
             raise ModelError(f"the model's chat template does not take these messages: {error}") from error
         return str(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def text_of(self, output_ids: Sequence[int]) -> str:
+    def text_of(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> str:
         """What was sampled, as text, without the token that ended it."""
-        ids = output_ids[:-1] if self.ends_turn(output_ids) else output_ids
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+        ids = output_ids[:-1] if self.ends_turn(output_ids, stop_reason) else output_ids
+        decoded = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(decoded)
 
-    def ends_turn(self, output_ids: Sequence[int]) -> bool:
-        """Whether the model itself ended its turn, by whichever special token."""
-        return bool(output_ids) and output_ids[-1] in self._special_ids
+    def ends_turn(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> bool:
+        """Whether the model itself ended its turn, by whichever special token. What a length limit cut off may end
+        with one that ends nothing."""
+        if not output_ids:
+            return False
+        is_end = output_ids[-1] == self.tokenizer.eos_token_id
+        return is_end or (stop_reason == "stop" and output_ids[-1] in self._special)
+
+    def begins_with_special(self, ids: Sequence[int]) -> bool:
+        return bool(ids) and ids[0] in self._special
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -73,7 +80,7 @@ class ChatTemplate:
 
         Raises ModelError for a template that does not show them.
         """
-        return self.after_turn([{"role": "user", "content": ""}], [], add_generation_prompt=False)
+        return self.after_turn([{"role": "user", "content": "?"}], [], add_generation_prompt=False)
 
     def after_turn(
         self,
@@ -91,21 +98,53 @@ class ChatTemplate:
             raise ModelError("the chat template does not show an assistant's message as it is; it cannot be used")
         return after
 
+    def after_words(self, said: str, shown: str, *, has_calls: bool = False) -> str | None:
+        """What `shown` has after the words that were said, with which it begins; None where it shows others.
 
-def _for_template(message: Message) -> dict[str, Any]:
-    """Templates take a call's arguments as an object; OpenAI's protocol has them as JSON in a string."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+        They may stand there as they were said, or as the template writes the same words: with other space between
+        them and, has_calls, with the JSON of calls laid out and ordered otherwise. Words that are gone, or more, are
+        others.
+        """
+        if shown.startswith(said) and self._begins_with_end(shown[len(said) :]):
+            return shown[len(said) :]
+        end = self._first_special(shown, besides=said)
+        if end is None:
+            return None
+        unit = _WORD if has_calls else _NO_SPACE
+        alike = self._pieces(shown[:end], unit) == self._pieces(said, unit)
+        return shown[end:] if alike else None
+
+    def _begins_with_end(self, text: str) -> bool:
+        if text.startswith(tuple(self._special.values())):
+            return True
+        return text.startswith(self.end_of_turn)
+
+    def _first_special(self, text: str, besides: str) -> int | None:
+        """Where the first special token stands that is not among the words of `besides`."""
+        finds = self._special_pattern.finditer(text)
+        return next((found.start() for found in finds if found.group() not in besides), None)
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
+    def _pieces(self, text: str, unit: re.Pattern[str]) -> list[str]:
+        """What `unit` finds beside special tokens: words in any order, or everything but space in its own."""
+        pieces = unit.findall(self._special_pattern.sub(" ", text))
+        return sorted(pieces) if unit is _WORD else ["".join(pieces)]
+
+    def _check_shows(self, messages: Sequence[Message], tools: ToolSpecs) -> None:
+        source = self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
+        if tools and "tools" not in source:
+            raise ModelError("the model's chat template shows no tools; use a model or a template that knows them")
+        if "tool_calls" not in source and any("tool_calls" in message for message in messages):
+            raise ModelError(
+                "the model's chat template shows no tool_calls; use one that does, or leave calls in the content"
+            )
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return dict(call)
-    return {**call, "function": {**function, "arguments": arguments}}
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """id -> text. Tokenizers may have more than they name: of Llama's, all_special_ids leaves out <|eom_id|>."""
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True)) | added

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
 from arl.api.types import ModelRequest, SamplingParams, Trajectory, new_id
-from arl.workflow.chat_template import ChatTemplate, Message
+from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn
+from arl.workflow.messages import Message
 from arl.workflow.paths import trajectories
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Conversation:
         turn_rewards: Sequence[float] | None = None,
         states: Sequence[str | None] | None = None,
     ) -> tuple[Trajectory, ...]:
-        """What to return from arun_episode: one trajectory, or one for each branch; every sampled token is trained once.
+        """What to return from arun_episode: one trajectory, or one for each branch. Each sampled token is trained once.
 
         rewards: named parts of the reward. turn_rewards: what the environment gave for each sampled turn, beside
         `reward`. states: a key of the state that each was taken in; see TurnSpan. Raises TrajectoryError where these
@@ -144,17 +145,18 @@ class Conversation:
     ) -> Trajectory:
         """`trajectories`, where there is one. Raises TrajectoryError where the conversation branched."""
         made = self.trajectories(reward, metrics, role, rewards=rewards, turn_rewards=turn_rewards, states=states)
-        if len(made) > 1:
+        first, *others = made
+        if others:
             raise TrajectoryError(
                 f"the conversation branched into {len(made)} trajectories, because its chat template rewrites earlier "
                 "turns or turns were sampled at different temperatures; return conversation.trajectories(...)"
             )
-        return made[0]
+        return first
 
     def _prompt(self) -> Prompt:
         return self._dialogue.prompt(self._messages, self._tools, after=self._last)
 
     def _said(self, turn: Turn) -> Turn:
         self._last = turn
-        self._messages.append(turn.messages[-1])
+        self._messages.append(turn.message)
         return turn

@@ -4,49 +4,103 @@
 
 What the model sampled is kept as the tokens it sampled; what is said after it is tokenized as the chat template renders
 it there. Nothing is tokenized twice, so what is trained is what the model saw. A prompt whose messages continue a
-recorded turn follows it in the tree. Where the template shows an earlier turn otherwise than when it was said (Qwen3's
+recorded turn follows it in the tree. Where the template shows an earlier turn otherwise than it was said (Qwen3's
 drops its thinking once a user speaks again), the model sees another text than before: the prompt then branches off
-after the last turn that is still shown as it was. Each path from the root to a leaf is a trajectory (arl.workflow.paths).
+after the last turn that is still shown as it was. Each path from the root to a leaf is a trajectory
+(arl.workflow.paths).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal, Self
 
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
-from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs
+from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.messages import Message, ToolSpecs, history_key, normalised, plain, tools_key
 
 Rewriting = Literal["branch", "keep", "error"]
 """What becomes of a turn that the template would show otherwise later: the dialogue branches, the sampled tokens stay
 in the model's view, or it is an error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Turn:
-    """One answer of the model, and what it saw before it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Of a text, in the place of the text: an episode's prompts are long, and each begins with the one before it."""
 
-    parent: the turn before it in its view. given_ids: what the model saw after that one. output_ids: what it sampled,
-    with the token that ended it. response: None for a turn that was demonstrated. text: the answer without its end.
-    messages: all that was said, this turn's message the last. tools: what it was shown of tools.
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        return cls(length=len(text), digest=blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest())
+
+    def begins(self, text: str) -> bool:
+        return len(text) >= self.length and Fingerprint.of(text[: self.length]) == self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What the model is shown next: the tokens of `parent`'s view, then `given_ids`.
+
+    messages: the same, as messages. shown: of the text that the template rendered; None where it would have rendered
+    another. key: of the messages and tools, equal for what counts as the same history.
     """
 
     parent: Turn | None
     given_ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+    tools: ToolSpecs
+    shown: Fingerprint | None
+    key: bytes
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        return (*(self.parent.token_ids if self.parent else ()), *self.given_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """One answer of the model, and what it saw before it.
+
+    output_ids: what it sampled, with the token that ended it, if one did (has_ended). response: None for a turn that
+    was demonstrated. text: the answer without its end. message: as it is shown later. key: as a prompt's, with it.
+    """
+
+    prompt: Prompt
     output_ids: tuple[int, ...]
+    has_ended: bool
     response: ModelResponse | None
     text: str
-    messages: tuple[Message, ...]
-    tools: ToolSpecs = ()
+    message: Message
+    key: bytes
+
+    @property
+    def parent(self) -> Turn | None:
+        """The turn before it in its view."""
+        return self.prompt.parent
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """What the model saw after that one."""
+        return self.prompt.given_ids
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All that was said, this turn's message the last."""
+        return (*self.prompt.messages, self.message)
 
     @property
     def path(self) -> list[Turn]:
         """From the first turn to this one."""
-        return [*self.parent.path, self] if self.parent else [self]
+        path: list[Turn] = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -54,28 +108,17 @@ class Turn:
         return tuple(token for turn in self.path for part in (turn.given_ids, turn.output_ids) for token in part)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """What the model is shown next: the tokens of `parent`'s view, then `given_ids`. messages: the same, as messages."""
-
-    parent: Turn | None
-    given_ids: tuple[int, ...]
-    messages: tuple[Message, ...]
-    tools: ToolSpecs = ()
-
-    @property
-    def input_ids(self) -> tuple[int, ...]:
-        return (*(self.parent.token_ids if self.parent else ()), *self.given_ids)
-
-
 class Dialogue:
-    """The tree. `prompt` changes nothing, so a call that failed may be made again; `record` adds a turn."""
+    """The tree. `prompt` changes nothing, so a call that failed may be made again; `record` adds a turn.
+
+    Messages and tools are copied: what becomes of the caller's afterwards does not matter.
+    """
 
     def __init__(self, template: ChatTemplate, *, rewriting: Rewriting = "branch") -> None:
         self.template = template
         self._rewriting: Rewriting = rewriting
         self._turns: list[Turn] = []
-        self._by_history: dict[bytes, Turn] = {}
+        self._by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -90,129 +133,118 @@ class Dialogue:
         template does not take, and for rewritten ones where that is to be an error.
         """
         said = after or self._continued(messages, tools)
-        if said is None:
-            text = self.template.render(messages, tools)
-            return Prompt(parent=None, given_ids=self.template.encode(text), messages=tuple(messages), tools=tools)
-        messages = (*said.messages, *messages[len(said.messages) :])
-        if self._rewriting == "keep":
-            return self._kept(said, messages, tools)
-        text = self.template.render(messages, tools)
-        for turn in reversed(said.path):
-            given = self._shown_after(turn, text)
-            if given is not None:
-                return Prompt(parent=turn, given_ids=given, messages=messages, tools=tools)
+        known = said.messages if said else ()
+        new = [normalised(message) for message in messages[len(known) :]]
+        messages = (*known, *new)
+        if said and (said.prompt.tools == tools or tools_key(said.prompt.tools) == tools_key(tools)):
+            specs, key = said.prompt.tools, history_key(said.key, new)
+        else:
+            specs, key = plain(tools), history_key(tools_key(tools), messages)
+        text = self.template.render(messages, specs)
+        parent, given_ids = self._place(said, text)
+        if said and parent is not said and self._rewriting != "branch":
             if self._rewriting == "error":
-                raise ModelError(
-                    f"the chat template rewrites earlier turns: it no longer shows {turn.text[:80]!r} as it was said; "
-                    "let the dialogue branch, keep the sampled tokens in view, or choose a template that leaves "
-                    "earlier turns alone"
-                )
-        return Prompt(parent=None, given_ids=self.template.encode(text), messages=messages, tools=tools)
+                raise _rewritten(parent, said)
+            given_ids = self._kept(said, new, messages, specs)
+            return Prompt(parent=said, given_ids=given_ids, messages=messages, tools=specs, shown=None, key=key)
+        shown = Fingerprint.of(text)
+        return Prompt(parent=parent, given_ids=given_ids, messages=messages, tools=specs, shown=shown, key=key)
 
     def record(self, prompt: Prompt, response: ModelResponse, message: Message | None = None) -> Turn:
         """Add what the model answered. message: how it will be shown later, if not as its text in `content`."""
-        return self._add(prompt, response.output_ids, response, self.template.text_of(response.output_ids), message)
+        output_ids, reason = response.output_ids, response.stop_reason
+        has_ended = self.template.ends_turn(output_ids, reason)
+        return self._add(prompt, output_ids, has_ended, response, self.template.text_of(output_ids, reason), message)
 
     def demonstrate(self, prompt: Prompt, text: str) -> Turn:
         """Add an answer to imitate, ended as the template ends turns; it has no logprobs."""
         end = self.template.encode(self.template.end_of_turn)[:1]
-        return self._add(prompt, (*self.template.encode(text), *end), None, text, None)
+        return self._add(prompt, (*self.template.encode(text), *end), True, None, text, None)
 
     def forget(self, turn: Turn) -> None:
         """Take back a turn that nobody has seen, such as one whose reader was gone, unless another follows it."""
-        if turn not in self._turns or any(other.parent is turn for other in self._turns):
-            return
-        self._turns.remove(turn)
-        key = _last(_keys(turn.messages, turn.tools))
-        if self._by_history.get(key) is turn:
-            del self._by_history[key]
+        if turn in self._turns and not any(_follows(other, turn) for other in self._turns):
+            self._turns.remove(turn)
+            self._by_key[turn.key].remove(turn)
 
     def _add(
         self,
         prompt: Prompt,
         output_ids: tuple[int, ...],
+        has_ended: bool,
         response: ModelResponse | None,
         text: str,
         message: Message | None,
     ) -> Turn:
-        messages = (*prompt.messages, message or {"role": "assistant", "content": text})
+        message = normalised(message or {"role": "assistant", "content": text})
         turn = Turn(
-            parent=prompt.parent,
-            given_ids=prompt.given_ids,
+            prompt=prompt,
             output_ids=output_ids,
+            has_ended=has_ended,
             response=response,
             text=text,
-            messages=messages,
-            tools=prompt.tools,
+            message=message,
+            key=history_key(prompt.key, [message]),
         )
         self._turns.append(turn)
-        self._by_history[_last(_keys(messages, prompt.tools))] = turn
+        self._by_key[turn.key].append(turn)
         return turn
 
     def _continued(self, messages: Sequence[Message], tools: ToolSpecs) -> Turn | None:
-        """The turn with the longest history that `messages` begin with."""
-        found = None
-        for key in _keys(messages, tools):
-            found = self._by_history.get(key, found)
-        return found
+        """The turn with the longest history that `messages` begin with; of several the one that they name, or the last.
 
-    def _shown_after(self, turn: Turn, text: str) -> tuple[int, ...] | None:
-        """The tokens of what `text` has after the turn; None where it shows the turn, or one before it, otherwise."""
-        shown = self.template.render(turn.messages, turn.tools, add_generation_prompt=False)
-        end = self.template.end_of_turn
-        if not shown.endswith(end):
-            return None
-        spoken = shown[: len(shown) - len(end)]
-        return self._unless_ended(turn, text[len(spoken) :]) if text.startswith(spoken + end) else None
+        Answers may be equal but for what clients need not send back: ids of calls, and the model's thinking.
+        """
+        found: list[Turn] = []
+        key, length = tools_key(tools), 0
+        for number, message in enumerate(messages, start=1):
+            key = history_key(key, [message])
+            if message["role"] == "assistant" and (turns := self._by_key.get(key)):
+                found, length = turns, number
+        if len(found) < 2:
+            return found[0] if found else None
+        given = [normalised(message) for message in messages[:length]]
+        return max(reversed(found), key=lambda turn: sum(a == b for a, b in zip(turn.messages, given, strict=True)))
 
-    def _kept(self, turn: Turn, messages: tuple[Message, ...], tools: ToolSpecs) -> Prompt:
-        """The prompt as if the template left earlier turns alone."""
+    def _place(self, said: Turn | None, text: str) -> tuple[Turn | None, tuple[int, ...]]:
+        """After which turn up to `said` the text goes on, and the tokens of what it has there."""
+        for turn in reversed(said.path if said else ()):
+            shown = turn.prompt.shown
+            if shown is None or not shown.begins(text):
+                continue
+            after = self.template.after_words(turn.text, text[shown.length :], has_calls="tool_calls" in turn.message)
+            if after is not None:
+                return turn, self._unless_ended(turn, after)
+        return None, self.template.encode(text)
+
+    def _kept(
+        self, said: Turn, new: Sequence[Message], messages: Sequence[Message], tools: ToolSpecs
+    ) -> tuple[int, ...]:
+        """The tokens of what is new, as if the template left earlier turns alone."""
         first = next((m for m in messages if m["role"] == "user"), {"role": "user", "content": ""})
-        after = self.template.after_turn([first], messages[len(turn.messages) :], tools)
-        return Prompt(parent=turn, given_ids=self._unless_ended(turn, after), messages=messages, tools=tools)
+        return self._unless_ended(said, self.template.after_turn([first], new, tools))
 
     def _unless_ended(self, turn: Turn, after: str) -> tuple[int, ...]:
-        """The tokens of `after`, which begins with the end of the turn, less that end where the model said it itself."""
+        """The tokens of `after`, which begins with the end of the turn, less that end where the model said it itself.
+
+        The model's own end stays also where the template would have written another.
+        """
         ids = self.template.encode(after)
-        return ids[1:] if self.template.ends_turn(turn.output_ids) and self.template.ends_turn(ids[:1]) else ids
+        is_end = self.template.begins_with_special(ids) or ids[:1] == turn.output_ids[-1:]
+        return ids[1:] if turn.has_ended and is_end else ids
 
 
-def _keys(messages: Sequence[Message], tools: ToolSpecs) -> Iterator[bytes]:
-    """A key of each history that ends with an assistant's message, the shortest first."""
-    digest = blake2b(_canonical(tools), digest_size=16)
-    for message in messages:
-        digest.update(_canonical(_identity(message)))
-        if message["role"] == "assistant":
-            yield digest.digest()
+def _rewritten(shown: Turn | None, said: Turn) -> ModelError:
+    path = said.path
+    first = path[path.index(shown) + 1 if shown else 0]
+    return ModelError(
+        f"the chat template rewrites earlier turns: it no longer shows {first.text[:80]!r} as it was said; let the "
+        "dialogue branch (rewriting='branch'), keep the sampled tokens in view ('keep'), or choose a template that "
+        "leaves earlier turns alone"
+    )
 
 
-def _last(keys: Iterator[bytes]) -> bytes:
-    return list(keys)[-1]
-
-
-def _identity(message: Message) -> list[Any]:
-    """What makes two messages the same: clients send answers back with other ids, and without the model's thinking."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    return [
-        message["role"],
-        message.get("content") or "",
-        [[call.get("name"), _arguments(call.get("arguments"))] for call in calls],
-    ]
-
-
-def _arguments(arguments: Any) -> Any:
-    """An object, also where it is JSON in a string, which a client may have written anew."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=_plain).encode() + b"\0"
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)
+def _follows(turn: Turn, earlier: Turn) -> bool:
+    """Whether the turn was said with the earlier one among what had been said, however it was shown."""
+    place = len(earlier.prompt.messages)
+    return len(turn.prompt.messages) > place and turn.prompt.messages[place] is earlier.message

@@ -38,7 +38,7 @@ def trajectories(
     Raises TrajectoryError where these are not as many as turns, or nothing was sampled.
     """
     if not turns or any(turn.response is None for turn in turns):
-        raise TrajectoryError("nothing was sampled, or a turn was only demonstrated; there is no trajectory to train on")
+        raise TrajectoryError("nothing was sampled, or a turn was demonstrated: there is no trajectory to train on")
     for name, given in (("turn_rewards", turn_rewards), ("states", states)):
         if given is not None and len(given) != len(turns):
             raise TrajectoryError(

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from chat_templates import tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
 from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, TrajectoryError
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.steered_engine import SteeredEngine
 from arl.workflow.conversation import Conversation
+from arl.workflow.dialogue import Rewriting
 from arl.workflow.tools import Tool
 
 TOKENIZER = tiny_tokenizer(["the sum of "])
@@ -202,13 +203,22 @@ async def test_turns_of_one_episode_share_a_session_and_episodes_do_not() -> Non
     assert sessions[0] == sessions[1] != sessions[2]
 
 
-async def test_turns_of_different_temperatures_make_no_trajectory() -> None:
-    conversation, engine = Conversation(TOKENIZER, user("?")), saying("a", "b")
-    await conversation.agenerate(engine, SamplingParams(temperature=1.0))
-    conversation.add(*user("more"))
-    await conversation.agenerate(engine, SamplingParams(temperature=0.5))
-    with pytest.raises(ValueError, match=r"\[0\.5, 1\.0\]"):
+async def test_turns_of_different_temperatures_are_trained_in_trajectories_of_their_own() -> None:
+    conversation, engine = Conversation(TOKENIZER, user("?")), saying("a", "b", "c")
+    for temperature in (1.0, 0.5, 1.0):
+        await conversation.agenerate(engine, SamplingParams(temperature=temperature))
+        conversation.add(*user("more"))
+    with pytest.raises(TrajectoryError, match=r"branched into 2 trajectories.*return conversation\.trajectories"):
         conversation.trajectory(1.0)
+    first, second = conversation.trajectories(1.0)
+    assert (first.temperature, second.temperature) == (1.0, 0.5)
+    assert first.token_ids == conversation.token_ids
+    assert second.token_ids == first.token_ids[: len(second.token_ids)]
+    assert [a + b for a, b in zip(first.loss_mask, second.loss_mask, strict=False)] == list(
+        conversation.loss_mask[: len(second.token_ids)]
+    )
+    trained = [TOKENIZER.decode(t.token_ids[turn.start : turn.stop]) for t in (first, second) for turn in t.turns]
+    assert trained == ["a<|im_end|>", "c<|im_end|>", "b<|im_end|>"]
 
 
 async def test_a_demonstration_has_the_tokens_of_the_same_conversation_sampled() -> None:
@@ -224,50 +234,55 @@ async def test_a_demonstration_has_the_tokens_of_the_same_conversation_sampled()
     assert shown.loss_mask == sampled.loss_mask
 
 
-THINKING_TEMPLATE = """\
-{%- set ns = namespace(last_user=-1) %}
-{%- for message in messages if message.role == 'user' %}{%- set ns.last_user = messages.index(message) %}{% endfor %}
-{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' and loop.index0 < ns.last_user %}
-        {%- set content = content.split('</think>')[-1].lstrip() %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
-"""
+# Templates that rewrite what was said ---------------------------------------------------------------------------------
+
+QWEN3 = tokenizer_of("qwen3")
+THOUGHT = "<think>\nhm\n</think>\n\n4"
 
 
-@pytest.fixture
-def forgetful() -> PreTrainedTokenizerFast:
-    """A tokenizer whose template drops the thinking of earlier turns when the user speaks again, as Qwen3's does."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = THINKING_TEMPLATE
-    return tokenizer
-
-
-async def test_a_template_that_rewrites_earlier_turns_is_an_error(forgetful: PreTrainedTokenizerFast) -> None:
-    conversation, engine = Conversation(forgetful, user("?")), saying("<think>hm</think>4", "5")
-    await conversation.agenerate(engine, SAMPLING)
-    conversation.add(*user("sure?"))
-    with pytest.raises(ModelError, match=r"rewrites earlier turns.*keep_rewritten"):
-        await conversation.agenerate(engine, SAMPLING)
-
-
-async def test_rewritten_turns_stay_in_view_when_that_is_asked_for(forgetful: PreTrainedTokenizerFast) -> None:
-    conversation = Conversation(forgetful, user("?"), keep_rewritten=True)
-    engine = saying("<think>hm</think>4", "5")
+async def asked_twice(conversation: Conversation, *answers: str) -> list[str]:
+    """What the model saw each time, when a user speaks again after its first answer."""
+    ids = [[*QWEN3.encode(answer), QWEN3.eos_token_id] for answer in answers]
+    engine = ScriptedEngine(lambda request: ids[len(engine.requests) - 1])
     await conversation.agenerate(engine, SAMPLING)
     conversation.add(*user("sure?"))
     await conversation.agenerate(engine, SAMPLING)
-    assert "<think>hm</think>4<|im_end|>\n<|im_start|>user\nsure?" in TOKENIZER.decode(engine.requests[1].input_ids)
+    return [QWEN3.decode(request.input_ids) for request in engine.requests]
 
 
-async def test_a_template_that_leaves_what_was_said_alone_is_no_error(forgetful: PreTrainedTokenizerFast) -> None:
-    conversation, engine = Conversation(forgetful, user("?")), saying("4", "5")
-    await conversation.agenerate(engine, SAMPLING)
-    conversation.add(*user("sure?"))
-    assert (await conversation.agenerate(engine, SAMPLING)).text == "5"
+async def test_a_template_that_rewrites_earlier_turns_makes_a_branch() -> None:
+    conversation = Conversation(QWEN3, user("?"))
+    first, second = await asked_twice(conversation, THOUGHT, "5")
+    assert first == "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+    assert second == (first + "4<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n")
+    before, after = conversation.trajectories(1.0)
+    assert QWEN3.decode(before.token_ids) == first + THOUGHT + "<|im_end|>"
+    assert QWEN3.decode(after.token_ids) == second + "5<|im_end|>"
+    with pytest.raises(TrajectoryError, match="its chat template rewrites earlier turns"):
+        conversation.trajectory(1.0)
+
+
+async def test_a_template_that_rewrites_earlier_turns_is_an_error_where_that_is_asked_for() -> None:
+    with pytest.raises(ModelError, match=r"no longer shows '<think>\\nhm.*' as it was said; .*rewriting='branch'"):
+        await asked_twice(Conversation(QWEN3, user("?"), rewriting="error"), THOUGHT, "5")
+
+
+async def test_rewritten_turns_stay_in_view_where_that_is_asked_for() -> None:
+    conversation = Conversation(QWEN3, user("?"), rewriting="keep")
+    _, second = await asked_twice(conversation, THOUGHT, THOUGHT)
+    assert "assistant\n" + THOUGHT + "<|im_end|>\n<|im_start|>user\nsure?" in second
+    conversation.add(*user("really?"))
+    third = ScriptedEngine(lambda _: [QWEN3.eos_token_id])
+    await conversation.agenerate(third, SAMPLING)
+    assert QWEN3.decode(third.requests[0].input_ids).startswith(second + THOUGHT + "<|im_end|>\n<|im_start|>user\nrea")
+    assert len(conversation.trajectory(1.0).turns) == 3
+
+
+@pytest.mark.parametrize("rewriting", ["branch", "keep", "error"])
+async def test_a_template_that_leaves_what_was_said_alone_makes_no_branch(rewriting: Rewriting) -> None:
+    conversation = Conversation(QWEN3, user("?"), rewriting=rewriting)
+    await asked_twice(conversation, "4", THOUGHT)
+    assert len(conversation.trajectory(1.0).turns) == 2
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_do() -> None:
@@ -277,14 +292,19 @@ def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_do() ->
         Conversation(tokenizer, user("?"))
 
 
-async def test_a_template_that_hides_the_assistants_words_is_an_error() -> None:
+async def test_a_template_that_hides_the_assistants_words_makes_a_branch_and_cannot_be_kept_in_view() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", "message.content | length | string")
-    conversation = Conversation(tokenizer, [{"role": "user", "content": "?"}])
-    await conversation.agenerate(saying("a"), SAMPLING)
-    conversation.add({"role": "tool", "content": "b"})
-    with pytest.raises(ModelError, match="as it is"):
+    for rewriting in ("branch", "keep"):
+        conversation = Conversation(tokenizer, user("?"), rewriting=rewriting)
         await conversation.agenerate(saying("a"), SAMPLING)
+        conversation.add({"role": "tool", "content": "b"})
+        if rewriting == "branch":
+            await conversation.agenerate(saying("a"), SAMPLING)
+            assert len(conversation.trajectories(0.0)) == 2
+            continue
+        with pytest.raises(ModelError, match="as it is"):
+            await conversation.agenerate(saying("a"), SAMPLING)
 
 
 def test_only_the_environment_is_added() -> None:
