@@ -1,118 +1,251 @@
-"""Tools for agents: a tool from a typed Python function, and tool calls read from a model's text.
+"""Tools for agents: from a typed function to something a model may call, and from its calls to their answers.
 
-Calls are written as Qwen and Hermes write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Whatever is
-wrong with a call is told to the model, as the call's result; only an exception that a tool did not foresee is raised.
+    answer --CallFormat.parse--> calls --arun_tools--> results --> messages of role `tool`
+
+| what happens | who hears of it |
+|---|---|
+| a call that cannot be read, of no tool there is, or with wrong arguments | the model: `error: ...` |
+| a tool raises ToolError, or takes longer than ToolLimits.timeout_s | the model: `error: ...` |
+| a tool raises anything else | the model: `error: the tool failed: TYPE`; the log has the traceback |
+| another of arl's errors (a server or a sandbox is gone) | whoever awaits: it fails the episode |
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic import ValidationError
 
-from arl.api.errors import ToolError
+from arl.api.errors import ArlError, ConfigError, ToolError, first_error
+from arl.workflow.call_formats import MalformedCall, ToolCall, parse_tool_calls
+from arl.workflow.tool_output import cut, text_of
+from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
+from arl.workflow.tool_threads import THREADS
 
-__all__ = ["MalformedCall", "Tool", "ToolCall", "ToolError", "acall_tools", "parse_tool_calls"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "MalformedCall",
+    "Tool",
+    "ToolCall",
+    "ToolError",
+    "ToolLimits",
+    "ToolResult",
+    "acall_tools",
+    "arun_tools",
+    "parse_tool_calls",
+]
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call that could be read: which tool, with which arguments."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MalformedCall:
-    """A call that could not be read; `reason` is written for the model."""
-
-    reason: str
-
-
-def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
-    """The calls in `text`, in order; an unclosed last one counts. Empty when the model called nothing."""
-    return [_parse_call(body) for body in _CALL.findall(text)]
-
-
-def _parse_call(body: str) -> ToolCall | MalformedCall:
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError):
-        return MalformedCall(reason="a tool call must be one JSON object")
-    match call:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return ToolCall(name=name, arguments=arguments)
-    return MalformedCall(reason='a tool call needs "name", a string, and "arguments", an object')
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """timeout_s: of each call, from when it begins. max_output_chars: of each answer. max_calls: in one turn; those
+    beyond are answered with an error."""
+
+    timeout_s: float = 30.0
+    max_output_chars: int = 10_000
+    max_calls: int = 16
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0 or self.max_output_chars < 1 or self.max_calls < 1:
+            raise ConfigError(f"{self} does not allow anything; timeout_s must be above 0, the others at least 1")
+
+
+DEFAULT_LIMITS = ToolLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tool:
-    """Something a model may call. `spec` is what chat templates take: OpenAI's form, with a JSON schema."""
+    """Something a model may call. `spec` is what chat templates take: OpenAI's form, with a JSON schema.
+
+    function: sync or async. One that is sync runs in a thread, so it must not use the event loop's objects; it cannot
+    be killed, and after its time limit runs on unseen. accept: converts and validates arguments; None: the function
+    does. owner: calls of tools with the same owner follow one another within a turn, in the model's order; others run
+    at the same time.
+    """
 
     name: str
     spec: Mapping[str, Any]
     function: Callable[..., Any]
+    accept: Callable[..., Arguments] | None = None
+    owner: object | None = None
 
     @classmethod
-    def from_function(cls, function: Callable[..., Any]) -> Tool:
-        """A tool named, described and typed as the function, sync or async, is. A sync one must be quick: it runs on
-        the event loop.
+    def from_function(cls, function: Callable[..., Any], *, parallel: bool | None = None) -> Tool:
+        """A tool named, described and typed as the function is: what its docstring says in `Args:` or `:param name:`
+        describes arguments, and so does `Annotated[..., Field(description=...)]`.
 
+        Methods of an object are its stateful tools: two calls of them in one turn follow one another, unless parallel.
         Raises ToolError when the function has no docstring or an argument without a type.
         """
-        name = getattr(function, "__name__", type(function).__name__)
-        description = inspect.getdoc(function)
-        if not description:
-            raise ToolError(f"the function {name} has no docstring; the model needs one to know what the tool does")
-        for parameter in inspect.signature(function).parameters.values():
-            if parameter.annotation is parameter.empty:
-                raise ToolError(f"argument {parameter.name!r} of {name} has no type; annotate it")
-        spec = {"name": name, "description": description, "parameters": _parameters(function)}
-        return cls(name=name, spec={"type": "function", "function": spec}, function=validate_call(function))
+        about = signature_of(function)
+        spec = {"name": about.name, "description": about.description, "parameters": about.parameters}
+        return cls(
+            name=about.name,
+            spec={"type": "function", "function": spec},
+            function=function,
+            accept=about.accept,
+            owner=None if parallel else getattr(function, "__self__", None),
+        )
 
-    async def acall(self, arguments: Mapping[str, Any]) -> str:
-        """Run the tool and return its result as text; a ToolError or arguments of wrong types as `error: ...`."""
-        try:
-            result = self.function(**arguments)
-            if inspect.isawaitable(result):
-                result = await result
-        except ToolError as error:
-            return f"error: {error}"
-        except ValidationError as error:
-            return f"error: {_first_complaint(error)}"
-        return str(result)
+    @classmethod
+    def from_schema(
+        cls, function: Callable[..., Any], *, name: str, description: str, parameters: Mapping[str, Any]
+    ) -> Tool:
+        """A tool whose arguments (`parameters`, a JSON schema) are known otherwise. The function takes them by name,
+        as the model wrote them, and raises ToolError for wrong ones."""
+        spec = {"name": name, "description": description, "parameters": parameters}
+        return cls(name=name, spec={"type": "function", "function": spec}, function=function)
 
+    @classmethod
+    def of(cls, tool: Tool | Callable[..., Any]) -> Tool:
+        """What a workflow was given as a tool."""
+        return tool if isinstance(tool, Tool) else cls.from_function(tool)
 
-def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    adapter: TypeAdapter[Any] = TypeAdapter[Any](function)  # pyright: ignore[reportArgumentType]  (it takes functions)
-    schema = adapter.json_schema()
-    properties = {name: {k: v for k, v in prop.items() if k != "title"} for name, prop in schema["properties"].items()}
-    return {"type": "object", "properties": properties, "required": schema.get("required", [])}
-
-
-def _first_complaint(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"argument {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-
-
-async def acall_tools(calls: Sequence[ToolCall | MalformedCall], tools: Sequence[Tool]) -> list[dict[str, str]]:
-    """Answer each call, one after another, with a message of role `tool`."""
-    by_name = {tool.name: tool for tool in tools}
-    messages: list[dict[str, str]] = []
-    for call in calls:
-        if isinstance(call, MalformedCall):
-            content = f"error: {call.reason}"
-        elif call.name not in by_name:
-            content = f"error: there is no tool {call.name!r}; there is {', '.join(sorted(by_name))}"
+    async def acall(self, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> str:
+        """Run the tool and return its result as text. Raises ToolError for wrong arguments and where it takes too long;
+        and whatever the function raises."""
+        if self.accept is None:
+            args, kwargs = (), dict(arguments)
         else:
-            content = await by_name[call.name].acall(call.arguments)
-        messages.append({"role": "tool", "content": content})
-    return messages
+            try:
+                args, kwargs = self.accept(**arguments)
+            except ValidationError as error:
+                raise ToolError(first_complaint(error)) from error
+        call = functools.partial(self.function, *args, **kwargs)
+        if _is_async(self.function):
+            return cut(await _within(call, limits.timeout_s), limits.max_output_chars)
+        result = await THREADS.acall(lambda: _unless_awaitable(call()), limits.timeout_s)
+        text = result if isinstance(result, str) else await _within(lambda: result, limits.timeout_s)
+        return cut(text, limits.max_output_chars)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """How a call went. content: what the model reads. failure: None when the tool answered; else `malformed` (the call
+    could not be read), `refused` (the model's business: see this module's table) or `failed` (the tool's own)."""
+
+    call: ToolCall | MalformedCall
+    content: str
+    failure: Literal["malformed", "refused", "failed"] | None = None
+
+    @property
+    def message(self) -> dict[str, str]:
+        name = self.call.name if isinstance(self.call, ToolCall) else "malformed_call"
+        return {"role": "tool", "name": name, "content": self.content, "tool_call_id": self.call.id}
+
+
+async def acall_tools(
+    calls: Sequence[ToolCall | MalformedCall], tools: Sequence[Tool], limits: ToolLimits = DEFAULT_LIMITS
+) -> list[dict[str, str]]:
+    """Answer each call with a message of role `tool`, in their order. Raises as arun_tools does."""
+    return [result.message for result in await arun_tools(calls, tools, limits)]
+
+
+async def arun_tools(
+    calls: Sequence[ToolCall | MalformedCall], tools: Sequence[Tool], limits: ToolLimits = DEFAULT_LIMITS
+) -> list[ToolResult]:
+    """Run the calls at the same time, but for those of one owner, and return how each went, in their order.
+
+    Raises ConfigError for two tools of one name, and arl's errors but ToolError where a tool raises one.
+    """
+    named = tools_by_name(tools)
+    results: dict[int, ToolResult] = {}
+
+    async def run(indices: Iterable[int]) -> None:
+        for index in indices:
+            results[index] = await _result(calls[index], index, named, limits)
+
+    lines = _lines(calls, named)
+    if len(lines) == 1:
+        await run(lines[0])
+    else:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for line in lines:
+                    group.create_task(run(line))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+    return [results[index] for index in range(len(calls))]
+
+
+def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """Raises ConfigError for two of one name, of which a model could call but one."""
+    named: dict[str, Tool] = {}
+    for tool in tools:
+        if tool.name in named:
+            raise ConfigError(f"two tools are named {tool.name!r}; give one of them another name")
+        named[tool.name] = tool
+    return named
+
+
+def _lines(calls: Sequence[ToolCall | MalformedCall], named: Mapping[str, Tool]) -> list[list[int]]:
+    """Indices of calls: those of a line follow one another."""
+    lines: dict[object, list[int]] = {}
+    for index, call in enumerate(calls):
+        tool = named.get(call.name) if isinstance(call, ToolCall) else None
+        key = ("owner", id(tool.owner)) if tool is not None and tool.owner is not None else ("call", index)
+        lines.setdefault(key, []).append(index)
+    return list(lines.values())
+
+
+async def _result(
+    call: ToolCall | MalformedCall, index: int, named: Mapping[str, Tool], limits: ToolLimits
+) -> ToolResult:
+    """The one place where what is wrong with a call or a tool becomes text for the model."""
+    if isinstance(call, MalformedCall):
+        return ToolResult(call=call, content=_error(call.reason, limits), failure="malformed")
+    try:
+        if index >= limits.max_calls:
+            raise ToolError(f"at most {limits.max_calls} calls are answered in one turn")
+        if call.name not in named:
+            raise ToolError(f"there is no tool {call.name!r}; there is {', '.join(sorted(named)) or 'none'}")
+        return ToolResult(call=call, content=await named[call.name].acall(call.arguments, limits))
+    except ToolError as error:
+        return ToolResult(call=call, content=_error(str(error), limits), failure="refused")
+    except ArlError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's failure is data; argparse exits, for instance
+        return _failed(call, error, limits)
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        return _failed(call, error, limits)  # the tool raised it, and nobody cancelled
+
+
+def _failed(call: ToolCall, error: BaseException, limits: ToolLimits) -> ToolResult:
+    log.warning("the tool %s failed; the model is told so, and the episode goes on", call.name, exc_info=error)
+    return ToolResult(call=call, content=_error(f"the tool failed: {type(error).__name__}", limits), failure="failed")
+
+
+def _error(reason: str, limits: ToolLimits) -> str:
+    return cut(f"error: {reason}", limits.max_output_chars)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _unless_awaitable(result: Any) -> Any:
+    """In the tool's thread: text, which may take long to make; what is to be awaited is left to the event loop."""
+    return result if inspect.isawaitable(result) else text_of(result)
+
+
+async def _within(call: Callable[[], Any], timeout_s: float) -> str:
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return text_of(await call())
+    except Exception as error:
+        if limit.expired():
+            raise ToolError(f"there was no answer within {timeout_s:g} s") from error
+        raise

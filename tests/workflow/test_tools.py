@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import gc
+import threading
+import weakref
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field
 
-from arl.workflow.tools import MalformedCall, Tool, ToolCall, ToolError, acall_tools, parse_tool_calls
+from arl.api.errors import ConfigError, ServerError
+from arl.workflow.tools import (
+    DEFAULT_LIMITS,
+    MalformedCall,
+    Tool,
+    ToolCall,
+    ToolError,
+    ToolLimits,
+    ToolResult,
+    acall_tools,
+    arun_tools,
+    parse_tool_calls,
+)
 
 
 def divide(dividend: int, divisor: int = 2) -> str:
@@ -102,18 +124,345 @@ async def test_what_is_wrong_with_a_call_is_told_to_the_model(call: str, complai
     assert content.startswith(complaint)
 
 
-async def test_an_exception_that_a_tool_did_not_foresee_fails_the_episode() -> None:
-    def broken(x: int) -> int:
-        """Break."""
-        raise KeyError(x)
+async def called(tool: Tool, limits: ToolLimits = DEFAULT_LIMITS, **arguments: object) -> ToolResult:
+    (result,) = await arun_tools([ToolCall(name=tool.name, arguments=arguments)], [tool], limits)
+    return result
 
-    with pytest.raises(KeyError):
-        await Tool.from_function(broken).acall({"x": 1})
+
+@pytest.mark.parametrize("error", [KeyError("x"), SystemExit(2), StopIteration(), asyncio.CancelledError()])
+async def test_a_tool_that_raises_is_told_to_the_model_and_logged_once(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(x: int) -> int:
+        """Break."""
+        raise error
+
+    def broken_in_a_thread(x: int) -> int:
+        """Break."""
+        raise error
+
+    for function in (broken, broken_in_a_thread):
+        caplog.clear()
+        result = await called(Tool.from_function(function), x=1)
+        kind = "RuntimeError" if isinstance(error, StopIteration) else type(error).__name__
+        assert (result.content, result.failure) == (f"error: the tool failed: {kind}", "failed")
+        (record,) = caplog.records
+        assert function.__name__ in record.message
+        assert record.exc_info
+
+
+async def test_errors_of_arl_that_are_not_the_models_business_fail_the_episode() -> None:
+    async def sample(x: int) -> int:
+        """Ask another model."""
+        raise ServerError("it is gone")
+
+    calls = [ToolCall(name="sample", arguments={"x": 1}), ToolCall(name="fetch", arguments={"page": "home"})]
+    for some in (calls[:1], calls):
+        with pytest.raises(ServerError, match="it is gone"):
+            await acall_tools(some, [Tool.from_function(sample), FETCH])
+
+
+async def test_calls_run_at_the_same_time_and_are_answered_in_order() -> None:
+    both = asyncio.Barrier(2)
+    threads = threading.Barrier(2)
+
+    async def meet(x: int) -> int:
+        """Wait for the other."""
+        await both.wait()
+        return x
+
+    def meet_in_a_thread(x: int) -> int:
+        """Wait for the other."""
+        threads.wait(60)
+        return x
+
+    tools = [Tool.from_function(meet), Tool.from_function(meet_in_a_thread)]
+    calls = [ToolCall(name=tool.name, arguments={"x": x}) for tool in tools for x in range(2)]
+    messages = await acall_tools(calls, tools)
+    assert [message["content"] for message in messages] == ["0", "1", "0", "1"]
+    assert [message["tool_call_id"] for message in messages] == [call.id for call in calls]
+    assert {(message["role"], message["name"]) for message in messages} == {
+        ("tool", "meet"),
+        ("tool", "meet_in_a_thread"),
+    }
+
+
+class Notebook:
+    """What one episode's tools share."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.is_written = threading.Event()
+
+    async def write(self, line: str) -> int:
+        """Write a line.
+
+        Args:
+            line: what to write,
+                without its end
+        """
+        before = len(self.lines)
+        await asyncio.sleep(0)
+        self.lines.append(line)
+        assert len(self.lines) == before + 1
+        return before
+
+    def read(self) -> list[str]:
+        """Read all lines."""
+        return self.lines
+
+
+async def test_tools_that_are_methods_of_one_object_follow_one_another_in_the_models_order() -> None:
+    book = Notebook()
+    tools = [Tool.from_function(book.write), Tool.from_function(book.read)]
+    write = [ToolCall(name="write", arguments={"line": line}) for line in "ab"]
+    messages = await acall_tools([*write, ToolCall(name="read", arguments={})], tools)
+    assert [message["content"] for message in messages] == ["0", "1", '["a","b"]']
+    assert Tool.from_function(book.read, parallel=True).owner is None
+
+
+async def test_each_object_has_its_own_methods_as_tools_and_is_forgotten_after() -> None:
+    one, other = Notebook(), Notebook()
+    await called(Tool.from_function(one.write), line="x")
+    await called(Tool.from_function(other.write), line="y")
+    assert (one.lines, other.lines) == (["x"], ["y"])
+    known = weakref.ref(one)
+    del one
+    gc.collect()
+    assert known() is None
+
+
+async def test_an_async_tool_that_hangs_is_cancelled_and_the_model_is_told() -> None:
+    was_cancelled = asyncio.Event()
+
+    async def hang() -> None:
+        """Hang."""
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            was_cancelled.set()
+            raise
+
+    result = await called(Tool.from_function(hang), ToolLimits(timeout_s=0.01))
+    assert (result.content, result.failure) == ("error: there was no answer within 0.01 s", "refused")
+    assert was_cancelled.is_set()
+
+
+async def test_a_time_limit_of_the_tools_own_is_its_failure() -> None:
+    async def slow() -> None:
+        """Be slow."""
+        raise TimeoutError
+
+    assert (await called(Tool.from_function(slow))).content == "error: the tool failed: TimeoutError"
+
+
+async def test_cancelling_an_episode_cancels_its_tools() -> None:
+    has_begun, release = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang() -> None:
+        """Hang."""
+        loop.call_soon_threadsafe(has_begun.set)
+        release.wait(60)
+
+    episode = asyncio.create_task(called(Tool.from_function(hang)))
+    await has_begun.wait()
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+    release.set()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_a_megabyte_is_cut_with_a_note_of_how_much_is_missing(kind: str) -> None:
+    def print_much() -> str:
+        """Print."""
+        return "é" * 1_000_000
+
+    async def print_much_later() -> str:
+        """Print."""
+        return print_much()
+
+    tool = Tool.from_function(print_much if kind == "sync" else print_much_later)
+    result = await called(tool, ToolLimits(max_output_chars=100))
+    assert result.content == "é" * 100 + "\n[cut here: 999900 more characters]"
+    assert result.failure is None
+
+
+@dataclass
+class Point:
+    x: float
+    tags: set[str]
+
+
+class Place(BaseModel):
+    name: str
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (None, "None"),
+        (float("nan"), "nan"),
+        ({"x": float("nan"), "é": [1, None, True]}, '{"x":NaN,"é":[1,null,true]}'),
+        (Point(x=1.5, tags={"a"}), '{"x":1.5,"tags":["a"]}'),
+        ([Place(name="home")], '[{"name":"home"}]'),
+        (b"text", "text"),
+        (b"\xff\xfe", "[2 bytes that are no text]"),
+        ("lone \ud800 half", "lone ? half"),
+        ({"x": "\ud800"}, "{'x': '\\ud800'}"),
+        ({(1, 2): object}, '{"1,2":'),
+        (Unprintable(), "error: the tool failed: ValueError"),
+        ([Unprintable()], "["),
+    ],
+)
+async def test_whatever_a_tool_returns_is_text_for_the_model(result: object, text: str) -> None:
+    def look() -> object:
+        """Look."""
+        return result
+
+    async def look_later() -> object:
+        """Look."""
+        return result
+
+    for function in (look, look_later):
+        content = (await called(Tool.from_function(function))).content
+        assert content.startswith(text)
+        content.encode()
+
+
+async def test_only_so_many_calls_of_one_turn_are_answered() -> None:
+    calls = [ToolCall(name="fetch", arguments={"page": str(i)}) for i in range(3)]
+    results = await arun_tools(calls, [FETCH], ToolLimits(max_calls=2))
+    assert [result.failure for result in results] == [None, None, "refused"]
+    assert results[2].content == "error: at most 2 calls are answered in one turn"
+
+
+async def test_a_tool_runs_with_the_episodes_context_variables() -> None:
+    name: ContextVar[str] = ContextVar("name")
+    name.set("mine")
+
+    def look() -> str:
+        """Look."""
+        return name.get()
+
+    assert (await called(Tool.from_function(look))).content == "mine"
+
+
+async def test_a_validation_error_within_a_tool_is_not_blamed_on_the_arguments() -> None:
+    def look(x: int) -> Place:
+        """Look."""
+        return Place(name=x)  # pyright: ignore[reportArgumentType]
+
+    assert (await called(Tool.from_function(look), x=1)).content == "error: the tool failed: ValidationError"
+
+
+async def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two tools are named 'fetch'"):
+        await acall_tools([], [FETCH, FETCH])
+
+
+def test_limits_that_allow_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="timeout_s=0"):
+        ToolLimits(timeout_s=0)
+
+
+def travel(
+    to: Place,
+    by: Literal["train", "foot"] = "train",
+    stops: Annotated[list[str] | None, Field(description="where to halt")] = None,
+    *,
+    km: float,
+) -> str:
+    """Travel somewhere.
+
+    It takes a while.
+
+    Args:
+        to: a place: any,
+            near or far
+        by (str): how
+        stops: overruled
+
+    Returns:
+        what was seen
+    """
+    return f"{to.name} {by} {stops} {km}"
+
+
+def test_a_schema_has_types_defaults_and_what_the_docstring_says_of_each_argument() -> None:
+    about = Tool.from_function(travel).spec["function"]
+    assert about["description"] == "Travel somewhere.\n\nIt takes a while.\n\nReturns:\n    what was seen"
+    assert about["parameters"] == {
+        "type": "object",
+        "properties": {
+            "to": {"$ref": "#/$defs/Place", "description": "a place: any, near or far"},
+            "by": {"type": "string", "enum": ["train", "foot"], "default": "train", "description": "how"},
+            "stops": {
+                "anyOf": [{"items": {"type": "string"}, "type": "array"}, {"type": "null"}],
+                "default": None,
+                "description": "where to halt",
+            },
+            "km": {"type": "number"},
+        },
+        "required": ["to", "km"],
+        "$defs": {
+            "Place": {
+                "type": "object",
+                "title": "Place",
+                "properties": {"name": {"type": "string"}},
+                "required": ["name"],
+            }
+        },
+    }
+
+
+async def test_arguments_are_given_as_the_types_say() -> None:
+    assert (await called(Tool.from_function(travel), to={"name": "home"}, km="2")).content == "home train None 2.0"
+    result = await called(Tool.from_function(travel), to={}, km=2)
+    assert (result.content, result.failure) == ("error: argument to.name: Field required", "refused")
+
+
+def test_fields_of_sphinx_describe_arguments_too() -> None:
+    def walk(to: str, km: int = 1) -> None:
+        """Walk.
+
+        :param to: somewhere,
+            on foot
+        :param int km: how far
+        """
+
+    about = Tool.from_function(functools.partial(walk, km=3)).spec["function"]
+    assert (about["name"], about["description"]) == ("walk", "Walk.")
+    assert about["parameters"]["properties"] == {
+        "to": {"type": "string", "description": "somewhere, on foot"},
+        "km": {"type": "integer", "default": 3, "description": "how far"},
+    }
+
+
+async def test_a_tool_can_be_made_from_a_schema() -> None:
+    async def forward(**arguments: object) -> object:
+        return arguments
+
+    tool = Tool.from_schema(forward, name="far", description="Far away.", parameters={"type": "object"})
+    assert tool.spec["function"]["parameters"] == {"type": "object"}
+    assert (await called(tool, self=1, name="x")).content == '{"self":1,"name":"x"}'
 
 
 def test_a_function_that_says_too_little_is_no_tool() -> None:
     def silent(x: int) -> int:
         return x
+
+    def variadic(*all: int) -> None:
+        """Take all."""
+
+    def strange(x: threading.Thread) -> None:
+        """Take a thread."""
 
     def untyped(x) -> int:  # pyright: ignore[reportMissingParameterType]
         """Return it."""
@@ -123,3 +472,7 @@ def test_a_function_that_says_too_little_is_no_tool() -> None:
         Tool.from_function(silent)
     with pytest.raises(ToolError, match="'x' of untyped has no type"):
         Tool.from_function(untyped)
+    with pytest.raises(ToolError, match=r"argument \*all: 'int' of variadic cannot be given by name"):
+        Tool.from_function(variadic)
+    with pytest.raises(ToolError, match="the arguments of strange have no JSON schema"):
+        Tool.from_function(strange)

@@ -1,0 +1,240 @@
+"""How models write tool calls: from the text of an answer to the calls in it, and to what stands beside them.
+
+| format | models | a call |
+|---|---|---|
+| HERMES | Qwen2.5, Qwen3 | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
+| LLAMA | Llama 3.1 to 3.3 | `{"name": ..., "parameters": {...}}` alone or after `<|python_tag|>`, joined by `;` |
+
+Reading never raises. What was meant as a call and cannot be read is a MalformedCall, whose reason is for the model to
+read; what stands within the model's thinking (`<think>...</think>`) is no call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from arl.api.errors import ModelError
+from arl.api.types import new_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "HERMES",
+    "LLAMA",
+    "CallFormat",
+    "MalformedCall",
+    "ParsedAnswer",
+    "ToolCall",
+    "call_format_of",
+    "parse_tool_calls",
+]
+
+
+def _call_id() -> str:
+    return f"call_{new_id()[:24]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that could be read: which tool, with which arguments. id: made up here, and told with the answer."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = field(default_factory=_call_id, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedCall:
+    """A call that could not be read; `reason` is written for the model. text: what the model wrote."""
+
+    reason: str
+    text: str = field(default="", compare=False)
+    id: str = field(default_factory=_call_id, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedAnswer:
+    """An answer, read. content: the text outside of the calls, thinking included; all of it where there are none."""
+
+    content: str
+    calls: tuple[ToolCall | MalformedCall, ...] = ()
+
+
+class CallFormat(Protocol):
+    """A way to write tool calls. Pass one of your own where a model has another."""
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Read an answer; for whatever text, and without raising."""
+        ...
+
+
+class _Hermes:
+    def __repr__(self) -> str:
+        return "HERMES"
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """A call ends with its tag, or where the next one begins, or with the text."""
+        at = _end_of_opened_thought(text)
+        outside, calls = [text[:at]], list[ToolCall | MalformedCall]()
+        while (tag := _THOUGHT_OR_CALL.search(text, at)) is not None:
+            outside.append(text[at : tag.start()])
+            if tag[0] == "<think>":
+                at = _end_of_thought(text, tag.end())
+                outside.append(text[tag.start() : at])
+            else:
+                body, at = _tagged(text, tag.end())
+                calls.append(_call(body, argument_keys=("arguments",)))
+        outside.append(text[at:])
+        content = "".join(outside)
+        return ParsedAnswer(content=content.strip() if calls else content, calls=tuple(calls))
+
+
+class _Llama:
+    def __repr__(self) -> str:
+        return "LLAMA"
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """After the tag everything is meant as calls; without it, an answer that is nothing but objects with a name."""
+        thought = _end_of_thoughts(text)
+        before, tag, after = text[thought:].partition("<|python_tag|>")
+        if tag:
+            return ParsedAnswer(content=(text[:thought] + before).strip(), calls=tuple(_joined(after)))
+        said = text[thought:].strip()
+        if _FENCED.match(said):
+            reason = "a tool call stands alone, without a code fence around it"
+            return ParsedAnswer(content=text[:thought].strip(), calls=(MalformedCall(reason=reason, text=said),))
+        if not _NAMED.match(said) and not _is_call(said):
+            return ParsedAnswer(content=text)
+        return ParsedAnswer(content=text[:thought].strip(), calls=tuple(_joined(said)))
+
+
+HERMES: CallFormat = _Hermes()
+LLAMA: CallFormat = _Llama()
+
+_THOUGHT_OR_CALL = re.compile(r"<think>|<tool_call>")
+_CALL_TAG = re.compile(r"</?tool_call>")
+_NAMED = re.compile(r'\{\s*"name"\s*:')
+_FENCED = re.compile(r'```\w*\s*\{\s*"name"\s*:')
+_SPACE = re.compile(r"\s*")
+_LLAMA_KEYS = ("parameters", "arguments")
+
+
+def call_format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
+    """The format that a tokenizer's chat template asks the model for.
+
+    Raises ModelError where it asks for none that is known here: pass a CallFormat then.
+    """
+    template: Any = tokenizer.chat_template or ""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default") or ""
+    if "<tool_call>" in template and re.search(r'\\?"arguments\\?"', template):
+        return HERMES
+    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and re.search(r'\\?"parameters', template)):
+        return LLAMA
+    raise ModelError(
+        f"the chat template of {tokenizer.name_or_path or 'this tokenizer'} asks for tool calls in no form that is "
+        "known here (HERMES, LLAMA); pass call_format=, one of these or an object with parse(text) -> ParsedAnswer"
+    )
+
+
+def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
+    """The calls in `text`, in order, as Qwen and Hermes write them. Empty when the model called nothing."""
+    return list(HERMES.parse(text).calls)
+
+
+def _tagged(text: str, start: int) -> tuple[str, int]:
+    """What stands in the tag that was opened before `start`, and where it ends. Tags in JSON strings end nothing."""
+    tag = _CALL_TAG.search(text, _end_of_object(text, start))
+    if tag is None:
+        return text[start:], len(text)
+    return text[start : tag.start()], tag.end() if tag[0] == "</tool_call>" else tag.start()
+
+
+def _end_of_object(text: str, start: int) -> int:
+    """Where the object at `start` ends; `start` itself where there is none."""
+    begin = _after_space(text, start)
+    try:
+        return _DECODER.raw_decode(text, begin)[1] if text.startswith("{", begin) else start
+    except (ValueError, RecursionError):
+        return start
+
+
+def _joined(text: str) -> Iterator[ToolCall | MalformedCall]:
+    """Llama's calls, joined by semicolons."""
+    at = 0
+    while True:
+        end = _end_of_object(text, at)
+        after = _after_space(text, end)
+        if end == at or (after < len(text) and text[after] != ";"):
+            yield _call(text[at:], argument_keys=_LLAMA_KEYS)
+            return
+        yield _call(text[at:end], argument_keys=_LLAMA_KEYS)
+        at = after + 1
+        if not text[at:].strip():
+            return
+
+
+def _call(text: str, argument_keys: tuple[str, ...]) -> ToolCall | MalformedCall:
+    try:
+        call = _DECODER.decode(text.strip())
+    except RecursionError:
+        return MalformedCall(reason="a tool call must be one JSON object; this one is nested too deeply", text=text)
+    except ValueError as error:
+        return MalformedCall(reason=f"a tool call must be one JSON object ({error})", text=text)
+    if not isinstance(call, dict):
+        return MalformedCall(reason="a tool call must be one JSON object", text=text)
+    arguments = next((call[key] for key in argument_keys if key in call), None)
+    match call.get("name"), arguments:
+        case str(name), dict():
+            return ToolCall(name=name, arguments=arguments)
+    reason = f'a tool call needs "name", a string, and "{argument_keys[0]}", an object'
+    return MalformedCall(reason=reason, text=text)
+
+
+def _is_call(text: str) -> bool:
+    """Whether it begins with an object that has what a call of Llama has, in whatever order."""
+    try:
+        call = _DECODER.raw_decode(text)[0] if text.startswith("{") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(call, dict) and "name" in call and any(key in call for key in _LLAMA_KEYS)
+
+
+def _end_of_opened_thought(text: str) -> int:
+    """Where thinking ends that the prompt had begun; 0 where the text has no such thing."""
+    end = text.find("</think>")
+    if end < 0 or "<think>" in text[:end]:
+        return 0
+    call = text.rfind("<tool_call>", 0, end)
+    is_in_call = call >= 0 and _end_of_object(text, call + len("<tool_call>")) > end
+    return 0 if is_in_call else end + len("</think>")
+
+
+def _end_of_thought(text: str, start: int) -> int:
+    end = text.find("</think>", start)
+    return len(text) if end < 0 else end + len("</think>")
+
+
+def _end_of_thoughts(text: str) -> int:
+    """Where the thinking ends that the text begins with."""
+    at = _end_of_opened_thought(text)
+    while text.startswith("<think>", begin := _after_space(text, at)):
+        at = _end_of_thought(text, begin)
+    return at
+
+
+def _after_space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -1,0 +1,133 @@
+"""What a typed function says of itself: its arguments' JSON schema, with what its docstring says of each of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+
+from arl.api.errors import ToolError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """parameters: a JSON schema of all arguments. accept: validates and converts them; raises ValidationError."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    accept: Callable[..., Arguments]
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """Raises ToolError where the function has no docstring, or an argument that a model could not give by name."""
+    method = getattr(function, "__func__", None)
+    if method is None:
+        return _signature(function)
+    if method not in _METHODS:  # the methods of each episode's own object are described once
+        _METHODS[method] = _signature(function)
+    return _METHODS[method]
+
+
+_METHODS: WeakKeyDictionary[Callable[..., Any], Signature] = WeakKeyDictionary()
+
+
+def first_complaint(error: ValidationError) -> str:
+    """What is wrong with the arguments, for the model."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"argument {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _signature(function: Callable[..., Any]) -> Signature:
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
+    docstring = inspect.getdoc(inner)
+    if not docstring:
+        raise ToolError(f"the function {name} has no docstring; the model needs one to know what the tool does")
+    description, of_arguments = _read(docstring)
+    _check_arguments(function, name)
+    accept = _acceptor(function, inner, name)
+    try:
+        schema, validated = _validated(accept)
+    except (PydanticUserError, NameError) as error:
+        raise ToolError(
+            f"the arguments of {name} have no JSON schema: {str(error).splitlines()[0]}; use types that pydantic "
+            "knows, defined at the top level of a module"
+        ) from error
+    return Signature(name=name, description=description, parameters=_described(schema, of_arguments), accept=validated)
+
+
+def _check_arguments(function: Callable[..., Any], name: str) -> None:
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ToolError(f"argument {parameter} of {name} cannot be given by name; a tool's arguments are all named")
+        if parameter.annotation is parameter.empty:
+            raise ToolError(f"argument {parameter.name!r} of {name} has no type; annotate it")
+
+
+def _acceptor(function: Callable[..., Any], inner: Callable[..., Any], name: str) -> Callable[..., Arguments]:
+    """A function of the same arguments that returns them. It does not keep the function alive."""
+
+    def accept(*args: Any, **kwargs: Any) -> Arguments:
+        return args, kwargs
+
+    of_types = inner if hasattr(inner, "__annotations__") else type(inner).__call__
+    accept.__name__ = accept.__qualname__ = name
+    accept.__module__ = of_types.__module__
+    accept.__annotations__ = {k: v for k, v in of_types.__annotations__.items() if k != "return"}
+    vars(accept)["__signature__"] = inspect.signature(function)
+    return accept
+
+
+def _validated(accept: Callable[..., Arguments]) -> tuple[dict[str, Any], Callable[..., Arguments]]:
+    """Apart, since pydantic keeps what the calling function has in its variables."""
+    adapter: TypeAdapter[Any] = TypeAdapter[Any](accept)  # pyright: ignore[reportArgumentType]  (it takes functions)
+    return adapter.json_schema(schema_generator=_WithoutTitles), validate_call(accept)
+
+
+def _described(schema: dict[str, Any], of_arguments: Mapping[str, str]) -> dict[str, Any]:
+    properties = {
+        name: {"description": of_arguments[name], **of_type} if name in of_arguments else of_type
+        for name, of_type in schema["properties"].items()
+    }
+    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    return {"type": "object", "properties": properties, "required": schema.get("required", []), **definitions}
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    """A title repeats the name, and costs tokens in every prompt."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+_SECTION = re.compile(r"^(?:Args|Arguments|Parameters|Params):[ \t]*\n(?P<body>(?:[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)", re.M)
+_ARGUMENT = re.compile(r"^(?P<name>\w+)\s*(?:\([^)\n]*\))?:[ \t]*(?P<text>.*(?:\n[ \t]+.*)*)", re.M)
+_FIELD = re.compile(r"^:param\s+(?:[^:\n]*\s)?(?P<name>\w+):[ \t]*(?P<text>.*(?:\n[ \t]+.*)*)\n?", re.M)
+
+
+def _read(docstring: str) -> tuple[str, dict[str, str]]:
+    """What the tool does, and what each argument means: of Google's `Args:` and Sphinx's `:param name:`."""
+    found = {field["name"]: _one_line(field["text"]) for field in _FIELD.finditer(docstring)}
+    rest = _FIELD.sub("", docstring)
+    if section := _SECTION.search(rest):
+        body = inspect.cleandoc(section["body"])
+        found |= {argument["name"]: _one_line(argument["text"]) for argument in _ARGUMENT.finditer(body)}
+        rest = rest[: section.start()] + rest[section.end() :]
+    return rest.strip() or docstring, found
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

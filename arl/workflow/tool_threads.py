@@ -1,0 +1,155 @@
+"""Threads for synchronous tools: the event loop goes on while they run, and while one hangs.
+
+    acall --queue--> a thread  --result--> acall's event loop
+                       |
+                       hangs: acall stops waiting; the thread is given up, counted, and its place is free for others
+
+A thread cannot be killed. One that hangs keeps what it holds (memory, a lock, a CPU it spins on) until it returns by
+itself, so past `max_hung` of them no call is begun. Threads are daemons, or one that hangs would keep the process from
+ending. For code that nobody trusts there is the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from arl.api.errors import ToolError
+
+_IDLE_S = 10.0
+"""How long a thread waits for another call before it ends."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Call:
+    function: Callable[[], Any]
+    context: contextvars.Context
+    loop: asyncio.AbstractEventLoop
+    began: asyncio.Future[None]
+    ended: asyncio.Future[tuple[Any, BaseException | None]]
+    state: Literal["queued", "running", "given up", "done"] = field(default="queued")
+
+
+class ToolThreads:
+    """max_threads: calls that run at once; others wait for them. max_hung: how many may be given up and still run."""
+
+    def __init__(self, *, max_threads: int = 512, max_hung: int = 64) -> None:
+        self._max_threads = max_threads
+        self._max_hung = max_hung
+        self._changed = threading.Condition()
+        self._queue: deque[_Call] = deque()
+        self._num_threads = 0
+        self._num_idle = 0
+        self._num_hung = 0
+
+    @property
+    def num_hung(self) -> int:
+        """Calls that were given up and have not returned."""
+        return self._num_hung
+
+    async def acall(self, function: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """What `function` returns or raises, from a thread that has this task's context variables.
+
+        timeout_s: counted from when it begins to run, however long it was queued. Raises ToolError when it takes
+        longer, and when too many calls hang.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(
+            function=function,
+            context=contextvars.copy_context(),
+            loop=loop,
+            began=loop.create_future(),
+            ended=loop.create_future(),
+        )
+        self._submit(call)
+        try:
+            await call.began
+            async with asyncio.timeout(timeout_s):
+                result, error = await call.ended
+        except TimeoutError:
+            raise ToolError(f"there was no answer within {timeout_s:g} s") from None
+        finally:
+            self._give_up(call)
+        if error is not None:
+            raise error
+        return result
+
+    def _submit(self, call: _Call) -> None:
+        with self._changed:
+            if self._num_hung >= self._max_hung:
+                raise ToolError(f"{self._num_hung} earlier calls of tools hang, so no other is begun")
+            self._queue.append(call)
+            if self._num_idle >= len(self._queue):
+                self._changed.notify()
+            elif self._num_threads - self._num_hung < self._max_threads:
+                self._start_thread(call)
+
+    def _give_up(self, call: _Call) -> None:
+        """Nobody waits for it any more: it is not begun, or it hangs. Nothing to do where it has ended."""
+        with self._changed:
+            if call.state == "queued":
+                self._queue.remove(call)
+            elif call.state == "running":
+                call.state = "given up"
+                self._num_hung += 1
+                if self._queue and not self._num_idle:
+                    self._start_thread(self._queue[0])
+
+    def _start_thread(self, call: _Call) -> None:
+        """For a call in the queue. Where the system has no more threads, it waits for one that there is."""
+        try:
+            threading.Thread(target=self._work, name="arl-tool", daemon=True).start()
+        except RuntimeError as error:
+            if self._num_threads > self._num_hung:
+                return
+            self._queue.remove(call)
+            raise ToolError(f"no thread could be started ({error})") from error
+        self._num_threads += 1
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            _tell(call, call.began, None)
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                result = call.context.run(call.function)
+            except BaseException as raised:  # noqa: BLE001 - it is raised where the call is awaited
+                error = raised
+            with self._changed:
+                if call.state == "given up":
+                    self._num_hung -= 1
+                call.state = "done"
+            _tell(call, call.ended, (result, error))
+
+    def _next(self) -> _Call | None:
+        """The call that has waited longest, or None when there was none for a while."""
+        with self._changed:
+            self._num_idle += 1
+            is_there = self._changed.wait_for(lambda: self._queue, timeout=_IDLE_S)
+            self._num_idle -= 1
+            if not is_there:
+                self._num_threads -= 1
+                return None
+            call = self._queue.popleft()
+            call.state = "running"
+            return call
+
+
+def _tell(call: _Call, future: asyncio.Future[Any], value: Any) -> None:
+    def tell() -> None:
+        if not future.done():
+            future.set_result(value)
+
+    try:
+        call.loop.call_soon_threadsafe(tell)
+    except RuntimeError:  # the loop is closed, and nobody waits
+        return
+
+
+THREADS = ToolThreads()
+"""Those of this process: threads are one budget, whatever workflow calls a tool."""

@@ -1,0 +1,115 @@
+"""Threads of synchronous tools: as many as are needed, and one that hangs holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from arl.api.errors import ToolError
+from arl.workflow.tool_threads import ToolThreads
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """Lets all go that hang."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def hang(threads: ToolThreads, release: threading.Event) -> None:
+    with pytest.raises(ToolError, match=r"no answer within 0\.01 s"):
+        await threads.acall(lambda: release.wait(60), timeout_s=0.01)
+
+
+async def test_a_thread_returns_or_raises_what_its_call_does() -> None:
+    threads = ToolThreads()
+    assert await threads.acall(lambda: 3) == 3
+    with pytest.raises(KeyError):
+        await threads.acall(lambda: {}["x"])
+
+
+async def test_a_call_that_waits_for_its_turn_has_all_its_time_left(release: threading.Event) -> None:
+    threads = ToolThreads(max_threads=1)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(threads.acall(lambda: release.wait(60)))
+        second = group.create_task(threads.acall(lambda: 2, timeout_s=0.2))
+        await asyncio.sleep(0.3)
+        assert not second.done()
+        release.set()
+    assert (first.result(), second.result()) == (True, 2)
+
+
+async def test_no_more_calls_run_at_once_than_there_are_threads() -> None:
+    threads = ToolThreads(max_threads=2)
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running, most = running + 1, max(most, running + 1)
+        threading.Event().wait(0.005)
+        with lock:
+            running -= 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(20):
+            group.create_task(threads.acall(work))
+    assert most == 2
+
+
+async def test_a_thread_that_hangs_gives_its_place_to_others(release: threading.Event) -> None:
+    threads = ToolThreads(max_threads=1, max_hung=2)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(hang(threads, release))
+        waiting = group.create_task(threads.acall(lambda: "next", timeout_s=60))
+    assert waiting.result() == "next"
+    assert threads.num_hung == 1
+
+
+async def test_when_too_many_hang_no_other_is_begun_until_one_returns(release: threading.Event) -> None:
+    threads = ToolThreads(max_hung=2)
+    await hang(threads, release)
+    await hang(threads, release)
+    with pytest.raises(ToolError, match="2 earlier calls of tools hang"):
+        await threads.acall(lambda: 1)
+    release.set()
+    async with asyncio.timeout(60):
+        while threads.num_hung:  # noqa: ASYNC110 - a thread changes it
+            await asyncio.sleep(0)
+    assert await threads.acall(lambda: 1) == 1
+
+
+async def test_a_call_that_is_cancelled_in_the_queue_is_not_begun(release: threading.Event) -> None:
+    threads = ToolThreads(max_threads=1)
+    began: list[int] = []
+    first = asyncio.create_task(threads.acall(lambda: release.wait(60)))
+    second = asyncio.create_task(threads.acall(lambda: began.append(1)))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    release.set()
+    assert await first
+    assert await threads.acall(lambda: list(began)) == []
+
+
+def test_a_call_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    script = """
+import asyncio, threading
+from arl.workflow.tool_threads import THREADS
+async def main():
+    try:
+        await THREADS.acall(threading.Event().wait, 0.01)
+    except Exception as error:
+        print(error)
+asyncio.run(main())
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout) == (0, "there was no answer within 0.01 s\n")
