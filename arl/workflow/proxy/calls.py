@@ -33,6 +33,15 @@ class ChatCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCall:
+    """The same from a program that makes prompts itself: the model is shown these tokens."""
+
+    input_ids: Sequence[int]
+    sampling: SamplingParams
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CalledTool:
     """A tool that an answer calls. arguments: a JSON object, as text."""
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from aiohttp import web
 
 from arl.api.errors import first_error
-from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError
+from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError, TokenCall
 from arl.workflow.proxy.fields import Fields, parse_json
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.session import EpisodeSession
@@ -28,7 +28,7 @@ class Wire(Protocol):
     """A call as one protocol reads it, and how that protocol writes the answers."""
 
     @property
-    def call(self) -> ChatCall: ...
+    def call(self) -> ChatCall | TokenCall: ...
 
     @property
     def streams(self) -> bool: ...

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from arl.workflow.proxy import chat, models
+from arl.workflow.proxy import anthropic, chat, generate, models, responses
 from arl.workflow.proxy.calls import RefusedCallError
 from arl.workflow.proxy.exchange import Endpoint, Exchange
 from arl.workflow.proxy.refusals import openai_error, openai_error_event
 
-ENDPOINTS: tuple[Endpoint, ...] = (*chat.ENDPOINTS, *models.ENDPOINTS)
+ENDPOINTS: tuple[Endpoint, ...] = (
+    *chat.ENDPOINTS,
+    *responses.ENDPOINTS,
+    *anthropic.ENDPOINTS,
+    *generate.ENDPOINTS,
+    *models.ENDPOINTS,
+)
 
 
 async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
