@@ -9,21 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from arl.api.types import new_id
-from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError
+from arl.workflow.proxy.calls import Answer, ChatCall
 from arl.workflow.proxy.exchange import completing
 from arl.workflow.proxy.fields import Fields
 from arl.workflow.proxy.messages import messages_of, tools_of
-from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.policy import MAX_SEED, CallPolicy
 from arl.workflow.proxy.refusals import openai_error, openai_error_event
 
 _MAX_SAMPLES = 128
+_SHORTEST_PIECE = 4
 _PIECES = 16
 """In how many pieces a streamed text comes, at most. All are there at once: a turn may be interrupted by new weights,
 and is told when it is whole."""
 
 _HARMLESS = frozenset((
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier",
+    "store", "user", "verbosity",
 ))  # fmt: skip
+"""What changes no answer here. How to think and to write, which agents ask for unasked, is for the model to know."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("none",),
@@ -126,7 +129,7 @@ def _event(content: Any) -> str:
 
 def pieces(text: str) -> Iterator[str]:
     """The text in a few parts; none of an empty one."""
-    size = -(-len(text) // _PIECES) or 1
+    size = max(_SHORTEST_PIECE, -(-len(text) // _PIECES))
     for start in range(0, len(text), size):
         yield text[start : start + size]
 
@@ -140,23 +143,22 @@ def usage(answers: Sequence[Answer]) -> dict[str, int]:
 
 def read(fields: Fields, policy: CallPolicy) -> ChatWire:
     """The call in a request. Raises RefusedCallError for what is wrong with it, or cannot be honoured."""
-    n = fields.integer("n") or 1
-    if not 1 <= n <= _MAX_SAMPLES:
-        raise RefusedCallError(f"n is {n}; it must be from 1 to {_MAX_SAMPLES}", param="n")
-    max_tokens = fields.integer("max_tokens")
+    max_tokens = fields.integer("max_tokens", at_least=1)
     call = ChatCall(
         messages=messages_of(fields),
         tools=tools_of(fields),
         sampling=policy.sampling_of(
-            max_new_tokens=fields.integer("max_completion_tokens") or max_tokens,
+            max_new_tokens=fields.integer("max_completion_tokens", at_least=1) or max_tokens,
             temperature=fields.number("temperature"),
             top_p=fields.number("top_p"),
             top_k=fields.integer("top_k"),
             min_p=fields.number("min_p"),
             stop=fields.strings("stop") or None,
-            seed=fields.integer("seed"),
+            stop_token_ids=fields.integers("stop_token_ids") or None,
+            ignore_eos=fields.flag("ignore_eos") or None,
+            seed=fields.integer("seed", at_least=0, at_most=MAX_SEED),
         ),
-        n=n,
+        n=fields.integer("n", at_least=1, at_most=_MAX_SAMPLES) or 1,
         one_tool_call=not fields.flag("parallel_tool_calls", True),
     )
     options = Fields(fields.mapping("stream_options"))

@@ -53,10 +53,16 @@ class Fields:
     def flag(self, name: str, default: bool = False) -> bool:
         return self._typed(name, default, bool, "true or false")
 
-    def integer(self, name: str) -> int | None:
+    def integer(self, name: str, *, at_least: int | None = None, at_most: int | None = None) -> int | None:
         value = self.value(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
             raise wrong(name, value, "an integer")
+        if (at_least is not None and value < at_least) or (at_most is not None and value > at_most):
+            bounds = [f"at least {at_least}"] if at_least is not None else []
+            bounds += [f"at most {at_most}"] if at_most is not None else []
+            raise wrong(name, value, " and ".join(bounds))
         return value
 
     def number(self, name: str) -> float | None:
@@ -73,6 +79,12 @@ class Fields:
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
             raise wrong(name, value, "a string or a list of strings")
+        return tuple(values)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        values = self.items(name)
+        if any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+            raise wrong(name, values, "a list of integers")
         return tuple(values)
 
     def mapping(self, name: str) -> Mapping[str, Any]:

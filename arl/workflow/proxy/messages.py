@@ -42,14 +42,14 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def text_of(where: str, content: Any, *, may_be_empty: bool = False) -> str:
-    """Content as one text, a space between its parts, as SGLang does."""
+    """Content as one text, a line break between its parts."""
     if isinstance(content, str):
         return content
     if content is None and may_be_empty:
         return ""
     if not isinstance(content, list):
         raise wrong(where, content, "a string or a list of text parts")
-    return " ".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
+    return "\n".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
 
 
 def _part(where: str, part: Any) -> str:

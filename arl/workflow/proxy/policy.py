@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from arl.api.errors import PromptTooLongError
 from arl.api.types import ModelResponse, SamplingParams
+from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting
 from arl.workflow.proxy.calls import CalledTool, ChatCall, RefusedCallError, Spoken
@@ -15,13 +17,15 @@ from arl.workflow.proxy.spoken import THINK, Reasoning, before_stop, finish_reas
 _TAIL = 8
 """How many of a prompt's last tokens hold a <think> that it ends with."""
 _CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-_MAX_SEED = (1 << 31) - 1
+MAX_SEED = (1 << 31) - 1
+"""Every server takes such a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallPolicy:
     """template: how messages are shown. sampling: for what calls do not say. overrides: temperature, top_p, top_k and
-    min_p are those of `sampling` whatever calls say. context_length: tokens that the model can hold; None: unknown."""
+    min_p are those of `sampling` whatever calls say. context_length: tokens that the model can hold;
+    None: unknown. call_format: how the model writes calls of tools; None: as its chat template asks it to."""
 
     template: ChatTemplate
     sampling: SamplingParams
@@ -29,6 +33,7 @@ class CallPolicy:
     rewriting: Rewriting
     reasoning: Reasoning
     context_length: int | None
+    call_format: CallFormat | None = None
 
     def new_dialogue(self) -> Dialogue:
         return Dialogue(self.template, rewriting=self.rewriting)
@@ -39,8 +44,6 @@ class CallPolicy:
         Raises RefusedCallError for values out of range.
         """
         given = {name: value for name, value in asked.items() if value is not None}
-        if "seed" in given and not 0 <= given["seed"] <= _MAX_SEED:
-            raise RefusedCallError(f"seed is {given['seed']}; it must be from 0 to {_MAX_SEED}", param="seed")
         try:
             sampling = replace(self.sampling, **given)
         except ValueError as error:
@@ -72,10 +75,27 @@ class CallPolicy:
         said, reasoning = before_stop(text, call.sampling.stop), None
         if self.reasoning == "apart":
             reasoning, said = split_reasoning(said, is_thinking=is_thinking)
-        calls: tuple[CalledTool, ...] = ()
+        said, calls = self._calls(said, call) if call.tools else (said, ())
         return Spoken(
             content=said,
             reasoning=reasoning,
             tool_calls=calls,
             finish_reason="tool_calls" if calls else finish_reason_of(response.stop_reason),
         )
+
+    def check_tools(self, call: ChatCall) -> None:
+        """Raises ModelError where it is not known how the model would call the tools."""
+        if call.tools and self.call_format is None:
+            call_format_of(self.template.tokenizer)
+
+    def _calls(self, said: str, call: ChatCall) -> tuple[str, tuple[CalledTool, ...]]:
+        """What stands beside the calls, and these. An answer with a call that cannot be read is told as it is."""
+        parsed = (self.call_format or call_format_of(self.template.tokenizer)).parse(said)
+        read = [one for one in parsed.calls if isinstance(one, ToolCall)]
+        if len(read) < len(parsed.calls) or not read:
+            return said, ()
+        called = [
+            CalledTool(id=one.id, name=one.name, arguments=json.dumps(one.arguments, ensure_ascii=False))
+            for one in read
+        ]
+        return parsed.content, tuple(called[:1] if call.one_tool_call else called)

@@ -13,8 +13,8 @@ import hmac
 import logging
 import secrets
 from asyncio import CancelledError
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from aiohttp import web
@@ -22,6 +22,7 @@ from aiohttp import web
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
+from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.proxy.calls import RefusedCallError
@@ -30,6 +31,7 @@ from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.refusals import refusal_of
 from arl.workflow.proxy.routes import ENDPOINTS, UNKNOWN
 from arl.workflow.proxy.session import AGENT, EpisodeSession
+from arl.workflow.proxy.shared import SharedURL
 from arl.workflow.proxy.spoken import Reasoning
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ class OpenAIProxy:
     sampling: for what calls do not say. overrides_sampling: temperature, top_p, top_k and min_p are always those of
     `sampling`, whatever a program asks for, so that all that is trained was sampled alike. reasoning: whether what
     stands in <think> is told apart, in `reasoning_content`. context_length: tokens that the model can hold; calls that
-    ask for more than is left get what is left. template_options, rewriting: see Conversation.
+    ask for more than is left get what is left. call_format: how the model writes calls of tools, where its chat
+    template does not tell. template_options, rewriting: see Conversation.
     A proxy is entered once at a time, and may be entered again when it was left.
     """
 
@@ -75,6 +78,7 @@ class OpenAIProxy:
         overrides_sampling: bool = False,
         reasoning: Reasoning = "apart",
         context_length: int | None = None,
+        call_format: CallFormat | None = None,
         template_options: Mapping[str, Any] | None = None,
         rewriting: Rewriting = "branch",
     ) -> None:
@@ -85,8 +89,10 @@ class OpenAIProxy:
             rewriting=rewriting,
             reasoning=reasoning,
             context_length=context_length,
+            call_format=call_format,
         )
         self._sessions: dict[str, EpisodeSession] = {}
+        self._shared: dict[str, SharedURL] = {}
         self._runner: web.AppRunner | None = None
         self._url = ""
 
@@ -126,14 +132,25 @@ class OpenAIProxy:
             del self._sessions[name]
             await session.aclose()
 
+    @contextmanager
+    def shared_url(self) -> Iterator[SharedURL]:
+        """A URL for programs that keep one client for all episodes, which are admitted to it one by one."""
+        name = secrets.token_hex(8)
+        shared = self._shared[name] = SharedURL(f"{self._url}/e/{name}")
+        try:
+            yield shared
+        finally:
+            del self._shared[name]
+
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
         name, role, endpoint = _route(request.method, request.path)
-        session = self._sessions.get(name)
-        key = _key_of(request)
-        expected = session.api_key if session else _NO_KEY
-        if not hmac.compare_digest(key.encode(), expected.encode()) or session is None:
+        door = self._sessions.get(name) or self._shared.get(name)
+        expected = door.api_key if door else _NO_KEY
+        is_valid = hmac.compare_digest(_key_of(request).encode(), expected.encode())
+        place = door.place_of(request) if isinstance(door, SharedURL) else door and (door, role)
+        if not is_valid or place is None:
             return web.json_response(endpoint.error(_INVALID_KEY), status=_INVALID_KEY.status)
-        return await _answer(Exchange(request, session, role), endpoint)
+        return await _answer(Exchange(request, *place), endpoint)
 
 
 async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:

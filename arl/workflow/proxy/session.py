@@ -17,10 +17,11 @@ from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajector
 from arl.workflow.chat_template import Message
 from arl.workflow.dialogue import Dialogue, Prompt, Turn
 from arl.workflow.paths import paths_of, trajectories
-from arl.workflow.proxy.calls import Answer, ChatCall, EpisodeOverError, RefusedCallError
+from arl.workflow.proxy.calls import Answer, ChatCall, EpisodeOverError, RefusedCallError, Spoken, TokenCall
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.repeats import Repeats
-from arl.workflow.proxy.spoken import message_of
+from arl.workflow.proxy.spoken import finish_reason_of, message_of
+from arl.workflow.proxy.tokens import TokenTurns
 
 AGENT = "agent"
 """The role of those who use `base_url`."""
@@ -35,9 +36,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Role:
-    """One agent of the episode. is_cut: its last call found no room in the context."""
+    """One agent of the episode. tokens: what it asked for by tokens. is_cut: its last call found no room in the
+    context."""
 
     dialogue: Dialogue
+    tokens: TokenTurns
     is_cut: bool = False
 
 
@@ -97,11 +100,12 @@ class EpisodeSession:
     @property
     def roles(self) -> tuple[str, ...]:
         """Those that said something, in the order in which they first did."""
-        return tuple(role for role, kept in self._roles.items() if kept.dialogue.turns)
+        return tuple(role for role in self._roles if self.turns(role))
 
     def turns(self, role: str = AGENT) -> tuple[Turn, ...]:
         """What the model said in a role, in order."""
-        return self._roles[role].dialogue.turns if role in self._roles else ()
+        kept = self._roles.get(role)
+        return (*kept.dialogue.turns, *kept.tokens.turns) if kept else ()
 
     @property
     def is_truncated(self) -> bool:
@@ -158,22 +162,35 @@ class EpisodeSession:
             f"{counts.cancelled} were cancelled"
         )
 
-    async def acomplete(self, role: str, call: ChatCall) -> list[Answer]:
+    async def acomplete(self, role: str, call: ChatCall | TokenCall) -> list[Answer]:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
         kept = self._role(role)
+        if isinstance(call, TokenCall):
+            return await self._acontinue(kept, call)
+        self.policy.check_tools(call)
         prompt = await _prompt(kept.dialogue, call)
         responses = await self._asample(kept, prompt, call)
         is_thinking = self.policy.opens_thinking(prompt)
         answers: list[Answer] = []
         num_prompt_tokens = len(prompt.input_ids)
         for response in responses:
-            text = kept.dialogue.template.text_of(response.output_ids)
+            text = kept.dialogue.template.text_of(response.output_ids, response.stop_reason)
             spoken = self.policy.spoken(text, response, call, is_thinking=is_thinking)
             turn = kept.dialogue.record(prompt, response, message_of(spoken))
             answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=num_prompt_tokens))
         return answers
 
-    async def _asample(self, kept: _Role, prompt: Prompt, call: ChatCall) -> list[ModelResponse]:
+    async def _acontinue(self, kept: _Role, call: TokenCall) -> list[Answer]:
+        prompt = kept.tokens.prompt(call.input_ids)
+        answers: list[Answer] = []
+        for response in await self._asample(kept, prompt, call):
+            turn = kept.tokens.record(prompt, response)
+            ending = finish_reason_of(response.stop_reason)
+            spoken = Spoken(content=turn.text, reasoning=None, tool_calls=(), finish_reason=ending)
+            answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=len(call.input_ids)))
+        return answers
+
+    async def _asample(self, kept: _Role, prompt: Prompt, call: ChatCall | TokenCall) -> list[ModelResponse]:
         input_ids = prompt.input_ids
         try:
             sampling = self.policy.within_context(call.sampling, len(input_ids))
@@ -193,13 +210,14 @@ class EpisodeSession:
 
     def _role(self, role: str) -> _Role:
         if role not in self._roles:
-            self._roles[role] = _Role(self.policy.new_dialogue())
+            self._roles[role] = _Role(self.policy.new_dialogue(), TokenTurns(self.policy.template))
         return self._roles[role]
 
     def forget(self, role: str, answers: Sequence[Answer]) -> None:
         """Take back answers that nobody has read, as far as nothing follows them."""
         for answer in answers:
             self._role(role).dialogue.forget(answer.turn)
+            self._role(role).tokens.forget(answer.turn)
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
