@@ -1,0 +1,103 @@
+"""What a program and all the processes it started use, seen from outside. Imports nothing of arl, for the keeper.
+
+The kernel's own limits are per process (RLIMIT_AS, RLIMIT_CPU); these are of all of a program together, without
+cgroups, which few users may write to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_CPU, _THREADS, _RESIDENT = slice(11, 15), 17, 21
+"""Fields of /proc/PID/stat after the name (proc(5)): user and system ticks, its own and of the children it waited for;
+threads; resident pages."""
+
+
+class Namespace:
+    """The processes of one program, through the /proc of its own pid namespace. pid 1 there is bubblewrap's."""
+
+    def __init__(self, pid: int, limits: Mapping[str, float]) -> None:
+        self._pid = pid
+        self._limits = limits
+        self._root: int | None = None
+
+    def close(self) -> None:
+        if self._root is not None:
+            os.close(self._root)
+
+    def exceeded(self) -> str | None:
+        """The limit that the program exceeds now, if any; none while it is being started, and once it has ended."""
+        try:
+            return self._exceeded() if self._is_set_up() else None
+        except OSError:
+            return None
+
+    def _exceeded(self) -> str | None:
+        ticks, tasks, pages = 0, 0, 0
+        for pid in self._pids():
+            stat = self._read(f"proc/{pid}/stat").rpartition(b")")[2].split()
+            if not stat:
+                continue
+            ticks += sum(map(int, stat[_CPU]))
+            if pid != "1":
+                tasks += int(stat[_THREADS])
+                pages += int(stat[_RESIDENT])
+        if ticks > self._limits["cpu_s"] * _TICKS:
+            return "cpu"
+        if tasks > self._limits["processes"]:
+            return "processes"
+        if pages * _PAGE > self._limits["memory_bytes"] and self._memory() > self._limits["memory_bytes"]:
+            return "memory"
+        return "disk" if self._files() > self._limits["files"] else None
+
+    def _is_set_up(self) -> bool:
+        """Whether pid 1 has gone from the host's root to the program's, which alone has all that is looked at here."""
+        if self._root is None:
+            root = os.open(f"/proc/{self._pid}/root", os.O_RDONLY | os.O_DIRECTORY)
+            if os.path.samestat(os.fstat(root), os.stat("/")) or not {"proc", "usr", "work"} <= set(os.listdir(root)):
+                os.close(root)
+                return False
+            self._root = root
+        return True
+
+    def _memory(self) -> int:
+        """Bytes, each page counted once however many processes share it: a sum of resident sets counts more."""
+        return sum(self._share(pid) for pid in self._pids() if pid != "1")
+
+    def _share(self, pid: str) -> int:
+        for line in self._read(f"proc/{pid}/smaps_rollup").splitlines():
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) << 10
+        resident = self._read(f"proc/{pid}/statm").split()
+        return int(resident[1]) * _PAGE if resident else 0
+
+    def _pids(self) -> list[str]:
+        proc = os.open("proc", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        try:
+            return [name for name in os.listdir(proc) if name.isdigit()]
+        finally:
+            os.close(proc)
+
+    def _read(self, path: str) -> bytes:
+        """What such a file says; nothing once its process has ended."""
+        try:
+            file = os.open(path, os.O_RDONLY, dir_fd=self._root)
+        except OSError:
+            return b""
+        try:
+            return os.read(file, 1 << 14)
+        except OSError:
+            return b""
+        finally:
+            os.close(file)
+
+    def _files(self) -> int:
+        work = os.open("work", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        try:
+            usage = os.fstatvfs(work)
+        finally:
+            os.close(work)
+        return usage.f_files - usage.f_ffree
