@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -16,8 +16,6 @@ from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError, TokenCa
 from arl.workflow.proxy.fields import Fields, parse_json
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.session import EpisodeSession
-
-T = TypeVar("T")
 
 KEEP_ALIVE_S = 10.0
 """How often a stream whose answer is not there yet says that it lives."""
@@ -51,6 +49,7 @@ class Exchange:
         self.role = role
         self.body = b""
         self.stream: web.StreamResponse | None = None
+        self._answers: Sequence[Answer] = ()
 
     @property
     def policy(self) -> CallPolicy:
@@ -79,22 +78,23 @@ class Exchange:
             session.forget(self.role, unread)
             session.counts.answered -= 1
             session.counts.repeated += 1
-        answers: Sequence[Answer] = ()
         try:
-            answering = session.acomplete(self.role, wire.call)
             if wire.streams:
-                answers = await self._keeping_alive(answering)
-                response = await self._end_stream("".join(wire.events(answers)))
+                await self._keeping_alive(self._sample(wire))
+                response = await self._end_stream("".join(wire.events(self._answers)))
             else:
-                answers = await answering
-                response = await self.respond(wire.whole(answers))
+                await self._sample(wire)
+                response = await self.respond(wire.whole(self._answers))
         except BaseException:
-            session.forget(self.role, answers)
+            session.forget(self.role, self._answers)
             session.repeats.unanswered(key)
             raise
-        session.repeats.answered(key, answers)
+        session.repeats.answered(key, self._answers)
         session.counts.answered += 1
         return response
+
+    async def _sample(self, wire: Wire) -> None:
+        self._answers = await self.session.acomplete(self.role, wire.call)
 
     async def refuse(self, error: RefusedCallError, endpoint: Endpoint) -> web.StreamResponse:
         """Answer with an error, in the stream if one has begun. SDKs are told not to call again: nothing would change,
@@ -107,16 +107,15 @@ class Exchange:
         """Whether the SDK says so; those of OpenAI and Anthropic do."""
         return self.request.headers.get("x-stainless-retry-count", "0") != "0"
 
-    async def _keeping_alive(self, answering: Awaitable[T]) -> T:
+    async def _keeping_alive(self, answering: Awaitable[None]) -> None:
         """Wait for the answer; a stream begins only where that takes long, so that an error may have its status."""
         try:
             async with asyncio.TaskGroup() as group:
                 ticking = group.create_task(self._tick())
-                answer = await answering
+                await answering
                 ticking.cancel()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        return answer
 
     async def _tick(self) -> None:
         while True:

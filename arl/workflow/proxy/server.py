@@ -30,7 +30,7 @@ from arl.workflow.proxy.exchange import Endpoint, Exchange
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.refusals import refusal_of
 from arl.workflow.proxy.routes import ENDPOINTS, UNKNOWN
-from arl.workflow.proxy.session import AGENT, EpisodeSession
+from arl.workflow.proxy.session import AGENT, EpisodeSession, is_role
 from arl.workflow.proxy.shared import SharedURL
 from arl.workflow.proxy.spoken import Reasoning
 
@@ -177,7 +177,7 @@ def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
     if endpoint := _ROUTES.get((method, f"/{rest}")):
         return name, AGENT, endpoint
     role, _, rest = rest.partition("/")
-    return name, role, _ROUTES.get((method, f"/{rest}"), UNKNOWN)
+    return name, role, _ROUTES.get((method, f"/{rest}"), UNKNOWN) if is_role(role) else UNKNOWN
 
 
 def _key_of(request: web.Request) -> str:

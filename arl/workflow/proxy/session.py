@@ -8,40 +8,26 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from arl.api.engine import InferenceEngine
-from arl.api.errors import ArlError, PromptTooLongError, TrajectoryError, first_error
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
+from arl.api.errors import ArlError, TrajectoryError
+from arl.api.types import Trajectory
 from arl.workflow.chat_template import Message
-from arl.workflow.dialogue import Dialogue, Prompt, Turn
+from arl.workflow.dialogue import Turn
 from arl.workflow.paths import paths_of, trajectories
-from arl.workflow.proxy.calls import Answer, ChatCall, EpisodeOverError, RefusedCallError, Spoken, TokenCall
+from arl.workflow.proxy.calls import Answer, ChatCall, EpisodeOverError, RefusedCallError, TokenCall
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.repeats import Repeats
-from arl.workflow.proxy.spoken import finish_reason_of, message_of
-from arl.workflow.proxy.tokens import TokenTurns
+from arl.workflow.proxy.speaker import Speaker
 
 AGENT = "agent"
 """The role of those who use `base_url`."""
-_LONG_PROMPT = 20_000
-"""Characters from which on messages are rendered and tokenized in a thread: it takes some 10 ms."""
-
-
+_ROLE = re.compile(r"[A-Za-z0-9_-]+")
 _PATHS = ("v1", "inference")
 """What paths begin with after the episode, or its role."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Role:
-    """One agent of the episode. tokens: what it asked for by tokens. is_cut: its last call found no room in the
-    context."""
-
-    dialogue: Dialogue
-    tokens: TokenTurns
-    is_cut: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,12 +59,11 @@ class EpisodeSession:
         self.policy = policy
         self.counts = CallCounts()
         self.errors: list[Exception] = []
+        self.repeats = Repeats()
         self.stored_responses: dict[str, Sequence[Message]] = {}
         """What was said up to a response of /v1/responses, by its id."""
         self._engine = engine
-        self._engine_session = new_id()
-        self._roles: dict[str, _Role] = {}
-        self.repeats = Repeats()
+        self._speakers: dict[str, Speaker] = {}
         self._running: set[asyncio.Timeout] = set()
         self._idle = asyncio.Condition()
         self._is_over = False
@@ -89,7 +74,7 @@ class EpisodeSession:
 
     def url_of(self, role: str) -> str:
         """The URL of one of several agents, without /v1. A role is a name of letters, digits, `-` and `_`."""
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", role) or role in _PATHS:
+        if not is_role(role):
             raise ValueError(f"role is {role!r}; it must be a name of letters, digits, - and _, and no part of a path")
         return f"{self.url}/{role}"
 
@@ -100,17 +85,16 @@ class EpisodeSession:
     @property
     def roles(self) -> tuple[str, ...]:
         """Those that said something, in the order in which they first did."""
-        return tuple(role for role in self._roles if self.turns(role))
+        return tuple(role for role in self._speakers if self.turns(role))
 
     def turns(self, role: str = AGENT) -> tuple[Turn, ...]:
         """What the model said in a role, in order."""
-        kept = self._roles.get(role)
-        return (*kept.dialogue.turns, *kept.tokens.turns) if kept else ()
+        return self._speakers[role].turns if role in self._speakers else ()
 
     @property
     def is_truncated(self) -> bool:
         """Whether an agent's last call found no room in the context."""
-        return any(kept.is_cut for kept in self._roles.values())
+        return any(speaker.is_cut for speaker in self._speakers.values())
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -149,7 +133,7 @@ class EpisodeSession:
                 metrics={} if made else shown,
                 role=role,
                 rewards=rewards,
-                is_cut=self._roles[role].is_cut,
+                is_cut=self._speakers[role].is_cut,
             )
         return tuple(made)
 
@@ -164,60 +148,14 @@ class EpisodeSession:
 
     async def acomplete(self, role: str, call: ChatCall | TokenCall) -> list[Answer]:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
-        kept = self._role(role)
-        if isinstance(call, TokenCall):
-            return await self._acontinue(kept, call)
-        self.policy.check_tools(call)
-        prompt = await _prompt(kept.dialogue, call)
-        responses = await self._asample(kept, prompt, call)
-        is_thinking = self.policy.opens_thinking(prompt)
-        answers: list[Answer] = []
-        num_prompt_tokens = len(prompt.input_ids)
-        for response in responses:
-            text = kept.dialogue.template.text_of(response.output_ids, response.stop_reason)
-            spoken = self.policy.spoken(text, response, call, is_thinking=is_thinking)
-            turn = kept.dialogue.record(prompt, response, message_of(spoken))
-            answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=num_prompt_tokens))
-        return answers
-
-    async def _acontinue(self, kept: _Role, call: TokenCall) -> list[Answer]:
-        prompt = kept.tokens.prompt(call.input_ids)
-        answers: list[Answer] = []
-        for response in await self._asample(kept, prompt, call):
-            turn = kept.tokens.record(prompt, response)
-            ending = finish_reason_of(response.stop_reason)
-            spoken = Spoken(content=turn.text, reasoning=None, tool_calls=(), finish_reason=ending)
-            answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=len(call.input_ids)))
-        return answers
-
-    async def _asample(self, kept: _Role, prompt: Prompt, call: ChatCall | TokenCall) -> list[ModelResponse]:
-        input_ids = prompt.input_ids
-        try:
-            sampling = self.policy.within_context(call.sampling, len(input_ids))
-            requests = [
-                ModelRequest(input_ids=input_ids, sampling=one, session_id=self._engine_session)
-                for one in _apart(sampling, call.n)
-            ]
-            if len(requests) == 1:
-                responses = [await self._engine.agenerate(requests[0])]
-            else:
-                responses = await _all(self._engine, requests)
-        except PromptTooLongError:
-            kept.is_cut = True
-            raise
-        kept.is_cut = False
-        return responses
-
-    def _role(self, role: str) -> _Role:
-        if role not in self._roles:
-            self._roles[role] = _Role(self.policy.new_dialogue(), TokenTurns(self.policy.template))
-        return self._roles[role]
+        if role not in self._speakers:
+            self._speakers[role] = Speaker(self._engine, self.policy)
+        return await self._speakers[role].acomplete(call)
 
     def forget(self, role: str, answers: Sequence[Answer]) -> None:
         """Take back answers that nobody has read, as far as nothing follows them."""
         for answer in answers:
-            self._role(role).dialogue.forget(answer.turn)
-            self._role(role).tokens.forget(answer.turn)
+            self._speakers[role].forget(answer.turn)
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
@@ -256,31 +194,15 @@ class EpisodeSession:
         self._is_over = True
         now = asyncio.get_running_loop().time()
         for scope in tuple(self._running):
-            scope.reschedule(now)
+            if scope.when() is None:
+                scope.reschedule(now)
         async with self._idle:
             await self._idle.wait_for(lambda: not self._running)
 
 
-async def _prompt(dialogue: Dialogue, call: ChatCall) -> Prompt:
-    if sum(len(message.get("content") or "") for message in call.messages) < _LONG_PROMPT:
-        return dialogue.prompt(call.messages, call.tools)
-    return await asyncio.to_thread(dialogue.prompt, call.messages, call.tools)
-
-
-def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
-    """The parameters of n samples, which differ by their seeds where one is given."""
-    if sampling.seed is None:
-        return [sampling] * n
-    return [replace(sampling, seed=sampling.seed + i) for i in range(n)]
-
-
-async def _all(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(engine.agenerate(request)) for request in requests]
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
-    return [task.result() for task in tasks]
+def is_role(name: str) -> bool:
+    """Whether it may be the role in a path."""
+    return _ROLE.fullmatch(name) is not None and name not in _PATHS
 
 
 def _reward_of(role: str, reward: float | Mapping[str, float]) -> float:

@@ -1,0 +1,109 @@
+"""One agent of an episode: what it asks the model for, and what of this is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from arl.api.engine import InferenceEngine
+from arl.api.errors import PromptTooLongError, first_error
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, new_id
+from arl.workflow.dialogue import Prompt, Turn
+from arl.workflow.proxy.calls import Answer, ChatCall, Spoken, TokenCall
+from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.spoken import finish_reason_of, message_of
+from arl.workflow.proxy.tokens import TokenTurns
+
+_LONG_PROMPT = 20_000
+"""Characters from which on messages are rendered and tokenized in a thread: it takes some 10 ms."""
+
+
+class Speaker:
+    """Calls of one role, answered by the engine and recorded: those of messages in a Dialogue, those of tokens beside.
+
+    is_cut: the last call found no room in the context. All calls go to one server, where their prefixes are cached.
+    """
+
+    def __init__(self, engine: InferenceEngine, policy: CallPolicy) -> None:
+        self.is_cut = False
+        self._engine = engine
+        self._policy = policy
+        self._session_id = new_id()
+        self._dialogue = policy.new_dialogue()
+        self._tokens = TokenTurns(policy.template)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return (*self._dialogue.turns, *self._tokens.turns)
+
+    async def acomplete(self, call: ChatCall | TokenCall) -> list[Answer]:
+        """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
+        if isinstance(call, TokenCall):
+            return await self._acontinue(call)
+        policy = self._policy
+        policy.check_tools(call)
+        prompt = await self._prompt(call)
+        input_ids = prompt.input_ids
+        responses = await self._asample(input_ids, call)
+        is_thinking = policy.opens_thinking(prompt)
+        answers: list[Answer] = []
+        for response in responses:
+            text = policy.template.text_of(response.output_ids, response.stop_reason)
+            spoken = policy.spoken(text, response, call, is_thinking=is_thinking)
+            turn = self._dialogue.record(prompt, response, message_of(spoken))
+            answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=len(input_ids)))
+        return answers
+
+    async def _acontinue(self, call: TokenCall) -> list[Answer]:
+        prompt = self._tokens.prompt(call.input_ids)
+        answers: list[Answer] = []
+        for response in await self._asample(call.input_ids, call):
+            turn = self._tokens.record(prompt, response)
+            ending = finish_reason_of(response.stop_reason)
+            spoken = Spoken(content=turn.text, reasoning=None, tool_calls=(), finish_reason=ending)
+            answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=len(call.input_ids)))
+        return answers
+
+    def forget(self, turn: Turn) -> None:
+        """Take back an answer that nobody has read, unless another follows it."""
+        self._dialogue.forget(turn)
+        self._tokens.forget(turn)
+
+    async def _prompt(self, call: ChatCall) -> Prompt:
+        if sum(len(message.get("content") or "") for message in call.messages) < _LONG_PROMPT:
+            return self._dialogue.prompt(call.messages, call.tools)
+        return await asyncio.to_thread(self._dialogue.prompt, call.messages, call.tools)
+
+    async def _asample(self, input_ids: Sequence[int], call: ChatCall | TokenCall) -> list[ModelResponse]:
+        try:
+            sampling = self._policy.within_context(call.sampling, len(input_ids))
+            requests = [
+                ModelRequest(input_ids=input_ids, sampling=one, session_id=self._session_id)
+                for one in _apart(sampling, call.n)
+            ]
+            responses = await _all(self._engine, requests)
+        except PromptTooLongError:
+            self.is_cut = True
+            raise
+        self.is_cut = False
+        return responses
+
+
+def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
+    """The parameters of n samples, which differ by their seeds where one is given."""
+    if sampling.seed is None:
+        return [sampling] * n
+    return [replace(sampling, seed=sampling.seed + i) for i in range(n)]
+
+
+async def _all(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+    """All of them, at once; the first error ends the others."""
+    if len(requests) == 1:
+        return [await engine.agenerate(requests[0])]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(engine.agenerate(request)) for request in requests]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]
