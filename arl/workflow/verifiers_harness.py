@@ -8,15 +8,18 @@ network. This one needs neither, so many rollouts share one event loop; it execu
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from openai import APIStatusError, AsyncOpenAI, omit
+from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, omit
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 from verifiers.v1 import Harness, HarnessConfig, ModelContext, ProgramResult, Runtime, TaskData, Trace
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.compaction import is_context_overflow
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp, connect_mcp
 
 
@@ -27,8 +30,8 @@ class ChatHarnessConfig(HarnessConfig):
 class ChatHarness(Harness[ChatHarnessConfig]):
     """Goes on until the model answers without calling a tool. The tools are those of the environment's servers.
 
-    A request that the environment refuses (a limit was reached, a stop condition holds) ends it; anything else that the
-    model's endpoint refuses is the rollout's error.
+    A conversation that outgrew the model's context ends too, and so does one that the environment stops (a limit was
+    reached, a stop condition holds). Whatever else the model's endpoint refuses is the rollout's error.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -51,13 +54,15 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with (
             AsyncExitStack() as stack,
-            AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None, max_retries=0) as client,
+            DefaultAsyncHttpxClient(verify=_tls(), timeout=None) as http,
+            AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http) as client,
         ):
             tools = _Tools(*await connect_mcp({"mcpServers": servers}, stack))
             try:
                 await _converse(client, ctx.model, self._opening(data), tools)
             except APIStatusError as refused:
-                return ProgramResult(exit_code=1, stdout="", stderr=str(refused))
+                has_outgrown = is_context_overflow(refused)
+                return ProgramResult(exit_code=0 if has_outgrown else 1, stdout="", stderr=str(refused))
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
     def _opening(self, data: TaskData) -> list[dict[str, Any]]:
@@ -66,6 +71,12 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
         return [*messages, *(message_to_wire(message) for message in prompt or ())]
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all rollouts: to make one takes 50 ms of the event loop."""
+    return ssl.create_default_context()
 
 
 @dataclass(frozen=True, slots=True)
