@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from arl.api.errors import ArlError, ConfigError, ToolError, first_error
+from arl.api.errors import ArlError, ConfigError, ToolError
 from arl.workflow.call_formats import MalformedCall, ToolCall, parse_tool_calls
+from arl.workflow.together import together
 from arl.workflow.tool_output import cut, text_of
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
 from arl.workflow.tool_threads import THREADS
@@ -167,12 +168,7 @@ async def arun_tools(
     if len(lines) == 1:
         await run(lines[0])
     else:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for line in lines:
-                    group.create_task(run(line))
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
+        await together(run(line) for line in lines)
     return [results[index] for index in range(len(calls))]
 
 

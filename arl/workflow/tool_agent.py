@@ -1,0 +1,180 @@
+"""An agent with tools: it calls them until it answers without a call.
+
+prompt -> turn -> calls -> tools (arun_tools) -> messages -> turn -> ... -> a turn without a call: the answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from arl.api.errors import ConfigError, PromptTooLongError
+from arl.api.types import Example, SamplingParams, Trajectory
+from arl.workflow.agent import AgentWorkflow
+from arl.workflow.call_formats import CallFormat, call_format_of
+from arl.workflow.reward import Score
+from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, ToolResult, arun_tools, tools_by_name
+
+if TYPE_CHECKING:
+    from arl.api.engine import InferenceEngine
+    from arl.workflow.conversation import Conversation, Turn
+
+ToolLike = Tool | Callable[..., Any]
+"""A tool, or a typed function to make one of."""
+
+ToolSource = AbstractAsyncContextManager[Sequence[ToolLike]]
+"""Tools that are there while it is open: those of an MCP server, for instance."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ToolEpisode:
+    """An episode as it goes: what its workflow's methods look at.
+
+    results: of all calls so far, in order. answer: the turn without a call that ended it; None until then, and where
+    something else ended it (max_turns, is_done, a full context).
+    """
+
+    data: Example
+    conversation: Conversation
+    tools: Sequence[Tool]
+    results: list[ToolResult] = field(default_factory=list[ToolResult])
+    answer: Turn | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        failures = [result.failure for result in self.results]
+        malformed = failures.count("malformed")
+        return {
+            "tool_calls": len(self.results) - malformed,
+            "tool_errors": failures.count("refused") + failures.count("failed"),
+            "malformed_calls": malformed,
+            "turns": self.conversation.num_turns,
+            "answered": float(self.answer is not None),
+        }
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ToolAgentWorkflow(AgentWorkflow):
+    """Lets the model call tools until it answers without a call, and rewards the answer.
+
+        def divide(a: float, b: float) -> float:
+            \"\"\"Divide a by b.\"\"\"
+            return a / b
+
+        workflow = ToolAgentWorkflow(tokenizer, math_reward, tools=[divide], max_turns=6)
+
+    tools: shared by all episodes; among them may be sources such as MCPTools, which are open as long as the workflow
+    is. open_tools: from an example to a source that is opened for its episode alone and closed at its end, however it
+    ends. max_turns: how often the model may speak. limits: of the calls. call_format: unset, as the chat template asks
+    for.
+
+    An episode that ends without an answer (at max_turns, by is_done, or because the context is full) is scored as one
+    with the empty answer, so that its score has the same named parts as others. The calls of the last turn are run, as
+    they may be what counts. An answer that max_new_tokens cut off is scored as it stands; the trajectory is
+    is_truncated. Metrics: tool_calls, tool_errors, malformed_calls, turns, answered (1 or 0).
+    """
+
+    tools: Sequence[ToolLike | ToolSource] = ()
+    open_tools: Callable[[Example], ToolSource] | None = None
+    max_turns: int = 8
+    limits: ToolLimits = DEFAULT_LIMITS
+    call_format: CallFormat | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_turns < 1:
+            raise ConfigError(f"max_turns is {self.max_turns}; it must be at least 1")
+        if not self.tools and self.open_tools is None and type(self).episode_tools is ToolAgentWorkflow.episode_tools:
+            raise ConfigError(
+                f"{type(self).__name__} has no tools; pass tools=[...] or open_tools=, or ask but once "
+                "with SingleTurnWorkflow"
+            )
+        self._format = self.call_format or call_format_of(self.tokenizer)
+        self._shared = [Tool.of(tool) for tool in self.tools if not isinstance(tool, AbstractAsyncContextManager)]
+        self._sources = [tool for tool in self.tools if isinstance(tool, AbstractAsyncContextManager)]
+        self._opened: list[Tool] = []
+        self._stack = AsyncExitStack()
+        tools_by_name(self._shared)
+
+    async def _open(self) -> None:
+        async with AsyncExitStack() as stack:
+            await super()._open()
+            stack.push_async_callback(super()._close)
+            self._opened = [
+                Tool.of(tool) for source in self._sources for tool in await stack.enter_async_context(source)
+            ]
+            tools_by_name([*self._shared, *self._opened])
+            self._stack = stack.pop_all()
+
+    async def _close(self) -> None:
+        self._opened = []
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def episode_tools(self, data: Example) -> AsyncIterator[list[Tool]]:
+        """All tools of one episode, closed at its end."""
+        if self._sources and not self._opened:
+            raise ConfigError(
+                f"the tools of {type(self).__name__} are not open; run episodes within `async with workflow`"
+            )
+        shared = [*self._shared, *self._opened]
+        if self.open_tools is None:
+            yield shared
+            return
+        async with self.open_tools(data) as own:
+            yield [*shared, *map(Tool.of, own)]
+
+    def is_done(self, episode: ToolEpisode) -> bool:
+        """Whether the episode ends now, after calls were answered: where one of them was `submit`, for instance."""
+        return False
+
+    async def ascore_episode(self, episode: ToolEpisode) -> Score:
+        """What the episode is worth. Its tools are still open."""
+        return await self.ascore("" if episode.answer is None else self.answer(episode.answer), episode.data)
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+        async with self.episode_tools(data) as tools:
+            chat = self.conversation(data, tools)
+            episode = ToolEpisode(data=data, conversation=chat, tools=tools)
+            speaker = ToolSpeaker(call_format=self._format, limits=self.limits, max_turns=self.max_turns)
+            await speaker.aspeak(engine, self.sampling, episode, self.is_done)
+            score = await self.ascore_episode(episode)
+        return chat.trajectories(score.value, {**episode.metrics, **score.metrics}, rewards=score.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpeaker:
+    """How a model with tools speaks: it goes on calling them until it answers."""
+
+    call_format: CallFormat
+    limits: ToolLimits
+    max_turns: int
+
+    async def aspeak(
+        self,
+        engine: InferenceEngine,
+        sampling: SamplingParams,
+        episode: ToolEpisode,
+        is_done: Callable[[ToolEpisode], bool] = lambda _: False,
+    ) -> None:
+        """Until episode.answer is there, or something else ends it. Raises PromptTooLongError if nothing was said."""
+        chat = episode.conversation
+        episode.answer = None
+        for _ in range(self.max_turns):
+            try:
+                turn = await chat.agenerate(engine, sampling)
+            except PromptTooLongError:
+                if not chat.num_turns:
+                    raise
+                return
+            calls = self.call_format.parse(turn.text).calls
+            if not calls:
+                episode.answer = turn
+                return
+            results = await arun_tools(calls, episode.tools, self.limits)
+            episode.results += results
+            chat.add(*(result.message for result in results))
+            if is_done(episode):
+                return

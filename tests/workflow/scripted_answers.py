@@ -1,0 +1,76 @@
+"""Engines that say what a test wants said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from arl.api import ModelRequest, ModelResponse, ScriptedEngine, Trajectory
+from arl.api.errors import PromptTooLongError
+from arl.engine.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(token_ids)))
+
+
+def ended(text: str) -> list[int]:
+    """The tokens of an answer, with its end of turn."""
+    return encode(text + str(TOKENIZER.eos_token))
+
+
+def saying(*answers: str | Exception) -> ScriptedEngine:
+    """Gives one answer after another, each with its end of turn; an exception is raised."""
+    left = iter(answers)
+
+    def script(request: ModelRequest) -> list[int]:
+        answer = next(left)
+        if isinstance(answer, Exception):
+            raise answer
+        return ended(answer)
+
+    return ScriptedEngine(script)
+
+
+def replying(reply: Callable[[str], str]) -> ScriptedEngine:
+    """Answers what was said last, whoever says it and whenever: for agents that speak at the same time."""
+
+    def script(request: ModelRequest) -> list[int]:
+        seen = decode(request.input_ids)
+        last = seen.removesuffix("<|im_start|>assistant\n").rpartition("<|im_start|>")[2]
+        return ended(reply(last.removesuffix("\n").removesuffix("<|im_end|>")))
+
+    return ScriptedEngine(script)
+
+
+def too_long() -> PromptTooLongError:
+    return PromptTooLongError("no room")
+
+
+def seen_by(engine: ScriptedEngine, index: int = -1) -> str:
+    """What the model was shown."""
+    return decode(engine.requests[index].input_ids)
+
+
+def said_in(trajectory: Trajectory) -> str:
+    """What is trained of it."""
+    pairs = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    return decode([token for token, mask in pairs if mask])
+
+
+def cut_off(text: str) -> ModelResponse:
+    """An answer that a length limit ended."""
+    ids = tuple(encode(text))
+    return ModelResponse(
+        output_ids=ids, output_logprobs=(-1.0,) * len(ids), output_versions=(0,) * len(ids), stop_reason="length"
+    )
+
+
+async def exact(answer: str, data: Any) -> float:
+    return float(answer == data["answer"])

@@ -1,0 +1,95 @@
+"""Multi turn: feedback after each answer, until there is none, and the last answer counts."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_long
+
+from arl.api import Example
+from arl.api.errors import ConfigError, PromptTooLongError
+from arl.workflow.multi_turn import MultiTurnWorkflow
+from arl.workflow.reward import Score
+
+QUESTION = {"question": "2 + 2 = ?", "answer": "4"}
+
+
+async def try_again(answer: str, data: Example, attempt: int) -> str | None:
+    return None if answer == data["answer"] else f"No, not after {attempt}."
+
+
+async def test_feedback_is_told_until_there_is_none_and_the_last_answer_is_rewarded() -> None:
+    engine = saying("5", "3", "4", "never said")
+    workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=try_again, max_turns=9)
+    (trajectory,) = await workflow.arun_episode(engine, QUESTION)
+    assert (trajectory.reward, trajectory.metrics) == (1.0, {"turns": 3})
+    assert said_in(trajectory) == "5<|im_end|>3<|im_end|>4<|im_end|>"
+    assert "No, not after 0." in seen_by(engine)
+    assert "No, not after 1." in seen_by(engine)
+
+
+async def test_sync_feedback_runs_in_a_thread() -> None:
+    threads: list[threading.Thread] = []
+
+    def feedback(answer: str, data: Example, attempt: int) -> str | None:
+        threads.append(threading.current_thread())
+        return None
+
+    workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=feedback)
+    await workflow.arun_episode(saying("4"), QUESTION)
+    assert threads != [threading.main_thread()]
+    assert len(threads) == 1
+
+
+async def test_the_last_answer_gets_no_feedback() -> None:
+    asked: list[int] = []
+
+    async def feedback(answer: str, data: Example, attempt: int) -> str:
+        asked.append(attempt)
+        return "No."
+
+    workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=feedback, max_turns=2)
+    (trajectory,) = await workflow.arun_episode(saying("5", "6"), QUESTION)
+    assert (asked, trajectory.reward) == ([0], 0.0)
+
+
+async def test_each_retry_discounts_the_reward_and_its_parts() -> None:
+    async def scored(answer: str, data: Example) -> Score:
+        return Score(2.0, {"correct": 1.0})
+
+    workflow = MultiTurnWorkflow(TOKENIZER, scored, feedback=try_again, discount=0.5)
+    (trajectory,) = await workflow.arun_episode(saying("5", "6", "4"), QUESTION)
+    assert (trajectory.reward, trajectory.rewards) == (0.5, {"correct": 0.25})
+
+
+async def test_each_turn_may_have_a_reward_of_its_own() -> None:
+    workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=try_again, turn_reward=exact)
+    (trajectory,) = await workflow.arun_episode(saying("5", "4"), QUESTION)
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
+
+
+async def test_a_full_context_ends_the_episode_with_the_answer_there_is() -> None:
+    workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=try_again)
+    (trajectory,) = await workflow.arun_episode(saying("5", too_long()), QUESTION)
+    assert (trajectory.reward, trajectory.is_truncated) == (0.0, True)
+    with pytest.raises(PromptTooLongError):
+        await workflow.arun_episode(saying(too_long()), QUESTION)
+
+
+async def test_feedback_may_be_a_method() -> None:
+    class Patient(MultiTurnWorkflow):
+        async def afeedback(self, answer: str, data: Example, attempt: int) -> str | None:
+            return "Once more." if attempt == 0 else None
+
+    (trajectory,) = await Patient(TOKENIZER, exact).arun_episode(saying("5", "4"), QUESTION)
+    assert trajectory.metrics == {"turns": 2}
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has no feedback"):
+        MultiTurnWorkflow(TOKENIZER, exact)
+    with pytest.raises(ConfigError, match="max_turns is 0"):
+        MultiTurnWorkflow(TOKENIZER, exact, feedback=try_again, max_turns=0)
+    with pytest.raises(ConfigError, match="discount 2"):
+        MultiTurnWorkflow(TOKENIZER, exact, feedback=try_again, discount=2)

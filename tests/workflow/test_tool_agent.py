@@ -1,0 +1,289 @@
+"""The tool agent: whatever goes wrong with calls, tools or room is an outcome of the episode, and it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from scripted_answers import TOKENIZER, cut_off, exact, said_in, saying, seen_by, too_long
+
+from arl.api import Example, ScriptedEngine
+from arl.api.errors import ConfigError, ModelError, PromptTooLongError, ServerError, ToolError
+from arl.engine.tiny import tiny_tokenizer
+from arl.workflow.call_formats import LLAMA
+from arl.workflow.reward import Score
+from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode, ToolLike
+from arl.workflow.tools import Tool, ToolCall, ToolLimits
+
+QUESTION = {"question": "What is it?", "answer": "done"}
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def divide(a: float, b: float) -> float:
+    """Divide a by b."""
+    if b == 0:
+        raise ToolError("b is 0")
+    return a / b
+
+
+async def fetch(page: str) -> str:
+    """Fetch a page."""
+    return f"<{page}>"
+
+
+def agent(*tools: object, **settings: object) -> ToolAgentWorkflow:
+    return ToolAgentWorkflow(TOKENIZER, exact, tools=tools or (divide, fetch), **settings)  # pyright: ignore[reportArgumentType]
+
+
+async def test_tools_are_called_until_there_is_an_answer() -> None:
+    engine = saying(f"Let me see. {call('divide', a=12, b=5)}{call('fetch', page='home')}", "done")
+    (trajectory,) = await agent().arun_episode(engine, QUESTION)
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics == {"tool_calls": 2, "tool_errors": 0, "malformed_calls": 0, "turns": 2, "answered": 1}
+    assert "<tool_response>\n2.4\n</tool_response>\n<tool_response>\n<home>\n</tool_response>" in seen_by(engine)
+    assert '"name": "divide", "description": "Divide a by b."' in seen_by(engine, 0)
+    assert said_in(trajectory).endswith("</tool_call><|im_end|>done<|im_end|>")
+
+
+def raise_a_bug(x: int = 0) -> int:
+    """Break."""
+    raise RuntimeError("a bug")
+
+
+async def hang() -> None:
+    """Hang."""
+    await asyncio.Event().wait()
+
+
+def print_much() -> str:
+    """Print."""
+    return "x" * 1_000_000
+
+
+RELEASE = threading.Event()
+
+
+def hang_in_a_thread() -> None:
+    """Hang."""
+    RELEASE.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("written", "told", "counted"),
+    [
+        (call("raise_a_bug"), "error: the tool failed: RuntimeError", "tool_errors"),
+        (call("raise_a_bug", x="one"), "error: argument x: Input should be", "tool_errors"),
+        (call("divide", a=1, b=0), "error: b is 0", "tool_errors"),
+        (call("hang"), "error: there was no answer within 0.05 s", "tool_errors"),
+        (call("hang_in_a_thread"), "error: there was no answer within 0.05 s", "tool_errors"),
+        (call("print_much"), "x" * 99 + "\n[cut here: 999901 more characters]", "tool_calls"),
+        (call("multiply"), "error: there is no tool 'multiply'; there is divide, hang,", "tool_errors"),
+        ('<tool_call>{"name": "divide", "argu', "error: a tool call must be one JSON object", "malformed_calls"),
+    ],
+    ids=[
+        "raises",
+        "wrong argument",
+        "refuses",
+        "hangs",
+        "hangs in a thread",
+        "a megabyte",
+        "no such tool",
+        "half a JSON",
+    ],
+)
+async def test_whatever_goes_wrong_with_a_call_is_told_and_counted_and_the_episode_goes_on(
+    written: str, told: str, counted: str
+) -> None:
+    RELEASE.clear()
+    limits = ToolLimits(timeout_s=0.05 if "hang" in written else 60, max_output_chars=99)
+    workflow = agent(divide, raise_a_bug, hang, hang_in_a_thread, print_much, limits=limits)
+    engine = saying(written, "done")
+    try:
+        (trajectory,) = await workflow.arun_episode(engine, QUESTION)
+    finally:
+        RELEASE.set()
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics[counted] == 1
+    assert f"<tool_response>\n{told}" in seen_by(engine)
+
+
+async def test_a_server_that_is_gone_fails_the_episode() -> None:
+    async def search(query: str) -> str:
+        """Search."""
+        raise ServerError("the index does not answer")
+
+    with pytest.raises(ServerError):
+        await agent(search).arun_episode(saying(call("search", query="x")), QUESTION)
+
+
+async def test_an_episode_without_an_answer_is_scored_as_the_empty_one() -> None:
+    asked: list[str] = []
+
+    async def scored(answer: str, data: Example) -> Score:
+        asked.append(answer)
+        return Score(0.25, {"correct": 0.0})
+
+    workflow = ToolAgentWorkflow(TOKENIZER, scored, tools=[fetch], max_turns=2)
+    (trajectory,) = await workflow.arun_episode(saying(call("fetch", page="a"), call("fetch", page="b")), QUESTION)
+    assert (asked, trajectory.reward, trajectory.rewards) == ([""], 0.25, {"correct": 0.0})
+    assert (trajectory.metrics["turns"], trajectory.metrics["tool_calls"], trajectory.metrics["answered"]) == (2, 2, 0)
+    assert not trajectory.is_truncated
+
+
+async def test_a_full_context_ends_the_episode_with_what_there_is() -> None:
+    (trajectory,) = await agent().arun_episode(saying(call("fetch", page="a"), too_long()), QUESTION)
+    assert (trajectory.reward, trajectory.is_truncated, trajectory.metrics["answered"]) == (0.0, True, 0)
+    with pytest.raises(PromptTooLongError):
+        await agent().arun_episode(saying(too_long()), QUESTION)
+
+
+async def test_an_answer_that_was_cut_off_is_scored_as_it_stands() -> None:
+    (trajectory,) = await agent().arun_episode(ScriptedEngine(lambda _: cut_off("done")), QUESTION)
+    assert (trajectory.reward, trajectory.is_truncated) == (1.0, True)
+
+
+class Counter:
+    """What one episode's tools share."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_open = True
+
+    def add(self, n: int) -> int:
+        """Add n."""
+        assert self.is_open
+        self.count += n
+        return self.count
+
+    async def submit(self) -> str:
+        """Say that it is done."""
+        return "submitted"
+
+
+class Counters:
+    """Opens a counter for each episode, and remembers them."""
+
+    def __init__(self) -> None:
+        self.made: list[Counter] = []
+
+    @asynccontextmanager
+    async def __call__(self, data: Example) -> AsyncIterator[Sequence[ToolLike]]:
+        counter = Counter()
+        self.made.append(counter)
+        try:
+            yield [counter.add, Tool.from_function(counter.submit)]
+        finally:
+            await asyncio.sleep(0)
+            counter.is_open = False
+
+
+async def test_stateful_tools_are_each_episodes_own_and_closed_at_its_end() -> None:
+    counters = Counters()
+    workflow = agent(fetch, open_tools=counters)
+    engine = saying(call("add", n=1) + call("add", n=2), "done", call("add", n=5), "done")
+    await workflow.arun_episode(engine, QUESTION)
+    assert "<tool_response>\n1\n</tool_response>\n<tool_response>\n3\n" in seen_by(engine)
+    await workflow.arun_episode(engine, QUESTION)
+    assert [(counter.count, counter.is_open) for counter in counters.made] == [(3, False), (5, False)]
+
+
+@pytest.mark.parametrize("end", ["error", "cancellation"])
+async def test_stateful_tools_are_closed_however_the_episode_ends(end: str) -> None:
+    counters, has_begun = Counters(), asyncio.Event()
+
+    async def script(request: object) -> list[int]:
+        if end == "error":
+            raise ServerError("gone")
+        has_begun.set()
+        await asyncio.Event().wait()
+        return []
+
+    episode = asyncio.create_task(agent(fetch, open_tools=counters).arun_episode(ScriptedEngine(script), QUESTION))
+    if end == "cancellation":
+        await has_begun.wait()
+        episode.cancel()
+    with pytest.raises(ServerError if end == "error" else asyncio.CancelledError):
+        await episode
+    assert [counter.is_open for counter in counters.made] == [False]
+
+
+async def test_a_tool_may_end_the_episode_and_its_state_be_what_counts() -> None:
+    class Submitting(ToolAgentWorkflow):
+        def is_done(self, episode: ToolEpisode) -> bool:
+            return any(isinstance(r.call, ToolCall) and r.call.name == "submit" for r in episode.results)
+
+        async def ascore_episode(self, episode: ToolEpisode) -> Score:
+            counter = episode.tools[0].owner
+            assert isinstance(counter, Counter)
+            assert counter.is_open
+            return Score(float(counter.count))
+
+    workflow = Submitting(TOKENIZER, exact, open_tools=Counters())
+    (trajectory,) = await workflow.arun_episode(saying(call("add", n=7), call("submit"), "never said"), QUESTION)
+    assert (trajectory.reward, trajectory.metrics["turns"]) == (7.0, 2)
+
+
+class Source:
+    """Shared tools that are there while it is open."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    async def __aenter__(self) -> Sequence[Tool]:
+        self.is_open = True
+        return [Tool.from_function(fetch)]
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.is_open = False
+
+
+async def test_sources_of_shared_tools_are_open_as_long_as_the_workflow() -> None:
+    source = Source()
+    workflow = agent(source)
+    with pytest.raises(ConfigError, match="run episodes within `async with workflow`"):
+        await workflow.arun_episode(saying(), QUESTION)
+    async with workflow:
+        engine = saying(call("fetch", page="home"), "done")
+        await workflow.arun_episode(engine, QUESTION)
+        assert "<home>" in seen_by(engine)
+    assert not source.is_open
+
+
+async def test_what_was_opened_is_closed_when_another_source_cannot_be() -> None:
+    class Broken(Source):
+        async def __aenter__(self) -> Sequence[Tool]:
+            raise ServerError("it does not start")
+
+    source = Source()
+    with pytest.raises(ServerError):
+        await agent(source, Broken()).__aenter__()
+    assert not source.is_open
+    with pytest.raises(ConfigError, match="two tools are named 'fetch'"):
+        await agent(fetch, source).__aenter__()
+    assert not source.is_open
+
+
+async def test_calls_are_read_in_the_format_that_is_given() -> None:
+    engine = saying('{"name": "fetch", "parameters": {"page": "home"}}', "done")
+    await agent(call_format=LLAMA).arun_episode(engine, QUESTION)
+    assert "<home>" in seen_by(engine)
+    mute = tiny_tokenizer()
+    mute.chat_template = "{{ messages }}"
+    with pytest.raises(ModelError, match="pass call_format="):
+        ToolAgentWorkflow(mute, exact, tools=[fetch])
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has no tools"):
+        ToolAgentWorkflow(TOKENIZER, exact)
+    with pytest.raises(ConfigError, match="max_turns is 0"):
+        agent(max_turns=0)
+    with pytest.raises(ConfigError, match="two tools are named 'fetch'"):
+        agent(fetch, fetch)
