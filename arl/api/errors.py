@@ -97,6 +97,10 @@ class SandboxError(ArlError):
     """A program could not be run apart from everything else; or limits or files that no sandbox can have."""
 
 
+class ProgramError(ArlError):
+    """A program that was called as an agent ended with an error, or with nothing that can be rewarded."""
+
+
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that ended a TaskGroup, out of the groups around it; others that came with it are noted on it."""
     first, *others = _leaves(group)
