@@ -15,7 +15,7 @@ import secrets
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -33,6 +33,7 @@ from arl.workflow.proxy.routes import ENDPOINTS, UNKNOWN
 from arl.workflow.proxy.session import AGENT, EpisodeSession, is_role
 from arl.workflow.proxy.shared import SharedURL
 from arl.workflow.proxy.spoken import Reasoning
+from arl.workflow.reward import Shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +55,7 @@ _INVALID_KEY = RefusedCallError(
 )
 
 
-class OpenAIProxy:
+class OpenAIProxy(Shared):
     """An endpoint for programs that speak OpenAI's protocol (and Anthropic's), in front of an InferenceEngine.
 
         async with OpenAIProxy(tokenizer, sampling=SamplingParams(max_new_tokens=1024)) as proxy:
@@ -67,7 +68,7 @@ class OpenAIProxy:
     stands in <think> is told apart, in `reasoning_content`. context_length: tokens that the model can hold; calls that
     ask for more than is left get what is left. call_format: how the model writes calls of tools, where its chat
     template does not tell. template_options, rewriting: see Conversation.
-    A proxy is entered once at a time, and may be entered again when it was left.
+    A proxy is open while anybody has entered it, so a workflow may enter one that its user opened.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class OpenAIProxy:
         template_options: Mapping[str, Any] | None = None,
         rewriting: Rewriting = "branch",
     ) -> None:
+        super().__init__()
         self._policy = CallPolicy(
             template=ChatTemplate(tokenizer, template_options),
             sampling=sampling,
@@ -96,9 +98,7 @@ class OpenAIProxy:
         self._runner: web.AppRunner | None = None
         self._url = ""
 
-    async def __aenter__(self) -> Self:
-        if self._runner is not None:
-            raise ArlError("this OpenAIProxy is open already; it is opened once, and serves any number of episodes")
+    async def _open(self) -> None:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._dispatch)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -110,9 +110,8 @@ class OpenAIProxy:
             raise
         self._runner = runner
         self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def _close(self) -> None:
         runner, self._runner = self._runner, None
         for session in tuple(self._sessions.values()):
             await session.aclose()
@@ -146,7 +145,7 @@ class OpenAIProxy:
         name, role, endpoint = _route(request.method, request.path)
         door = self._sessions.get(name) or self._shared.get(name)
         expected = door.api_key if door else _NO_KEY
-        is_valid = hmac.compare_digest(_key_of(request).encode(), expected.encode())
+        is_valid = hmac.compare_digest(_key_of(request), expected.encode())
         place = door.place_of(request) if isinstance(door, SharedURL) else door and (door, role)
         if not is_valid or place is None:
             return web.json_response(endpoint.error(_INVALID_KEY), status=_INVALID_KEY.status)
@@ -180,7 +179,8 @@ def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
     return name, role, _ROUTES.get((method, f"/{rest}"), UNKNOWN) if is_role(role) else UNKNOWN
 
 
-def _key_of(request: web.Request) -> str:
-    """As OpenAI's clients send it, or Anthropic's."""
+def _key_of(request: web.Request) -> bytes:
+    """As OpenAI's clients send it, or Anthropic's; headers may hold bytes that are no text."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return key.encode(errors="surrogateescape")

@@ -1,0 +1,203 @@
+"""A workflow from a program that is there already: it calls a model over HTTP, and does not know that it is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arl.api.errors import ConfigError, ProgramError
+from arl.api.types import Example, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
+from arl.workflow.proxy import EpisodeSession, OpenAIProxy
+from arl.workflow.reward import RewardLike, Shared, as_reward
+from arl.workflow.tool_threads import ToolThreads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from arl.api.engine import InferenceEngine
+
+Program = Callable[[str, str, Example], "str | Awaitable[str]"]
+"""`(base_url, api_key, data)` to the agent's final answer. A coroutine function runs in the event loop, another in a
+thread of its own, which the end of the episode cannot kill: its next call is answered with 401."""
+
+_MAX_OUTPUT_BYTES = 1 << 20
+_MAX_TOLD = 2000
+_THREADS = ToolThreads(max_threads=4096, max_hung=4096)
+"""Programs run as long as their episodes do, so there are as many threads as episodes that run at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A program in a process of its own, in whatever language.
+
+    arguments: the command line, without a shell. The example is its standard input, as JSON; what it prints is its
+    answer, without the space around it, and any exit status but 0 is an error. Its environment has OPENAI_BASE_URL and
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and `env` beside that of this process. It is killed, with
+    all that it started and that did not leave its process group, when the episode ends. It is not in a sandbox.
+    """
+
+    arguments: Sequence[str]
+    cwd: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        if isinstance(self.arguments, str) or not self.arguments:
+            raise ConfigError(
+                f"arguments is {self.arguments!r}; give the command line as a list: ['python', 'agent.py']"
+            )
+
+    async def arun(self, session: EpisodeSession, data: Example) -> str:
+        """What it prints. Raises ProgramError."""
+        keys = {"OPENAI_API_KEY": session.api_key, "ANTHROPIC_API_KEY": session.api_key}
+        urls = {"OPENAI_BASE_URL": session.base_url, "ANTHROPIC_BASE_URL": session.url}
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.arguments,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                cwd=self.cwd,
+                env={**os.environ, **keys, **urls, **self.env},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ProgramError(f"{self.arguments[0]} could not be started: {error}") from error
+        try:
+            return await self._output(process, json.dumps(dict(data), default=str).encode())
+        finally:
+            _kill(process)
+            await process.wait()
+
+    async def _output(self, process: asyncio.subprocess.Process, given: bytes) -> str:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_feed(process, given))
+            printed = group.create_task(_read(process.stdout))
+            complained = group.create_task(_read(process.stderr))
+            status = await process.wait()
+            _kill(process)  # what it left running holds its output open
+        if status != 0:
+            raise ProgramError(
+                f"{' '.join(self.arguments)} ended with status {status}: "
+                f"{complained.result()[-_MAX_TOLD:].decode(errors='replace').strip() or '(it said nothing)'}"
+            )
+        if len(printed.result()) > _MAX_OUTPUT_BYTES:
+            raise ProgramError(f"{' '.join(self.arguments)} printed more than {_MAX_OUTPUT_BYTES} bytes")
+        return printed.result().decode(errors="replace").strip()
+
+
+async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(given)
+        await process.stdin.drain()
+        process.stdin.close()
+        await process.stdin.wait_closed()
+    except (BrokenPipeError, ConnectionResetError):
+        return  # it need not read
+
+
+async def _read(stream: asyncio.StreamReader) -> bytes:
+    """A little more than what may be kept; the rest is read and dropped, or the program would wait for us."""
+    kept = bytearray()
+    while piece := await stream.read(1 << 16):
+        if len(kept) <= _MAX_OUTPUT_BYTES:
+            kept += piece
+    return bytes(kept)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """The program and its group; the group's id stays taken while anything in it lives."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+class SDKWorkflow(Shared, RolloutWorkflow):
+    """Calls a program with a base URL and a key, and trains on the calls that it makes with them.
+
+        async def program(base_url, api_key, data):
+            client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+            ...
+            return answer
+
+        workflow = SDKWorkflow(program, reward, tokenizer, sampling=SamplingParams(max_new_tokens=1024))
+
+    program: a function, sync or async, or a Command. reward: of the text that it returns; see as_reward. proxy: what it
+    is called through, where tokenizer and sampling do not say enough.
+
+    A program that fails fails its episode. But one whose last call found no room in the model's context has the answer
+    "", and a trajectory that is truncated.
+    """
+
+    def __init__(
+        self,
+        program: Program | Command,
+        reward: RewardLike,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        proxy: OpenAIProxy | None = None,
+    ) -> None:
+        super().__init__()
+        if (tokenizer is None) == (proxy is None) or (proxy is not None and sampling is not None):
+            raise ConfigError("give either a tokenizer, with sampling, or a proxy, which has its own")
+        if proxy is None:
+            assert tokenizer is not None
+            proxy = OpenAIProxy(tokenizer, sampling=sampling or SamplingParams())
+        self._program = program
+        self._proxy = proxy
+        self._score = as_reward(reward)
+
+    async def _open(self) -> None:
+        await self._proxy.__aenter__()
+        try:
+            await self._score.__aenter__()
+        except BaseException:
+            await self._proxy.__aexit__()
+            raise
+
+    async def _close(self) -> None:
+        try:
+            await self._score.__aexit__()
+        finally:
+            await self._proxy.__aexit__()
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+        async with self._proxy.episode(engine) as session:
+            answer = await self._answer(session, data)
+        score = await self._score(answer, data)
+        return session.trajectories(score.value, score.metrics, rewards=score.parts)
+
+    async def _answer(self, session: EpisodeSession, data: Example) -> str:
+        try:
+            answer = await self._run(session, data)
+        except Exception as error:
+            if session.is_truncated:
+                return ""
+            for failure in session.errors:
+                error.add_note(f"a call of the program had failed: {failure!r}")
+            raise
+        if not isinstance(answer, str):
+            raise ProgramError(f"the program returned {str(answer)[:200]!r}; it must return its final answer, a text")
+        return answer
+
+    async def _run(self, session: EpisodeSession, data: Example) -> Any:
+        program: Any = self._program
+        if isinstance(program, Command):
+            return await program.arun(session, data)
+        call = functools.partial(program, session.base_url, session.api_key, data)
+        is_async = inspect.iscoroutinefunction(program) or inspect.iscoroutinefunction(type(program).__call__)
+        return await (call() if is_async else _THREADS.acall(call))
