@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
 
 from arl.api.errors import SandboxError
+from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox.contract import MAIN, NO_FILES, Files, Limits, Outcome, laid_out
 from arl.workflow.sandbox.interpreter import Interpreter, interpreter_at
 from arl.workflow.sandbox.keeper import STAGE
@@ -50,11 +50,13 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_AROUND = 256 << 20
-"""Bytes of address space beyond memory_bytes: what a program maps without ever using it."""
+_SPARE = 256 << 20
+"""Bytes that a process may map beyond memory_bytes: some of what is mapped is never used, so it is no memory."""
+_ARENA = 64 << 20
+"""Bytes of address space that the C library sets aside for each thread."""
 
 
-class BubblewrapSandbox:
+class BubblewrapSandbox(Shared):
     """Runs programs by bubblewrap, as an unprivileged user.
 
         async with BubblewrapSandbox() as sandbox:
@@ -72,6 +74,7 @@ class BubblewrapSandbox:
         self, *, python: str | None = None, read_only: Sequence[str] = (), limits: Limits | None = None,
         concurrency: int | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._python = python
         self._read_only = read_only
         self._limits = limits or Limits()
@@ -82,7 +85,7 @@ class BubblewrapSandbox:
         self._interpreter: Interpreter | None = None
         self._keeping: Keeping | None = None
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         bwrap, prlimit = shutil.which("bwrap"), shutil.which("prlimit", path="/usr/bin:/bin")
         if bwrap is None:
             raise SandboxError(f"bwrap is not installed; {INSTALL}")
@@ -99,9 +102,8 @@ class BubblewrapSandbox:
         except BaseException:
             await self._opened.aclose()
             raise
-        return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def _close(self) -> None:
         await self._opened.aclose()
 
     async def run(
@@ -190,7 +192,8 @@ def _rlimits(limits: Limits) -> list[str]:
     """The kernel's own limits, for each process. They are set within the user namespace, where NPROC counts anew."""
     cpu_s = int(limits.cpu_s) + 1
     own = {
-        "as": limits.memory_bytes + _AROUND,
+        "data": limits.memory_bytes + _SPARE,
+        "as": limits.memory_bytes + _SPARE + _ARENA * limits.processes,
         "cpu": f"{cpu_s}:{cpu_s + 1}",
         "fsize": limits.disk_bytes,
         "nproc": limits.processes + 2,  # pid 1, which is bwrap's, and one to spare for its helper

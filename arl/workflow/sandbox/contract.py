@@ -73,7 +73,10 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    """Runs Python programs that nobody has read. Used within `async with`, in one event loop, by many tasks at once."""
+    """Runs Python programs that nobody has read. Used within `async with`, in one event loop, by many tasks at once.
+
+    It may be entered again while it is open, so that each who uses it can do so; the last who leaves closes it.
+    """
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None

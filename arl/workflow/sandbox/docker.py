@@ -8,11 +8,11 @@ import os
 import secrets
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, cast
 
 from arl.api.errors import SandboxError
+from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox import container
 from arl.workflow.sandbox.contract import MAIN, NO_FILES, EndedBy, Files, Limits, Outcome, laid_out
 from arl.workflow.sandbox.output import finish
@@ -20,6 +20,8 @@ from arl.workflow.sandbox.output import finish
 IMAGE = "python:3.11-slim"
 _FIRST_PROCESS = Path(container.__file__).read_text(encoding="utf-8")
 _NOBODY = "65534:65534"
+_KILLED = 137
+"""docker's exit code where the kernel ended the container's first process, for want of memory."""
 _START_S = 120.0
 """Longest that a container may take from `docker run` until its program runs."""
 _ENGINE_S = 20.0
@@ -28,7 +30,7 @@ _REPORT_BYTES = 4096
 """Room for the report of container.py at the end of stderr."""
 
 
-class DockerSandbox:
+class DockerSandbox(Shared):
     """Runs each program in a new container, which has no network, no capability, and a read-only root.
 
     image: one with a `python`; it is pulled when first used, unless the engine has it. limits: of a run that names
@@ -43,13 +45,14 @@ class DockerSandbox:
         self, *, image: str = IMAGE, limits: Limits | None = None, concurrency: int | None = None,
         runtime: str | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._image = image
         self._limits = limits or Limits()
         self._runtime = runtime
         self._places = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
         self._docker: str | None = None
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         docker = shutil.which("docker")
         if docker is None:
             raise SandboxError("docker is not installed; see https://docs.docker.com/engine/install/")
@@ -69,9 +72,8 @@ class DockerSandbox:
         outcome = await self.run("print('ready')")
         if outcome.stdout != "ready\n":
             raise SandboxError(f"Python does not run in a container of {self._image}: {outcome}")
-        return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def _close(self) -> None:
         self._docker = None
 
     async def run(
@@ -102,9 +104,8 @@ class DockerSandbox:
 
         async def remove() -> None:
             if process.returncode is None:
+                process.kill()
                 await _call(docker, "rm", "--force", name)
-                with suppress(ProcessLookupError):
-                    process.kill()
 
         ended_by, stdout, stderr = await finish(
             process,
@@ -113,24 +114,28 @@ class DockerSandbox:
             wall_s=limits.wall_s + _START_S,
             kill=remove,
         )
-        stderr, _, report = stderr.rpartition(token.encode())
-        if ended_by == "exit" and not report.startswith(b" "):
-            raise SandboxError(f"docker run failed with code {process.returncode}: {report.decode(errors='replace')}")
-        return _outcome(ended_by, stdout, stderr if report else b"", report, limits, time.monotonic() - started)
+        code: int | None = None
+        wall_s = time.monotonic() - started
+        written, is_reported, report = stderr.rpartition(token.encode())
+        if is_reported:
+            said: dict[str, Any] = json.loads(report)
+            ended_by, code, wall_s = said["ended_by"], said["code"], said["wall_s"]
+        elif ended_by == "exit" and process.returncode == _KILLED:
+            ended_by = "memory"
+        elif ended_by == "exit":
+            complaint = stderr.decode(errors="replace").strip()
+            raise SandboxError(f"docker run failed with exit code {process.returncode}: {complaint}")
+        return _outcome(ended_by, code, wall_s, stdout, written if is_reported else stderr, limits.output_bytes)
 
 
-def _outcome(ended_by: str, stdout: bytes, stderr: bytes, report: bytes, limits: Limits, wall_s: float) -> Outcome:
-    code: int | None = None
-    if ended_by == "exit":
-        reported: dict[str, str | float] = json.loads(report)
-        ended_by, code, wall_s = str(reported["ended_by"]), int(reported["code"]), float(reported["wall_s"])
-    if len(stdout) + len(stderr) > limits.output_bytes:
+def _outcome(ended_by: str, code: int | None, wall_s: float, stdout: bytes, stderr: bytes, room: int) -> Outcome:
+    if len(stdout) + len(stderr) > room:
         ended_by = "output"
-    stdout = stdout[: limits.output_bytes]
+    stdout = stdout[:room]
     return Outcome(
         exit_code=code if ended_by in ("exit", "signal") else None,
         stdout=stdout.decode(errors="replace"),
-        stderr=stderr[: limits.output_bytes - len(stdout)].decode(errors="replace"),
+        stderr=stderr[: room - len(stdout)].decode(errors="replace"),
         wall_s=wall_s,
         ended_by=cast("EndedBy", ended_by),
     )

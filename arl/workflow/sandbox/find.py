@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Literal, Self
+from typing import Literal
 
 from arl.api.errors import SandboxError
+from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
 from arl.workflow.sandbox.contract import NO_FILES, Files, Limits, Outcome, Sandbox
 from arl.workflow.sandbox.docker import DockerSandbox
@@ -37,15 +38,16 @@ def find_sandbox(kind: Kind = "auto", *, limits: Limits | None = None, concurren
             raise SandboxError(f"there is no sandbox of kind {kind!r}; it is auto, bubblewrap, docker or unsafe")
 
 
-class FirstSandbox:
+class FirstSandbox(Shared):
     """The first of several that can be entered."""
 
     def __init__(self, candidates: Sequence[Sandbox]) -> None:
+        super().__init__()
         self._candidates = candidates
         self._opened = AsyncExitStack()
         self._found: Sandbox | None = None
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         reasons: list[str] = []
         for candidate in self._candidates:
             try:
@@ -53,13 +55,13 @@ class FirstSandbox:
             except SandboxError as reason:
                 reasons.append(f"\n- {reason}")
             else:
-                return self
+                return
         raise SandboxError(
             f"no sandbox was found:{''.join(reasons)}\nThe least to do is: {INSTALL}. To run programs without any "
             "isolation, on a machine that you could lose, ask for kind='unsafe'."
         )
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def _close(self) -> None:
         self._found = None
         await self._opened.aclose()
 

@@ -13,9 +13,10 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self, cast
+from typing import cast
 
 from arl.api.errors import SandboxError
+from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox.contract import MAIN, NO_FILES, EndedBy, Files, Limits, Outcome, laid_out
 from arl.workflow.sandbox.output import finish
 
@@ -28,7 +29,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 _log = logging.getLogger(__name__)
 
 
-class UnsafeSandbox:
+class UnsafeSandbox(Shared):
     """No sandbox at all, for programs that one would run by hand, on a machine that one could lose.
 
     Only each process's memory, processor seconds and largest file are limited, wall time, and what is written to
@@ -41,19 +42,19 @@ class UnsafeSandbox:
     def __init__(
         self, *, python: str | None = None, limits: Limits | None = None, concurrency: int | None = None
     ) -> None:
+        super().__init__()
         self._python = python or sys.executable
         self._limits = limits or Limits()
         self._places = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
         self._is_open = False
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         if not UnsafeSandbox._warned:
             UnsafeSandbox._warned = True
             _log.warning("programs run without any isolation (kind='unsafe'): they can read and delete what you can")
         self._is_open = True
-        return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def _close(self) -> None:
         self._is_open = False
 
     async def run(

@@ -1,0 +1,25 @@
+"""What tests of sandboxes need: bubblewrap, which a machine may lack, and a host to be kept from programs."""
+
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from arl.api.errors import SandboxError
+from arl.workflow.sandbox import BubblewrapSandbox, Limits
+
+PATIENT = Limits(wall_s=60, cpu_s=30, memory_bytes=128 << 20, processes=12, disk_bytes=8 << 20, files=200)
+"""Small, so that they are soon reached; but no program is ended for being slow on a busy machine."""
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def bubblewrap() -> AsyncIterator[BubblewrapSandbox]:
+    """One for all tests. ARL_NEEDS_SANDBOX makes it a failure that there is none; continuous integration sets it."""
+    try:
+        async with BubblewrapSandbox(limits=PATIENT, concurrency=4) as sandbox:
+            yield sandbox
+    except SandboxError as reason:
+        if os.environ.get("ARL_NEEDS_SANDBOX"):
+            raise
+        pytest.skip(f"no sandbox: {reason}")

@@ -1,0 +1,5 @@
+"""Dies of an abort."""
+
+import os
+
+os.abort()

@@ -1,0 +1,5 @@
+"""Reads memory that is not there."""
+
+import ctypes
+
+ctypes.string_at(0)

@@ -1,0 +1,14 @@
+"""Leaves a daemon behind, of a session of its own and with nothing open."""
+
+import os
+import time
+
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for file in (0, 1, 2):
+            os.close(file)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+print("gone")

@@ -1,0 +1,9 @@
+"""Recurses in C until the stack is at its end."""
+
+import ctypes
+import sys
+
+sys.setrecursionlimit(1 << 30)
+compare = ctypes.CFUNCTYPE(ctypes.c_int)
+call = compare(lambda: call())
+call()

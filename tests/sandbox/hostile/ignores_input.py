@@ -1,0 +1,3 @@
+"""Reads nothing of what it is given."""
+
+print("done")

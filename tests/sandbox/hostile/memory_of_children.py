@@ -1,0 +1,10 @@
+"""Takes memory in many processes, none of which takes much."""
+
+import os
+import time
+
+for _ in range(8):
+    if os.fork() == 0:
+        hoard = bytearray(os.urandom(1 << 10)) * (20 << 10)
+        time.sleep(60)
+time.sleep(60)

@@ -1,0 +1,20 @@
+"""Mounts."""
+
+import ctypes
+import os
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result):
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+os.mkdir("here")
+attempt("proc", lambda: checked(libc.mount(b"proc", b"here", b"proc", 0, None)))
+attempt("tmpfs", lambda: checked(libc.mount(b"tmpfs", b"here", b"tmpfs", 0, None)))
+attempt("bind", lambda: checked(libc.mount(b"/", b"here", None, 4096, None)))
+attempt("remount", lambda: checked(libc.mount(None, b"/usr", None, 32 | 4096, None)))
+attempt("umount", lambda: checked(libc.umount2(b"/proc", 2)))
+attempt("pivot_root", lambda: checked(libc.syscall(155 if os.uname().machine == "x86_64" else 41, b".", b".")))

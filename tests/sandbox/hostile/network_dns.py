@@ -1,0 +1,6 @@
+"""Asks for the address of a name."""
+
+import socket
+
+for name in ("example.com", "metadata.google.internal"):
+    attempt(name, socket.getaddrinfo, name, 80)

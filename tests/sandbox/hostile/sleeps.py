@@ -1,0 +1,7 @@
+"""Never ends."""
+
+import time
+
+print("asleep", flush=True)
+while True:
+    time.sleep(600)

@@ -1,0 +1,7 @@
+"""Makes a file that is larger than any disk, and holds nothing."""
+
+import os
+
+file = os.open("sparse", os.O_CREAT | os.O_WRONLY)
+attempt("a terabyte", os.ftruncate, file, 1 << 40)
+attempt("its last byte", os.pwrite, file, b"x", 1 << 40)

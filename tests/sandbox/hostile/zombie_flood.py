@@ -1,0 +1,10 @@
+"""Forks children that end at once, and waits for none."""
+
+import os
+
+while True:
+    try:
+        if os.fork() == 0:
+            os._exit(0)
+    except OSError:
+        pass
