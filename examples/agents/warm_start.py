@@ -51,6 +51,7 @@ def warm_start(
     phrases: Iterable[str] = (),
     batch_size: int = 16,
     lr: float = 1e-3,
+    num_threads: int = 2,
 ) -> Path:
     """Write the warm-started model to `directory`, and return it; done before, it is used as it is.
 
@@ -58,6 +59,7 @@ def warm_start(
     careful ones first, say, from which it learns to copy, then mixed ones, from which it learns bad habits. lr: of the
     first steps, each of `batch_size` demonstrations; at the end of the last lesson it is a tenth of it.
     phrases: one token each, beside every opening (system message and tools) and what recurs in the demonstrations.
+    num_threads: more than there are free cores make it slower, not faster: they wait for each other.
     """
     if directory.exists():
         return directory
@@ -70,7 +72,7 @@ def warm_start(
     optimizer = OptimizerConfig(
         lr=lr, schedule="cosine", warmup_steps=30, total_steps=num_steps, min_lr_ratio=0.1, max_grad_norm=1.0
     )
-    engine = FSDPTrainEngine(blank, TrainConfig(optimizer=optimizer, num_threads=2), seed)
+    engine = FSDPTrainEngine(blank, TrainConfig(optimizer=optimizer, num_threads=num_threads), seed)
     try:
         tokenizer = tiny_tokenizer(known)
         for number, lesson in enumerate(taught, start=1):

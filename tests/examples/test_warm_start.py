@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from arl.engine.tiny import TinyShape, tiny_tokenizer
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool, parse_tool_calls
 
-SMALL = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
+small_warm_start = partial(
+    warm_start.warm_start,
+    shape=TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8),
+    seed=0,
+    num_threads=1,
+)
 
 
 def increase(number: int) -> int:
@@ -44,14 +50,14 @@ def lesson(size: int = 32) -> list[Demonstration]:
 
 
 def test_the_model_is_made_once_and_a_prompts_boilerplate_is_few_tokens(tmp_path: Path) -> None:
-    directory = warm_start.warm_start(tmp_path / "model", lambda: [lesson(), lesson()], shape=SMALL, seed=0)
+    directory = small_warm_start(tmp_path / "model", lambda: [lesson(), lesson()])
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     written = (directory / "model.safetensors").stat().st_mtime_ns
 
     def never() -> list[list[Demonstration]]:
         raise AssertionError("a model that is there needs no demonstrations")
 
-    assert warm_start.warm_start(directory, never, shape=SMALL, seed=0) == directory
+    assert small_warm_start(directory, never) == directory
     assert (directory / "model.safetensors").stat().st_mtime_ns == written
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -65,12 +71,12 @@ def test_an_interrupted_warm_start_leaves_no_model(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(warm_start, "finetune", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        warm_start.warm_start(tmp_path / "model", lambda: [lesson()], shape=SMALL, seed=0)
+        small_warm_start(tmp_path / "model", lambda: [lesson()])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_phrases_named_by_the_caller_are_one_token_each(tmp_path: Path) -> None:
-    directory = warm_start.warm_start(tmp_path / "model", lambda: [lesson()], shape=SMALL, phrases=["seldom"], seed=0)
+    directory = small_warm_start(tmp_path / "model", lambda: [lesson()], phrases=["seldom"])
     assert len(AutoTokenizer.from_pretrained(directory).encode("seldom")) == 1
 
 
@@ -85,9 +91,7 @@ def test_what_the_assistant_said_is_learned_and_nothing_else() -> None:
 
 def test_a_conversation_without_a_system_message_or_tools_has_no_opening(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "ready?"}, {"role": "assistant", "content": "steady"}]
-    model = warm_start.warm_start(
-        tmp_path / "model", lambda: [[Demonstration(messages=said)] * 16], shape=SMALL, seed=0
-    )
+    model = small_warm_start(tmp_path / "model", lambda: [[Demonstration(messages=said)] * 16])
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert [len(tokenizer.encode(word)) for word in ("ready?", "steady")] == [1, 1]
 

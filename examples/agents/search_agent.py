@@ -1,0 +1,235 @@
+"""A search agent: it looks things up over several turns, each search leading to the next, and answers in a few words.
+
+    python examples/agents/search_agent.py
+
+builds a tiny model and an invented encyclopedia, serves the encyclopedia's BM25 index over HTTP, and trains the model
+on questions that take two searches, on two CPU cores in minutes. The same agent on a real model and HotpotQA:
+
+    python examples/agents/search_agent.py --model Qwen/Qwen3-0.6B --dataset hotpotqa/hotpot_qa --subset distractor \\
+        --eval_split validation --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+
+or on a file of that format (`--dataset hotpot_train.jsonl`). What is searched are the paragraphs that come with the
+questions, or whatever a running server has: `--search_url http://127.0.0.1:8000` (search_server.py has the protocol).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import search_tasks
+from pydantic import PositiveFloat, PositiveInt
+from search_server import Document, Index, SearchEngine
+from warm_start import Demonstration, warm_start
+
+from arl.api import Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
+from arl.api.errors import DatasetError
+from arl.data import load_examples
+from arl.engine.model import load_tokenizer
+from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.workflow.conversation import Conversation
+from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SYSTEM = (
+    "Answer the question. Look up what you do not know: search once for each thing, by its name. "
+    "End with the answer alone, a name or a few words."
+)
+GENERATED = "generated"
+
+
+class SearchAgentConfig(ExperimentConfig):
+    """The search agent's settings, beside those of every run."""
+
+    tiny_settings: ClassVar[Mapping[str, Any]] = {
+        "run_dir": "runs/search",
+        "steps": 60,
+        "rollout": {"batch_size": 32, "group_size": 8, "max_staleness": 2},
+        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 60, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 20},
+        "max_new_tokens": 16,
+        "max_turns": 4,
+        "topk": 2,
+    }
+
+    dataset: str = GENERATED
+    """Questions in HotpotQA's form (question, answer, context, supporting_facts): a dataset on the hub, a file or a
+    directory; `generated` invents an encyclopedia and asks about it."""
+    subset: str | None = None
+    """Which configuration of a dataset on the hub."""
+    eval_dataset: str | None = None
+    """Where held-out questions come from. Unset: `dataset`'s eval_split, or its last num_held_out rows where it is a
+    single file."""
+    eval_split: str = "test"
+    """The split of held-out questions."""
+    num_held_out: PositiveInt = 192
+    """How many held-out questions to evaluate on, at most."""
+    search_url: str | None = None
+    """A running search server. Unset: the agent serves an index over all documents that come with the questions."""
+    topk: PositiveInt = 3
+    """How many documents each search returns."""
+    max_turns: PositiveInt = 6
+    """How often the agent may speak in an episode."""
+    max_new_tokens: PositiveInt = 1024
+    """Tokens that each turn may have."""
+    temperature: PositiveFloat = 1.0
+    """The temperature that turns are sampled at."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SearchAgent(RolloutWorkflow):
+    """Searches until it answers without calling the tool; F1 of the answer is the reward."""
+
+    tokenizer: PreTrainedTokenizerBase
+    engine: SearchEngine
+    topk: int
+    sampling: SamplingParams
+    max_turns: int
+
+    async def __aenter__(self) -> SearchAgent:
+        await self.engine.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.engine.__aexit__(*exc)
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+        tool = search_tool(self.engine, self.topk)
+        conversation = Conversation(self.tokenizer, prompt(data["question"]), tools=[tool])
+        read, answer, num_searches = "", "", 0
+        for _ in range(self.max_turns):
+            turn = await conversation.agenerate(engine, self.sampling)
+            calls = parse_tool_calls(turn.text)
+            if not calls:
+                answer = final_answer(turn.text)
+                break
+            results = await acall_tools(calls, [tool])
+            conversation.add(*results)
+            num_searches += len(calls)
+            read += "".join(result["content"] for result in results)
+        metrics = {
+            "searches": num_searches,
+            "turns": conversation.num_turns,
+            "exact_match": float(words(answer) == words(data["answer"])),
+            **found(data, read),
+        }
+        return conversation.trajectories(f1(answer, data["answer"]), metrics)
+
+
+def prompt(question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+
+
+def search_tool(engine: SearchEngine, topk: int) -> Tool:
+    async def search(query: str) -> str:
+        """Search the encyclopedia; returns the entries that match best."""
+        return shown(await engine.search(query, topk))
+
+    return Tool.from_function(search)
+
+
+def shown(documents: Iterable[Document]) -> str:
+    return "\n".join(f"{document.title}: {document.text}" for document in documents) or "nothing was found"
+
+
+def final_answer(text: str) -> str:
+    """The answer, without the model's thinking."""
+    return text.rpartition("</think>")[2].strip()
+
+
+def words(text: str) -> list[str]:
+    """As SQuAD's and HotpotQA's scores compare answers: lower case, without punctuation and articles."""
+    bare = "".join(char for char in text.lower() if char not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+
+def f1(answer: str, reference: str) -> float:
+    """How far the words of both agree, 0 to 1, as HotpotQA scores it: yes and no are right or wrong."""
+    given, expected = words(answer), words(reference)
+    common = sum((Counter(given) & Counter(expected)).values())
+    is_all_or_nothing = any(side in (["yes"], ["no"], ["noanswer"]) for side in (given, expected))
+    if not common or (is_all_or_nothing and given != expected):
+        return float(given == expected)
+    return 2 * common / (len(given) + len(expected))
+
+
+def found(data: Example, read: str) -> dict[str, float]:
+    """The share of the supporting entries that were among the results, where the question names them."""
+    titles = {title for title, _ in data.get("supporting_facts") or ()}
+    return {"supporting_found": sum(f"{title}: " in read for title in titles) / len(titles)} if titles else {}
+
+
+def questions(config: SearchAgentConfig) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Training and held-out questions; the generated ones are about different things."""
+    if config.dataset == GENERATED:
+        return search_tasks.questions("training"), search_tasks.questions("held_out")[: config.num_held_out]
+    columns = ("question", "answer") if config.search_url else ("question", "answer", "context")
+    rows = load_examples(config.dataset, subset=config.subset, columns=columns)
+    if config.eval_dataset is None and Path(config.dataset).is_file():
+        if len(rows) <= config.num_held_out:
+            raise DatasetError(
+                f"{config.dataset} has {len(rows)} rows, of which num_held_out={config.num_held_out} are held out; "
+                "lower it, or name an eval_dataset"
+            )
+        return rows[: -config.num_held_out], rows[-config.num_held_out :]
+    source = config.eval_dataset or config.dataset
+    held_out = load_examples(source, split=config.eval_split, subset=config.subset, columns=columns)
+    return rows, [held_out[i] for i in range(min(config.num_held_out, len(held_out)))]
+
+
+def documents(rows: Iterable[Example]) -> list[Document]:
+    """The paragraphs that come with HotpotQA's questions, each once."""
+    return list(dict.fromkeys(document for row in rows for document in paragraphs(row["context"])))
+
+
+def paragraphs(context: Any) -> list[Document]:
+    """HotpotQA's own files have [title, sentences] pairs; its dataset on the hub has a list of each."""
+    try:
+        pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
+        return [Document(title, "".join(sentences).strip()) for title, sentences in pairs]
+    except (KeyError, TypeError, ValueError) as error:
+        what = str(context)[:200]
+        raise DatasetError(f"a context must be a list of [title, [sentence, ...]], and is {what}") from error
+
+
+def prepare(config: SearchAgentConfig) -> Setup:
+    training, held_out = questions(config)
+    is_generated = config.dataset == GENERATED
+    index = None
+    if config.search_url is None:
+        index = Index(search_tasks.documents() if is_generated else documents([*training, *held_out]))
+    engine = SearchEngine(url=config.search_url, index=index)
+    model = tiny_model(config, search_tool(engine, config.topk)) if config.is_tiny else config.model
+    agent = SearchAgent(
+        tokenizer=load_tokenizer(model),
+        engine=engine,
+        topk=config.topk,
+        sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
+        max_turns=config.max_turns,
+    )
+    return Setup(model=str(model), workflow=agent, dataset=training, eval_dataset=held_out)
+
+
+def tiny_model(config: SearchAgentConfig, tool: Tool) -> Path:
+    """A tiny model that was shown searches, good and bad, in a part of the encyclopedia that no question is about."""
+
+    def lessons() -> list[list[Demonstration]]:
+        index = Index(search_tasks.documents())
+        search = cache(lambda query: shown(index.best(query, config.topk)))
+        return search_tasks.lessons(prompt, tool, search, config.seed)
+
+    return warm_start(config.run_dir / "model", lessons, phrases=search_tasks.phrases(), seed=config.seed)
+
+
+experiment = Experiment(config=SearchAgentConfig, prepare=prepare)
+
+if __name__ == "__main__":
+    experiment.main()

@@ -1,0 +1,156 @@
+"""The search engine: BM25 ranks, the server's protocol, and what agents hear when it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import search_server
+from aiohttp import ClientSession, web
+from search_server import Document, Index, SearchEngine, serve
+
+from arl.api.errors import DatasetError, ServerError
+
+DOCUMENTS = [
+    Document("Amber Harp", "a novel by Mira Tovel"),
+    Document("Mira Tovel", "a painter born in Kelmora"),
+    Document("Jon Tovel", "a writer taught by Mira Tovel"),
+    Document("Kelmora", "a town on the river Sarn"),
+]
+
+
+@pytest.fixture(scope="module")
+def index() -> Index:
+    return Index(DOCUMENTS)
+
+
+def test_what_is_about_a_thing_comes_before_what_mentions_it(index: Index) -> None:
+    titles = [document.title for document in index.best("who is Mira Tovel", 3)]
+    assert titles[0] == "Mira Tovel"
+    assert set(titles) == {"Mira Tovel", "Jon Tovel", "Amber Harp"}
+
+
+def test_words_that_are_nowhere_find_nothing(index: Index) -> None:
+    for query in ("xylophone", "", "the of a", "?!"):
+        assert index.best(query, 3) == []
+
+
+def test_more_than_there_is_can_be_asked_for(index: Index) -> None:
+    assert [document.title for document in index.best("Sarn", 50)] == ["Kelmora"]
+
+
+@pytest.mark.parametrize("documents", [[], [Document("?", "!")]])
+def test_a_corpus_without_words_is_an_error(documents: list[Document]) -> None:
+    with pytest.raises(DatasetError, match="nothing to search"):
+        Index(documents)
+
+
+async def test_the_server_answers_in_search_r1s_form(index: Index) -> None:
+    async with serve(index) as url, ClientSession() as session:
+        asked: dict[str, Any] = {"queries": ["Sarn", "Kelmora"], "topk": 1}
+        async with session.post(f"{url}/retrieve", json=asked) as response:
+            found = {"id": "3", "contents": '"Kelmora"\na town on the river Sarn'}
+            assert (await response.json()) == {"result": [[found], [found]]}
+        async with session.post(f"{url}/retrieve", json=asked | {"return_scores": True}) as response:
+            hit = (await response.json())["result"][0][0]
+            assert hit["document"] == found
+            assert hit["score"] > 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "no json",
+        "[]",
+        '{"queries": []}',
+        '{"queries": [1]}',
+        '{"queries": "Sarn"}',
+        '{"queries": ["Sarn"], "topk": 0}',
+        '{"queries": ["Sarn"], "topk": "2"}',
+        '{"queries": ["Sarn"], "topk": 101}',
+        json.dumps({"queries": ["Sarn"] * 65}),
+    ],
+)
+async def test_a_request_that_makes_no_sense_is_refused_with_the_reason(index: Index, body: str) -> None:
+    async with serve(index) as url, ClientSession() as session, session.post(f"{url}/retrieve", data=body) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]
+
+
+async def test_an_engine_over_an_index_has_a_server_of_its_own_while_it_is_open(index: Index) -> None:
+    engine = SearchEngine(index=index)
+    for _ in range(2):
+        async with engine:
+            assert await engine.search("Sarn", 2) == [DOCUMENTS[3]]
+    with pytest.raises(ServerError, match="not open"):
+        await engine.search("Sarn", 2)
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/retrieve"])
+async def test_an_engine_searches_a_running_server(index: Index, ending: str) -> None:
+    async with serve(index) as url, SearchEngine(url=url + ending) as engine:
+        assert await engine.search("Amber Harp", 1) == [DOCUMENTS[0]]
+
+
+async def test_a_server_that_is_away_is_an_error_that_names_the_flag(index: Index) -> None:
+    async with serve(index) as url:
+        engine = SearchEngine(url=url)
+    async with engine:
+        with pytest.raises(ServerError, match="--search_url"):
+            await engine.search("Sarn", 1)
+
+
+async def test_a_refusal_comes_with_the_servers_words(index: Index) -> None:
+    async with SearchEngine(index=index) as engine:
+        with pytest.raises(ServerError, match=r"answered 400: .*topk from 1 to 100"):
+            await engine.search("Sarn", 1000)
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", '{"result": []}', '{"result": [[{"score": 1}]]}', "nonsense"])
+async def test_a_server_of_another_protocol_is_an_error(answer: str) -> None:
+    async def retrieve(_: web.Request) -> web.Response:
+        return web.Response(text=answer, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_post("/retrieve", retrieve)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with SearchEngine(url=f"http://127.0.0.1:{runner.addresses[0][1]}") as engine:
+            with pytest.raises(ServerError, match="not that of /retrieve"):
+                await engine.search("Sarn", 1)
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_port_that_is_taken_is_an_error(index: Index) -> None:
+    async with serve(index) as url:
+        with pytest.raises(ServerError, match="choose another port"):
+            async with serve(index, port=int(url.rpartition(":")[2])):
+                raise AssertionError("two servers listen on one port")
+
+
+def test_an_engine_needs_a_url_or_an_index() -> None:
+    with pytest.raises(ValueError, match="url of a running search server, or an index"):
+        SearchEngine()
+
+
+async def test_the_server_runs_as_a_program_of_its_own(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"title": d.title, "text": d.text}) + "\n" for d in DOCUMENTS))
+    command = [sys.executable, search_server.__file__, "--corpus", str(corpus), "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("searching 4 documents at http://127.0.0.1:")
+        async with SearchEngine(url=line.split()[-1]) as engine:
+            assert await engine.search("Sarn", 1) == [DOCUMENTS[3]]
+    finally:
+        process.terminate()
+        await process.wait()
