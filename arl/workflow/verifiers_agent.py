@@ -44,20 +44,22 @@ class EnvironmentFailedError(ArlError):
 def local_environment(config: Mapping[str, Any]) -> vf.Env:
     """The environment of a verifiers config, `{"taskset": {"id": ...}, ...}`, with agents that run here.
 
-    Where the config and the taskset's package name no harness, agents are coroutines of this process; where the config
-    names no runtime, they are on this machine, unconfined: what they execute must be harmless. Raises ArlError where
-    verifiers is not installed, and what verifiers raises for a config that it does not take.
+    An agent whose harness neither the config nor the environment's author chose, or that has verifiers' `null`, is a
+    coroutine of this process: it has the environment's tools and, unlike verifiers' default `bash`, executes nothing.
+    Where no runtime is chosen, it is this machine, unconfined. Raises ArlError where verifiers is not installed, and
+    what verifiers raises for a config that it does not take.
     """
     vf = _verifiers()
-    taskset, given = dict(config.get("taskset") or {}), dict(config)
-    kind = vf.env_config_type(taskset.get("id", ""), given.get("id", ""))
-    local: dict[str, Any] = {"runtime": {"type": "subprocess"}}
-    if vf.default_harness_id(taskset.get("id", "")) == "bash":
-        local["harness"] = {"id": HARNESS}
-    for name, field in kind.model_fields.items():
-        if isinstance(field.default, vf.AgentConfig):
-            unset = {key: value for key, value in local.items() if key not in field.default.model_fields_set}
-            given[name] = {**unset, **dict(given.get(name) or {})}
+    given, taskset_id = dict(config), dict(config.get("taskset") or {}).get("id", "")
+    has_harness = vf.default_harness_id(taskset_id) != "bash"
+    for name, field in vf.env_config_type(taskset_id, given.get("id", "")).model_fields.items():
+        if not isinstance(field.default, vf.AgentConfig):
+            continue
+        harness = field.default.harness
+        ours = {} if has_harness or (harness and harness.id != "null") else {"harness": {"id": HARNESS}}
+        if "runtime" not in field.default.model_fields_set:
+            ours["runtime"] = {"type": "subprocess"}
+        given[name] = {**ours, **dict(given.get(name) or {})}
     return vf.load_environment(vf.resolve_env_config(given))
 
 
