@@ -52,7 +52,7 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
             raise ModelError(f"the model's chat template does not take these messages: {error}") from error
-        return str(text)
+        return str(text).encode(errors="replace").decode()  # a call's JSON may hold half a surrogate pair
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))

@@ -37,18 +37,18 @@ class Fingerprint:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        return cls(length=len(text), digest=blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest())
+        return cls(length=len(text), digest=blake2b(text.encode(), digest_size=16).digest())
 
     def begins(self, text: str) -> bool:
-        return len(text) >= self.length and Fingerprint.of(text[: self.length]) == self
+        return Fingerprint.of(text[: self.length]) == self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """What the model is shown next: the tokens of `parent`'s view, then `given_ids`.
 
-    messages: the same, as messages. shown: of the text that the template rendered; None where it would have rendered
-    another. key: of the messages and tools, equal for what counts as the same history.
+    messages: the same, as messages. shown: of the text that the template renders of them; None where none was asked.
+    key: of the messages and tools, equal for what counts as the same history.
     """
 
     parent: Turn | None
@@ -145,8 +145,7 @@ class Dialogue:
         if said and parent is not said and self._rewriting != "branch":
             if self._rewriting == "error":
                 raise _rewritten(parent, said)
-            given_ids = self._kept(said, new, messages, specs)
-            return Prompt(parent=said, given_ids=given_ids, messages=messages, tools=specs, shown=None, key=key)
+            parent, given_ids = said, self._kept(said, new, messages, specs)
         shown = Fingerprint.of(text)
         return Prompt(parent=parent, given_ids=given_ids, messages=messages, tools=specs, shown=shown, key=key)
 
@@ -247,4 +246,5 @@ def _rewritten(shown: Turn | None, said: Turn) -> ModelError:
 def _follows(turn: Turn, earlier: Turn) -> bool:
     """Whether the turn was said with the earlier one among what had been said, however it was shown."""
     place = len(earlier.prompt.messages)
-    return len(turn.prompt.messages) > place and turn.prompt.messages[place] is earlier.message
+    is_among = len(turn.prompt.messages) > place and turn.prompt.messages[place] is earlier.message
+    return is_among or turn.parent is earlier

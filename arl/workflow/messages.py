@@ -98,7 +98,7 @@ def _identity(message: Message) -> bytes:
     if role == "assistant":
         content = content.strip()
         calls = [_call_identity(call) for call in message.get("tool_calls") or ()]
-    parts = [part.encode(errors="surrogatepass") for part in (role, content, str(message.get("name") or ""))]
+    parts = [part.encode(errors="replace") for part in (role, content, str(message.get("name") or ""))]
     return b"".join(len(part).to_bytes(8) + part for part in parts) + (_json(calls) if calls else b"")
 
 

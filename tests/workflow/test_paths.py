@@ -1,0 +1,113 @@
+"""Trajectories of a tree of turns: each token is trained once, in whichever trajectory it comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from arl.api import ModelResponse, Trajectory
+from arl.api.errors import TrajectoryError
+from arl.workflow.dialogue import Prompt, Turn
+from arl.workflow.paths import paths_of, trajectories
+
+
+def turn(
+    parent: Turn | None, output_ids: Sequence[int], *, temperature: float = 1.0, is_cut: bool = False, given: int = 2
+) -> Turn:
+    """A turn after `given` tokens 0, whose tokens have their own numbers for versions and logprobs."""
+    prompt = Prompt(parent=parent, given_ids=(0,) * given, messages=(), tools=(), shown=None, key=b"")
+    response = ModelResponse(
+        output_ids=tuple(output_ids),
+        output_logprobs=tuple(-float(i) for i in output_ids),
+        output_versions=tuple(output_ids),
+        stop_reason="length" if is_cut else "stop",
+        temperature=temperature,
+    )
+    return Turn(
+        prompt=prompt,
+        output_ids=tuple(output_ids),
+        has_ended=not is_cut,
+        response=response,
+        text="",
+        message={"role": "assistant", "content": ""},
+        key=b"",
+    )
+
+
+def trained(trajectory: Trajectory) -> list[int]:
+    return [t for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m]
+
+
+def test_a_line_of_turns_is_one_trajectory() -> None:
+    first = turn(None, [5, 6])
+    (made,) = trajectories([first, turn(first, [7])], 1.0, turn_rewards=[0.5, 0.25], states=["a", None])
+    assert made.token_ids == (0, 0, 5, 6, 0, 0, 7)
+    assert made.loss_mask == (0, 0, 1, 1, 0, 0, 1)
+    assert made.versions == (-1, -1, 5, 6, -1, -1, 7)
+    assert made.behavior_logprobs == (0.0, 0.0, -5.0, -6.0, 0.0, 0.0, -7.0)
+    assert [(t.start, t.stop, t.reward, t.state) for t in made.turns] == [(2, 4, 0.5, "a"), (6, 7, 0.25, None)]
+
+
+def test_a_shared_beginning_is_trained_in_the_first_trajectory_alone_and_is_in_all() -> None:
+    root = turn(None, [5])
+    leaves = [turn(root, [6]), turn(root, [7])]
+    first, second = trajectories(
+        [root, *leaves], 0.5, metrics={"calls": 3}, rewards={"right": 1.0}, turn_rewards=[1.0, 2.0, 4.0], role="solver"
+    )
+    assert (trained(first), trained(second)) == ([5, 6], [7])
+    assert second.token_ids == (0, 0, 5, 0, 0, 7)
+    assert second.versions == (-1, -1, 5, -1, -1, 7)
+    assert second.behavior_logprobs[2] == -5.0
+    assert [[t.reward for t in made.turns] for made in (first, second)] == [[1.0, 2.0], [4.0]]
+    assert (first.metrics, second.metrics) == ({"calls": 3}, {})
+    assert {(t.reward, t.role, *t.rewards.items()) for t in (first, second)} == {(0.5, "solver", ("right", 1.0))}
+
+
+def test_samples_of_one_prompt_are_a_trajectory_each() -> None:
+    assert [trained(t) for t in trajectories([turn(None, [5]), turn(None, [5])], 1.0)] == [[5], [5]]
+
+
+def test_trajectories_come_in_the_order_of_their_last_turns() -> None:
+    root = turn(None, [5])
+    left, right = turn(root, [6]), turn(root, [7])
+    last = turn(left, [8])
+    assert [trained(t) for t in trajectories([root, left, right, last], 1.0)] == [[5, 7], [6, 8]]
+
+
+def test_turns_of_another_temperature_are_a_trajectory_of_their_own_with_all_they_saw() -> None:
+    first = turn(None, [5])
+    second = turn(first, [6], temperature=0.5)
+    third = turn(second, [7])
+    warm, cool = trajectories([first, second, third], 1.0, metrics={"n": 1})
+    assert (warm.temperature, trained(warm)) == (1.0, [5, 7])
+    assert (cool.temperature, trained(cool)) == (0.5, [6])
+    assert cool.token_ids == warm.token_ids[: len(cool.token_ids)] == (0, 0, 5, 0, 0, 6)
+    assert (warm.metrics, cool.metrics) == ({"n": 1}, {})
+
+
+def test_the_trajectory_whose_last_turn_a_length_limit_ended_is_truncated() -> None:
+    root = turn(None, [5], is_cut=True)
+    leaves = [turn(root, [6]), turn(root, [7], is_cut=True), turn(root, [8])]
+    assert [t.is_truncated for t in trajectories([root, *leaves], 0.0)] == [False, True, False]
+    assert [t.is_truncated for t in trajectories([root, *leaves], 0.0, is_cut=True)] == [False, True, True]
+
+
+def test_a_turn_without_a_token_trains_none() -> None:
+    first = turn(None, [])
+    (made,) = trajectories([first, turn(first, [6])], 1.0)
+    assert trained(made) == [6]
+    assert [(t.start, t.stop) for t in made.turns] == [(2, 2), (4, 5)]
+
+
+def test_where_nothing_was_sampled_there_is_no_trajectory() -> None:
+    with pytest.raises(TrajectoryError, match="nothing was sampled"):
+        trajectories([], 1.0)
+
+
+def test_a_path_has_all_its_turns_and_owns_those_that_none_before_it_has() -> None:
+    root = turn(None, [5])
+    left, right = turn(root, [6]), turn(root, [7])
+    first, second = paths_of([root, left, right])
+    assert (first.turns, first.owned) == ((root, left), (root, left))
+    assert (second.turns, second.owned) == ((root, right), (right,))
