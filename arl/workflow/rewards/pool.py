@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, cast
 
 from pebble import ProcessExpired, ProcessPool
 
-from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
+from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutError
 from arl.workflow.rewards.score import ResultT, Shared, name_of, score_of
 
 log = logging.getLogger(__name__)
@@ -181,6 +181,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     name = f"reward function {name_of(function)}"
     try:
         result = function(*args, **kwargs)
+    except ArlError as error:
+        return None, f"{name}: {error}"
     except Exception:  # noqa: BLE001 - crosses to the caller as text
         return None, f"{name} failed in its worker:\n{traceback.format_exc()}"
     try:

@@ -1,0 +1,313 @@
+"""The program that tests an answer's code, inside a sandbox. unit_tests.py sends this file's text there, and reads what
+it says.
+
+Tests and answer never share a process, or else the answer could say that it passed:
+
+    examiner --- calls: name, arguments ---> examinee: one for each test, forked from a process that never knew more
+    knows the tests <-- results, as data --- knows the answer's code
+
+Only data crosses: numbers, strings, and containers of them, rebuilt as Python's own types, so that no `__eq__` of the
+answer's decides a comparison. Any other object stays with the examinee, and the examiner holds a name for it. The
+verdict begins with a token that came by stdin and was never in an examinee; memory of the examiner is closed to others.
+"""
+
+import ast
+import builtins
+import collections
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import types
+
+MOST_CHARACTERS = 500
+"""What is kept of a message."""
+PR_SET_DUMPABLE = 4
+
+
+class TestTimeout(BaseException):
+    """A test took too long. No Exception, so that none of its `except` clauses keeps it."""
+
+
+class AnswerDied(Exception):
+    """The examinee ended in the midst of a call."""
+
+
+def send(connection, message):
+    data = json.dumps(message).encode()
+    connection.sendall(struct.pack("!I", len(data)) + data)
+
+
+def receive(connection):
+    (length,) = struct.unpack("!I", read(connection, 4))
+    return json.loads(read(connection, length))
+
+
+def read(connection, length):
+    data = bytearray()
+    while len(data) < length:
+        chunk = connection.recv(min(length - len(data), 1 << 16))
+        if not chunk:
+            raise AnswerDied("the answer ended its process")
+        data += chunk
+    return bytes(data)
+
+
+SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+
+
+def encode(value, opaque):
+    """As JSON. opaque: what makes a number of any other object."""
+    if value is None or type(value) is bool:
+        return value
+    for base in (int, float, str):
+        if isinstance(value, base):
+            return base.__new__(base, value)  # not of a class of the answer's
+    for name, base in SEQUENCES.items():
+        if isinstance(value, base):
+            return [name, [encode(item, opaque) for item in base.__iter__(value)]]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key, opaque), encode(item, opaque)] for key, item in dict.items(value)]]
+    if isinstance(value, (bytes, bytearray)):
+        return [type(value).__name__, bytes(value).hex()]
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    if isinstance(value, range):
+        return ["range", [value.start, value.stop, value.step]]
+    if hasattr(value, "__next__"):
+        return ["iterator", [encode(item, opaque) for item in value]]
+    return ["opaque", opaque(value)]
+
+
+def decode(data, opaque):
+    """What `encode` was given, in Python's own types. opaque: from number to object."""
+    if not isinstance(data, list):
+        return data
+    kind, content = data
+    if kind in SEQUENCES:
+        return SEQUENCES[kind](decode(item, opaque) for item in content)
+    if kind == "dict":
+        return {decode(key, opaque): decode(item, opaque) for key, item in content}
+    if kind in ("bytes", "bytearray"):
+        return getattr(builtins, kind).fromhex(content)
+    if kind in ("complex", "range"):
+        return getattr(builtins, kind)(*content)
+    if kind == "iterator":
+        return iter([decode(item, opaque) for item in content])
+    if kind == "opaque":
+        return opaque(content)
+    raise ValueError(f"the answer's process sent {kind!r:.50}")
+
+
+# --- the examinee ---------------------------------------------------------------------------------------------------
+
+
+def make_examinees(control):
+    """Fork an examinee for every connection that comes over `control`, and tell its process id."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        _, files, _, _ = socket.recv_fds(control, 1, 1)
+        if not files:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            control.close()
+            examinee(socket.socket(fileno=files[0]))
+            os._exit(0)
+        os.close(files[0])
+        control.sendall(struct.pack("!I", pid))
+
+
+def examinee(connection):
+    """Load the answer's code, then do as told until the connection is closed."""
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    objects = [module]
+
+    def keep(value):
+        objects.append(value)
+        return len(objects) - 1
+
+    while True:
+        what, *message = receive(connection)
+        try:
+            reply = do(what, message, module, objects, keep)
+        except BaseException as error:
+            reply = {"error": type(error).__name__, "text": f"{error}"[:MOST_CHARACTERS]}
+        send(connection, reply)
+
+
+def do(what, message, module, objects, keep):
+    if what == "load":
+        exec(compile(message[0], "<answer>", "exec"), module.__dict__)
+        return {"value": None}
+    number, name, arguments, named = message
+    target = objects[number]
+    if what == "get":
+        return {"value": encode(getattr(target, name), keep)}
+    if what == "set":
+        setattr(target, name, decode(arguments[0], objects.__getitem__))
+        return {"value": None}
+    arguments = [decode(argument, objects.__getitem__) for argument in arguments]
+    named = {key: decode(argument, objects.__getitem__) for key, argument in named.items()}
+    value = encode(target(*arguments, **named), keep)
+    return {"value": value, "arguments": [encode(argument, keep) for argument in arguments]}
+
+
+# --- the examiner ---------------------------------------------------------------------------------------------------
+
+
+class Examinee:
+    """The examiner's side of one."""
+
+    def __init__(self, control, answer):
+        self.connection, theirs = socket.socketpair()
+        socket.send_fds(control, [b"x"], [theirs.fileno()])
+        theirs.close()
+        (self.pid,) = struct.unpack("!I", read(control, 4))
+        self.ask("load", answer)
+
+    def ask(self, *message):
+        try:
+            send(self.connection, message)
+            reply = receive(self.connection)
+        except OSError:
+            raise AnswerDied("the answer ended its process") from None
+        if "error" not in reply:
+            return reply
+        kind = getattr(builtins, str(reply["error"]), None)
+        is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        try:
+            raised = kind(reply["text"]) if is_error else RuntimeError(f"{reply['error']}: {reply['text']}")
+        except TypeError:  # it takes other arguments
+            raised = RuntimeError(f"{reply['error']}: {reply['text']}")
+        raise raised
+
+    def get(self, number, name):
+        return self.decoded(self.ask("get", number, name, [], {})["value"])
+
+    def decoded(self, data):
+        return decode(data, lambda number: Opaque(self, int(number)))
+
+    def end(self):
+        self.connection.close()
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+class Opaque:
+    """An object that stays in the examinee. It equals nothing but itself."""
+
+    __slots__ = ("_examinee", "_number")
+
+    def __init__(self, examinee, number):
+        object.__setattr__(self, "_examinee", examinee)
+        object.__setattr__(self, "_number", number)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._examinee.get(self._number, name)
+
+    def __setattr__(self, name, value):
+        self._examinee.ask("set", self._number, name, [encode(value, number_of)], {})
+
+    def __call__(self, *arguments, **named):
+        encoded = [encode(argument, number_of) for argument in arguments]
+        named = {key: encode(argument, number_of) for key, argument in named.items()}
+        reply = self._examinee.ask("call", self._number, "", encoded, named)
+        for argument, after in zip(arguments, reply["arguments"], strict=True):
+            changed(argument, self._examinee.decoded(after))
+        return self._examinee.decoded(reply["value"])
+
+
+def number_of(value):
+    if isinstance(value, Opaque):
+        return value._number
+    raise TypeError(f"a test hands the answer a {type(value).__name__}, which is no data")
+
+
+def changed(argument, after):
+    """What a call did to an argument, done to the examiner's own."""
+    if type(argument) is not type(after) or argument == after:
+        return
+    if isinstance(argument, (list, bytearray)):
+        argument[:] = after
+    elif isinstance(argument, (dict, set)):
+        argument.clear()
+        argument.update(after)
+
+
+def names_of(source):
+    """Names that code uses and does not define itself."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
+    stored = {node.id for node in nodes if not isinstance(node.ctx, ast.Load)}
+    return {node.id for node in nodes} - stored - set(dir(builtins))
+
+
+def take(test, task, answer):
+    """Run one test. task: `trusted` code that comes first, `entry_point` or None."""
+    namespace = {"__name__": "tests"}
+    exec(compile(task["trusted"], "<prompt>", "exec"), namespace)
+    code = f"{task['setup']}\n{test}"
+    if task["entry_point"]:
+        namespace["candidate"] = namespace[task["entry_point"]] = answer.get(0, task["entry_point"])
+    for name in names_of(code) - set(namespace):
+        try:
+            namespace[name] = answer.get(0, name)
+        except AttributeError:
+            pass  # the test names it, and shows what is missing
+    exec(compile(code, "<test>", "exec"), namespace)
+
+
+def examine(test, task, control):
+    """What was wrong with one test, or None if it passed."""
+    answer = None
+    signal.setitimer(signal.ITIMER_REAL, task["timeout_s"])
+    try:
+        answer = Examinee(control, task["answer"])
+        take(test, task, answer)
+    except TestTimeout:
+        return f"it took longer than {task['timeout_s']:g} s"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS].removesuffix(": ")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if answer is not None:
+            answer.end()
+    return None
+
+
+def expire(number, frame):
+    raise TestTimeout
+
+
+def main():
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    sys.set_int_max_str_digits(0)
+    nothing, verdict = os.open(os.devnull, os.O_RDWR), os.dup(1)
+    ours, control = socket.socketpair()
+    if os.fork() == 0:  # before anything is read, so that what is forked later knows nothing
+        os.close(verdict)
+        ours.close()
+        for file in (0, 1, 2):
+            os.dup2(nothing, file)
+        make_examinees(control)
+    control.close()
+    task = json.load(sys.stdin)
+    for file in (0, 1):
+        os.dup2(nothing, file)
+    signal.signal(signal.SIGALRM, expire)
+    messages = [examine(test, task, ours) for test in task["tests"]]
+    with os.fdopen(verdict, "w") as file:
+        file.write(f"{task['token']}{json.dumps(messages)}\n")
+
+
+if __name__ == "__main__":
+    main()
