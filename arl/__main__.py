@@ -1,7 +1,9 @@
-"""The command `arl`: what can be chosen from.
+"""The command `arl`.
 
 arl algorithms          # every preset, with its paper and what it is for
 arl algorithms dapo     # the settings of one, as a section of a --config file
+arl try FILE            # episodes of a script's agent, to read
+arl eval FILE           # scores of its model on held-out examples
 """
 
 from __future__ import annotations
@@ -23,11 +25,32 @@ DEFAULT = str(AlgorithmConfig.model_fields["preset"].default)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """argv: without the program's name; sys.argv[1:] when None. A wrong one ends the process with code 2."""
-    parser = argparse.ArgumentParser(prog="arl", description="What arl has to choose from.")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    match arguments[:1]:
+        case ["try"]:
+            from arl.commands.trial import main as try_
+
+            try_(arguments[1:])
+        case ["eval"]:
+            from arl.commands.scoring import main as eval_
+
+            eval_(arguments[1:])
+        case _:
+            _print_algorithms(_parser().parse_args(arguments).name)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """What `arl --help` shows. The commands that load torch have parsers of their own."""
+    parser = argparse.ArgumentParser(prog="arl", description="Agents: tried, scored; and what arl has to choose from.")
     commands = parser.add_subparsers(title="commands", required=True)
+    commands.add_parser("try", help="run episodes of a script's agent without training, and print them")
+    commands.add_parser("eval", help="score its model on held-out examples: rewards and pass@k")
     algorithms = commands.add_parser("algorithms", help="list the algorithms, or print the settings of one")
     algorithms.add_argument("name", nargs="?", help="a name of the list; unset: the list")
-    name = parser.parse_args(argv).name
+    return parser
+
+
+def _print_algorithms(name: str | None) -> None:
     if name is None:
         Console().print(_table())
     elif name in PRESETS:

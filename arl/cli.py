@@ -106,17 +106,17 @@ def run(
     try:
         config = load_config(config_class, argv)
     except ConfigError as error:
-        _exit(2, f"error: {error}")
+        exit_with(2, f"error: {error}")
     interrupted: list[int] = []
     try:
         asyncio.run(_cancelled_by_signals(main(config), interrupted))
     except (asyncio.CancelledError, KeyboardInterrupt):
         number = interrupted[0] if interrupted else signal.SIGINT
-        _exit(128 + number, f"stopped by {signal.Signals(number).name}; {if_stopped}")
+        exit_with(128 + number, f"stopped by {signal.Signals(number).name}; {if_stopped}")
     except FailureBudgetError as error:
-        _exit(1, f"error: {error}", users_error=error.__cause__)
+        exit_with(1, f"error: {error}", users_error=error.__cause__)
     except ArlError as error:
-        _exit(1, f"error: {error}")
+        exit_with(1, f"error: {error}")
 
 
 async def _cancelled_by_signals(main: Awaitable[object], interrupted: list[int]) -> None:
@@ -135,7 +135,8 @@ async def _cancelled_by_signals(main: Awaitable[object], interrupted: list[int])
     await main
 
 
-def _exit(code: int, message: str, users_error: BaseException | None = None) -> NoReturn:
+def exit_with(code: int, message: str, users_error: BaseException | None = None) -> NoReturn:
+    """End the process with a message on stderr, after the traceback of an error in the user's own code."""
     if users_error is not None:
         traceback.print_exception(users_error)
     sys.stderr.write(message + "\n")

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, TypeVar, cast
 
 from arl.api.engine import InferenceEngine
-from arl.api.errors import EpisodeTimeoutError, FailureBudgetError, TrajectoryError
+from arl.api.errors import ConfigError, EpisodeTimeoutError, FailureBudgetError, TrajectoryError
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
 
@@ -103,6 +103,18 @@ class EpisodeRunner:
     def _timed_out(self, cause: BaseException | None) -> EpisodeTimeoutError:
         message = f"{type(self.workflow).__name__} took longer than rollout.episode_timeout_s={self.timeout_s:g}"
         return _with_cause(EpisodeTimeoutError(message), cause)
+
+
+def check_workflow(workflow: object) -> None:
+    """Raise ConfigError for what is no workflow."""
+    if isinstance(workflow, type):
+        raise ConfigError(
+            f"workflow is the class {workflow.__name__}; pass an instance of it: {workflow.__name__}(...)"
+        )
+    if not isinstance(workflow, RolloutWorkflow):
+        raise ConfigError(
+            f"workflow is a {type(workflow).__name__}; pass an instance of a subclass of arl.RolloutWorkflow"
+        )
 
 
 class FailureBudget:

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from pydantic import model_validator
 
@@ -25,10 +25,12 @@ from arl.api.settings import TAGS
 from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
 from arl.cli import run
-from arl.launch import check_workflow, launch
+from arl.episode import check_workflow
 from arl.metrics import Evaluation, make_run_dir, plot_run, write_atomically
 from arl.rollout import Dataset
-from arl.trainer import Trainer
+
+if TYPE_CHECKING:
+    from arl.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +111,8 @@ class Experiment(Generic[ConfigT]):
 
         Run again on the same run_dir, it continues; what the model was before any training is then known already.
         """
+        from arl.launch import launch
+
         config, setup = await self.aprepare(config)
         async with launch(
             config,

@@ -48,6 +48,7 @@ from arl.engine.transport.adapter import AdapterTransport, sglang_options
 from arl.engine.transport.delta import DeltaTransport
 from arl.engine.transport.disk import DiskTransport
 from arl.engine.transport.distributed import DistributedTransport
+from arl.episode import check_workflow
 from arl.evaluation import Evaluator
 from arl.group_run import GroupRules
 from arl.learner import Learner
@@ -115,16 +116,10 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
         yield await stack.enter_async_context(await _client(config, addresses, api_key))
 
 
-def check_workflow(workflow: object) -> None:
-    """Raise ConfigError for what is no workflow."""
-    if isinstance(workflow, type):
-        raise ConfigError(
-            f"workflow is the class {workflow.__name__}; pass an instance of it: {workflow.__name__}(...)"
-        )
-    if not isinstance(workflow, RolloutWorkflow):
-        raise ConfigError(
-            f"workflow is a {type(workflow).__name__}; pass an instance of a subclass of arl.RolloutWorkflow"
-        )
+def decoder(model: str) -> Callable[[Sequence[int]], str]:
+    """Token ids -> text, special tokens and all. Raises ModelError."""
+    tokenizer = load_tokenizer(model)
+    return lambda token_ids: str(tokenizer.decode(list(token_ids)))
 
 
 def _check(config: Config, given: _Given) -> None:
@@ -345,7 +340,4 @@ def _transport(config: Config) -> WeightTransport:
 
 def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:
     """Token ids -> text for trajectories.jsonl; None where none are asked for."""
-    if not config.log.trajectories:
-        return None
-    tokenizer = load_tokenizer(config.model)
-    return lambda token_ids: str(tokenizer.decode(list(token_ids)))
+    return decoder(config.model) if config.log.trajectories else None

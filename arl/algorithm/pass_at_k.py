@@ -1,4 +1,4 @@
-"""Advantages for one success in k (Pass@k Training, 2508.10751)."""
+"""One success in k: its estimate (2107.03374), and advantages for it (Pass@k Training, 2508.10751)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from fractions import Fraction
 
 SUCCESS = 0.5
 """A reward above this is a success: rewards are meant to be 0 and 1, and penalties may have moved them."""
+
+
+def pass_at_k(num_episodes: int, num_right: int, k: int) -> float:
+    """The chance that one of k episodes is right, estimated without bias from n >= k of which c are right.
+
+    pass@k = 1 - C(n - c, k) / C(n, k), eq. 1 of "Evaluating Large Language Models Trained on Code" (2107.03374), in
+    whole numbers up to the division. Raises ValueError where there are fewer than k.
+    """
+    if not 0 <= num_right <= num_episodes or not 1 <= k <= num_episodes:
+        raise ValueError(f"pass@{k} of {num_right} right among {num_episodes} episodes; it needs at least k of them")
+    return float(1 - Fraction(math.comb(num_episodes - num_right, k), math.comb(num_episodes, k)))
 
 
 def pass_at_k_advantages(rewards: Sequence[float], k: int) -> list[float]:

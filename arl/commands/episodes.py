@@ -1,0 +1,187 @@
+"""Episodes of an experiment on servers of its own: prepared, served, run, timed.
+
+| task | consumes | produces | waits for | woken by |
+|---|---|---|---|---|
+| a worker | a place in the list of work | a finished run | the episode | engine, tools, its time limit |
+| the caller | finished runs, as they end | whatever it shows of them | the queue | a worker |
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from arl.api.config import Config, SGLangEngineConfig
+from arl.api.engine import InferenceEngine
+from arl.api.errors import ConfigError, first_error
+from arl.api.workflow import RolloutWorkflow
+from arl.commands.timed_engine import EngineCall, TimedEngine
+from arl.commands.transcript import Decode
+from arl.episode import Episode, EpisodeRunner
+from arl.experiment import TRAINED, Experiment
+from arl.rollout import Dataset
+from arl.steered_engine import SteeredEngine
+
+Split = Literal["held-out", "train"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the options of both commands choose. trained: a model directory to serve in the place of the experiment's
+    model, "" for the one that its training left; None: its own."""
+
+    file: Path
+    split: Split
+    greedy: bool
+    trained: str | None
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("file", type=Path, metavar="FILE", help="a script with an `experiment`")
+        parser.add_argument(
+            "--split", choices=("held-out", "train"), default="held-out", help="which examples (default: held-out)"
+        )
+        parser.add_argument("--greedy", action="store_true", help="sample at temperature 0, whatever the workflow asks")
+        parser.add_argument(
+            "--trained",
+            nargs="?",
+            const="",
+            metavar="DIR",
+            help="serve the weights in DIR, with all else as it was; without DIR those that training left in run_dir",
+        )
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Choice:
+        return cls(file=options.file, split=options.split, greedy=options.greedy, trained=options.trained)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Which episode: the `number`-th of the example at `index`."""
+
+    index: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How it went, and what the engine was asked for."""
+
+    work: Work
+    episode: Episode
+    calls: tuple[EngineCall, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Everything that episodes need, open. name: of the examples."""
+
+    config: Config
+    workflow: RolloutWorkflow
+    examples: Dataset
+    name: str
+    engine: InferenceEngine
+    decode: Decode
+    greedy: bool
+
+    async def run(self, works: Sequence[Work], on_end: Callable[[Run], Awaitable[None]]) -> None:
+        """Run the episodes, evaluation.max_concurrent_episodes at once, begun in this order; await `on_end` for each as
+        it ends, one after another. Raises what `on_end` raises, and then runs no more."""
+        ended = asyncio.Queue[Run]()
+        rest = iter(works)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(self.config.evaluation.max_concurrent_episodes, len(works))):
+                    tasks.create_task(self._work(rest, ended))
+                for _ in works:
+                    await on_end(await ended.get())
+        except BaseExceptionGroup as errors:
+            error = first_error(errors)
+            raise error from error.__cause__
+
+    async def _work(self, works: Iterable[Work], ended: asyncio.Queue[Run]) -> None:
+        runner = EpisodeRunner(
+            engine=self.engine, workflow=self.workflow, timeout_s=self.config.rollout.episode_timeout_s
+        )
+        for work in works:
+            engine = TimedEngine(self._steered(work))
+            episode = await runner.run(
+                self.examples[work.index], name=f"episode {work.number} of example {work.index}", engine=engine
+            )
+            ended.put_nowait(Run(work=work, episode=episode, calls=tuple(engine.calls)))
+
+    def _steered(self, work: Work) -> InferenceEngine:
+        seed = f"{self.config.seed}-{self.name}-{work.index}-{work.number}"
+        is_seeded = self.config.rollout.seed_requests
+        if not self.greedy and not is_seeded:
+            return self.engine
+        return SteeredEngine(self.engine, is_greedy=self.greedy, seed=seed if is_seeded else None)
+
+
+@asynccontextmanager
+async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice) -> AsyncGenerator[Stage]:
+    """Prepare the experiment, enter its workflow, serve its model. Raises the ArlError of whatever could not start."""
+    from arl.launch import decoder, serve
+
+    weights = _trained(config, choice) if choice.trained is not None else None
+    _say(f"preparing {choice.file}")
+    config, setup = await experiment.aprepare(config)
+    examples = _examples(setup.eval_dataset if choice.split == "held-out" else setup.dataset, choice)
+    decode = await asyncio.to_thread(decoder, config.model)
+    served = config if weights is None else config.model_copy(update={"model": str(weights)})
+    _say(f"serving {served.model} with engine.kind={served.engine.kind}")
+    with _failures_shown_once():
+        async with setup.workflow, serve(served) as engine:
+            yield Stage(
+                config=config,
+                workflow=setup.workflow,
+                examples=examples,
+                name=choice.split,
+                engine=engine,
+                decode=decode,
+                greedy=choice.greedy,
+            )
+
+
+def _trained(config: Config, choice: Choice) -> Path:
+    directory = Path(choice.trained) if choice.trained else config.run_dir / TRAINED
+    if not (directory / "config.json").is_file():
+        advice = "name the directory of a model" if choice.trained else f"train it first: python {choice.file}"
+        raise ConfigError(f"--trained: there is no trained model in {directory}; {advice}")
+    if isinstance(config.engine, SGLangEngineConfig):
+        raise ConfigError(
+            "--trained serves weights on servers that are started for it, and engine.kind=sglang has servers that run "
+            "already, with weights of their own; leave --trained out to take those, or choose another engine.kind"
+        )
+    return directory
+
+
+def _examples(examples: Dataset | None, choice: Choice) -> Dataset:
+    if examples is None:
+        raise ConfigError(f"{choice.file} has no held-out examples (Setup.eval_dataset); take --split train")
+    if len(examples) == 0:
+        raise ConfigError(f"{choice.file} has no {choice.split} examples: there is nothing to run")
+    return examples
+
+
+def _say(doing: str) -> None:
+    """What takes its time, on stderr."""
+    sys.stderr.write(doing + "\n")
+
+
+@contextmanager
+def _failures_shown_once() -> Iterator[None]:
+    """The commands show them; without this, so would the log, where nobody has set one up."""
+    silent, logger = logging.NullHandler(), logging.getLogger("arl.episode")
+    logger.addHandler(silent)
+    try:
+        yield
+    finally:
+        logger.removeHandler(silent)

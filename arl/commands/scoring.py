@@ -1,0 +1,228 @@
+"""`arl eval`: score a model on the examples of an experiment, several episodes for each.
+
+arl eval examples/agents/math_agent.py --n 8 --k 1,4,8 --limit 64 --out episodes.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from arl.api.config import Config
+from arl.api.errors import ConfigError
+from arl.commands.command import parse, parser_of, positive, run_command
+from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
+from arl.commands.experiment_file import users_traceback
+from arl.commands.scores import Outcome, Scores
+from arl.episode import FailureBudget
+from arl.experiment import Experiment
+
+ABOUT = (
+    "Score the model of the experiment in FILE, or one that it trained, on held-out examples: mean reward, pass@k, and "
+    "the workflow's own metrics. Ctrl-C ends it with the scores of what was run until then."
+)
+DEFAULT_N = 8
+LINES_OF_PROGRESS = 10
+"""How many are printed where there is no terminal to draw a bar on."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """argv: what follows `arl eval`."""
+    parser = parser_of("eval", ABOUT)
+    Choice.add_options(parser)
+    _add_options(parser)
+    options, settings = parse(parser, argv)
+    number = options.n or (1 if options.greedy else DEFAULT_N)
+    ks = options.k or [2**i for i in range(number.bit_length())]
+    if max(ks) > number:
+        parser.error(f"--k {max(ks)} needs as many episodes of each example, and --n is {number}")
+    scores = Scores(ks=ks, pass_reward=options.pass_reward)
+
+    async def evaluate(experiment: Experiment[Any], config: Config) -> None:
+        with _opened(options.out) as out:
+            async with open_stage(experiment, config, Choice.of(options)) as opened:
+                await Scoring(opened, scores, number, options.limit, out).run()
+
+    run_command(evaluate, options, settings, if_stopped="the episodes that had ended are scored")
+    if scores.num_failed == scores.num_episodes:
+        raise SystemExit(1)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--n", type=positive, metavar="N", help=f"episodes of each example (default: {DEFAULT_N}; 1 with --greedy)"
+    )
+    parser.add_argument(
+        "--k", type=_counts, metavar="K,K,...", help="the ks of pass@k, at most N each (default: 1, 2, 4, ... up to N)"
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="score the first N examples alone")
+    parser.add_argument(
+        "--pass-reward",
+        type=_number,
+        default=1.0,
+        metavar="REWARD",
+        help="an episode passes with this reward or more (default: 1.0)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write every episode to this new file")
+
+
+class Scoring:
+    """One evaluation: runs the episodes, adds them up, and shows how far it is. out: gets a line for each."""
+
+    def __init__(self, stage: Stage, scores: Scores, number: int, limit: int | None, out: TextIO | None) -> None:
+        size = len(stage.examples) if limit is None else min(limit, len(stage.examples))
+        self._works = [Work(index=index, number=j) for index in range(size) for j in range(number)]
+        self._stage = stage
+        self._scores = scores
+        self._out = out
+        rollout = stage.config.rollout
+        self._budget = FailureBudget(rollout.max_failure_rate, rollout.failure_window)
+        self._progress = ProgressShown(len(self._works), f"{size} {stage.name} examples")
+
+    async def run(self) -> None:
+        """Prints the scores in the end, whatever that is. Raises FailureBudgetError as training does."""
+        try:
+            with self._progress:
+                await self._stage.run(self._works, self._ended)
+        finally:
+            if self._scores.num_episodes:
+                self._print()
+
+    async def _ended(self, run: Run) -> None:
+        outcome = self._scores.add(run)
+        if self._out is not None:
+            await asyncio.to_thread(self._write, self._out, run, outcome)
+        self._progress.show(self._scores)
+        self._budget.record(run.episode)
+
+    def _write(self, out: TextIO, run: Run, outcome: Outcome) -> None:
+        out.write(json.dumps(self._row(run, outcome)) + "\n")
+        out.flush()
+
+    def _row(self, run: Run, outcome: Outcome) -> dict[str, Any]:
+        episode = run.episode
+        return {
+            "example": run.work.index,
+            "episode": run.work.number,
+            "reward": episode.reward,
+            "passed": outcome.passed,
+            "rejected": episode.is_rejected,
+            "error": None if episode.error is None else f"{type(episode.error).__name__}: {episode.error}",
+            "elapsed_s": episode.elapsed_s,
+            "metrics": {name: value for t in reversed(episode.trajectories) for name, value in t.metrics.items()},
+            "trajectories": [
+                {
+                    "role": trajectory.role,
+                    "reward": trajectory.reward,
+                    "rewards": dict(trajectory.rewards),
+                    "is_truncated": trajectory.is_truncated,
+                    "num_trained_tokens": trajectory.num_trained_tokens,
+                    "text": self._stage.decode(trajectory.token_ids),
+                }
+                for trajectory in episode.trajectories
+            ],
+        }
+
+    def _print(self) -> None:
+        console, scores, num_planned = Console(), self._scores, len(self._works)
+        if scores.first_error is not None:
+            work, error = scores.first_error
+            text = f"{scores.num_failed} episodes failed, episode {work.number} of example {work.index} first:\n"
+            console.print(Text(text + users_traceback(error), style="red"), soft_wrap=True, highlight=False)
+        console.print(score_table(scores), soft_wrap=True)
+        stopped = f" of {num_planned}, stopped before the end" if scores.num_episodes < num_planned else ""
+        console.print(
+            f"{scores.num_episodes} episodes{stopped}; {scores.num_failed} failed and {scores.num_rejected} rejected, "
+            f"which count as reward 0; an episode passes with {scores.pass_reward:g}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def score_table(scores: Scores) -> Table:
+    """Estimates with their standard errors, then plain means."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("")
+    for column in ("mean", "± s.e.", "examples"):
+        table.add_column(column, justify="right")
+    for name, estimate in scores.estimates().items():
+        error = "-" if estimate.standard_error is None else f"{estimate.standard_error:.3f}"
+        table.add_row(Text(name), f"{estimate.mean:.3f}", error, str(estimate.num_examples))
+    for name, mean in scores.means().items():
+        table.add_row(Text(name), f"{mean:.3f}" if abs(mean) < 1000 else f"{mean:.0f}", "", "")
+    return table
+
+
+class ProgressShown:
+    """A bar on a terminal, else a line now and then; both on stderr, so that stdout has the scores alone."""
+
+    def __init__(self, total: int, name: str) -> None:
+        self._total = total
+        self._name = name
+        self._began = time.monotonic()
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(name, total=total)
+        self._is_drawn = self._bar.console.is_terminal
+
+    def __enter__(self) -> Self:
+        if self._is_drawn:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._is_drawn:
+            self._bar.stop()
+
+    def show(self, scores: Scores) -> None:
+        done = scores.num_episodes
+        text = f"{self._name}: reward {scores.total_reward / done:.3f}"
+        if self._is_drawn:
+            self._bar.update(self._task, completed=done, description=text)
+        elif done * LINES_OF_PROGRESS // self._total > (done - 1) * LINES_OF_PROGRESS // self._total:
+            elapsed_s = time.monotonic() - self._began
+            sys.stderr.write(f"{text}, {done} of {self._total} episodes, {elapsed_s:.0f} s\n")
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[TextIO | None]:
+    """A new file: what an evaluation took an hour to write is not overwritten by the next."""
+    if path is None:
+        yield None
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError:
+        raise ConfigError(f"--out {path} is there already; remove it, or give another name") from None
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
+    with file:
+        yield file
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({positive(part.strip()) for part in text.split(",")})
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return number
