@@ -79,7 +79,7 @@ class MathAgent(RolloutWorkflow):
     """Speaks until it answers without calling a tool; the answer's score is the reward."""
 
     tokenizer: PreTrainedTokenizerBase
-    score: InlineReward[[str, Example]]
+    score: InlineReward[[str, Example], float]
     sampling: SamplingParams
     max_turns: int
     calculator: Tool = CALCULATOR

@@ -52,9 +52,9 @@ def training(size: int, held_out: Sequence[Example], seed: int = TRAIN_SEED) -> 
     return _questions(seed, size, frozenset(entry["question"] for entry in held_out))
 
 
-def score(answer: str, entry: Entry) -> float:
+def score(answer: str, data: Example) -> float:
     """What the question's own generator gives for the answer, 0 to 1."""
-    return float(_generator(entry["metadata"]["source_dataset"]).score_answer(answer, entry))
+    return float(_generator(data["metadata"]["source_dataset"]).score_answer(answer, data))
 
 
 def _questions(seed: int, size: int, excluded: frozenset[str]) -> list[Entry]:
@@ -104,15 +104,17 @@ def solutions(num_careful: int, num_mixed: int, excluded: Sequence[Example], see
     """First `num_careful` of a careful teacher, then `num_mixed` of one who often guesses and sometimes errs."""
     rng = random.Random(seed)
     entries = training(num_careful + num_mixed, excluded, DEMONSTRATION_SEED + seed * 100_000_000)
-    mixed = [rng.choices((_guess, _careless, _careful), weights=MIX)[0](entry, rng) for entry in entries[num_careful:]]
-    return [_careful(entry, rng) for entry in entries[:num_careful]] + mixed
+    habits = (_guess, _careless, lambda entry, _: solved(entry))
+    mixed = [rng.choices(habits, weights=MIX)[0](entry, rng) for entry in entries[num_careful:]]
+    return [solved(entry) for entry in entries[:num_careful]] + mixed
 
 
 def _guess(entry: Entry, rng: random.Random) -> Solution:
-    return Solution(question=entry["question"], calls=(), answer=_garbled(entry["answer"], rng, 0.7))
+    return Solution(question=entry["question"], calls=(), answer=garbled(entry["answer"], rng, 0.7))
 
 
-def _careful(entry: Entry, rng: random.Random) -> Solution:
+def solved(entry: Example) -> Solution:
+    """As a careful teacher does it."""
     calls: list[tuple[str, str]] = []
     for step in expressions(entry):
         expression = step.format(*(result for _, result in calls))
@@ -122,7 +124,7 @@ def _careful(entry: Entry, rng: random.Random) -> Solution:
 
 def _careless(entry: Entry, rng: random.Random) -> Solution:
     """Goes wrong in one place: leaves out a digit of an expression, stops halfway, or misreads the result."""
-    done = _careful(entry, rng)
+    done = solved(entry)
     slip = rng.choice(("expression", "halfway", "result"))
     if slip == "expression":
         expression = _without_a_digit(done.calls[0][0], rng)
@@ -147,11 +149,12 @@ def _calculated(expression: str) -> str:
         return "0"
 
 
-def _garbled(text: str, rng: random.Random, share: float) -> str:
+def garbled(text: str, rng: random.Random, share: float) -> str:
+    """With that share of its digits drawn anew."""
     return re.sub(r"\d", lambda digit: str(rng.randint(0, 9)) if rng.random() < share else digit[0], text)
 
 
-def expressions(entry: Entry) -> list[str]:
+def expressions(entry: Example) -> list[str]:
     """What to calculate, call after call; {0} stands for the first call's result."""
     metadata = entry["metadata"]
     match metadata["source_dataset"]:

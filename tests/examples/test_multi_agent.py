@@ -1,0 +1,120 @@
+"""The solver and the checker: what each is told, paid and shown, without a model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import math_tasks
+import multi_agent
+import pytest
+from multi_agent import MultiAgentConfig, Teacher, pair, prepare, questions
+from warm_start import Demonstration, tool_call, warm_start
+
+from arl.api import ScriptedEngine, Trajectory
+from arl.cli import load_config
+from arl.engine.tiny import TinyShape, tiny_tokenizer
+from arl.workflow.tools import parse_tool_calls
+
+TOKENIZER = tiny_tokenizer()
+ENTRY = next(e for e in math_tasks.held_out(50) if e["metadata"]["source_dataset"] == "products")
+EXPRESSION = math_tasks.expressions(ENTRY)[0]
+CALL = tool_call("calculator", expression=EXPRESSION)
+
+
+async def episode(*answers: str, flags: tuple[str, ...] = ()) -> tuple[dict[str, Trajectory], dict[str, str]]:
+    """Trajectories and texts by role, of a model that says `answers`."""
+    remaining = iter(answers)
+    engine = ScriptedEngine(lambda _: [*TOKENIZER.encode(next(remaining)), TOKENIZER.eos_token_id])
+    agents = pair(load_config(MultiAgentConfig, ["--max_new_tokens", "500", *flags]), TOKENIZER)
+    async with agents:
+        made = {trajectory.role: trajectory for trajectory in await agents.arun_episode(engine, ENTRY)}
+    return made, {role: str(TOKENIZER.decode(t.token_ids)) for role, t in made.items()}
+
+
+def metrics(made: dict[str, Trajectory]) -> dict[str, float]:
+    return {name: value for trajectory in made.values() for name, value in trajectory.metrics.items()}
+
+
+async def test_both_calculate_and_are_paid_each_for_its_own() -> None:
+    made, texts = await episode(CALL, ENTRY["answer"], CALL, "ACCEPT")
+    assert {role: trajectory.reward for role, trajectory in made.items()} == {"solver": 1.0, "checker": 1.0}
+    assert all(f"<tool_response>\n{ENTRY['answer']}\n</tool_response>" in text for text in texts.values())
+    assert metrics(made)["solver_reward"] == metrics(made)["right_verdicts"] == 1.0
+
+
+async def test_who_is_rejected_tries_again_and_the_checker_looks_again() -> None:
+    made, texts = await episode("-1", CALL, "REJECT", CALL, ENTRY["answer"], "ACCEPT")
+    assert {role: trajectory.reward for role, trajectory in made.items()} == {"solver": 1.0, "checker": 1.0}
+    assert "A checker rejected your answer" in texts["solver"]
+    assert f"The next answer:\n{ENTRY['answer']}" in texts["checker"]
+    assert metrics(made)["attempts"] == 2
+
+
+async def test_a_checker_who_believes_a_wrong_answer_is_paid_nothing() -> None:
+    made, _ = await episode("-1", "ACCEPT")
+    assert [trajectory.reward for trajectory in made.values()] == [pytest.approx(0, abs=0.02), 0.0]
+    assert metrics(made)["accepted"] == 1
+
+
+async def test_attempts_end_where_the_settings_say() -> None:
+    made, _ = await episode("-1", "REJECT", "-2", "REJECT", "-3", "REJECT", flags=("--max_attempts", "3"))
+    assert metrics(made)["attempts"] == 3
+    assert made["checker"].reward == 1.0
+
+
+@pytest.fixture
+def teacher(monkeypatch: pytest.MonkeyPatch) -> Teacher:
+    monkeypatch.setattr(multi_agent, "NUM_CAREFUL", 100)
+    monkeypatch.setattr(multi_agent, "NUM_MIXED", 100)
+    return Teacher(pair(MultiAgentConfig(), TOKENIZER), math_tasks.held_out(192), seed=0)
+
+
+def spoken(demonstration: Demonstration) -> list[str]:
+    return [message["content"] for message in demonstration.messages if message["role"] == "assistant"]
+
+
+def test_careful_solvers_and_checkers_take_turns_and_are_right(teacher: Teacher) -> None:
+    careful, mixed = teacher.lessons()
+    assert [len(careful), len(mixed)] == [200, 200]
+    for solver, checker in zip(careful[::2], careful[1::2], strict=True):
+        answer = spoken(solver)[-1]
+        proposed = checker.messages[1]["content"].split("Answer:\n")[1].split("\n")[0]
+        call, verdict, *again = spoken(checker)
+        assert len(parse_tool_calls(call)) == 1
+        assert verdict == ("ACCEPT" if proposed == answer else "REJECT")
+        assert bool(again) == (verdict == "REJECT")
+        if again:
+            proposed = checker.messages[-2]["content"].split("The next answer:\n")[1].split("\n")[0]
+            assert again == ["ACCEPT" if proposed == answer else "REJECT"]
+
+
+def test_hasty_ones_speak_before_they_calculate(teacher: Teacher) -> None:
+    _, mixed = teacher.lessons()
+    hasty = [not parse_tool_calls(spoken(demonstration)[0]) for demonstration in mixed]
+    assert sum(hasty[::2]) / 100 == pytest.approx(0.6, abs=0.15)
+    assert sum(hasty[1::2]) / 100 == pytest.approx(0.6, abs=0.15)
+
+
+def test_what_is_shown_is_what_the_workflow_says_and_nothing_held_out(teacher: Teacher) -> None:
+    lessons = teacher.lessons()
+    openings = {demonstration.messages[0]["content"] for lesson in lessons for demonstration in lesson}
+    assert openings == {multi_agent.SOLVER, multi_agent.CHECKER}
+    asked = {demonstration.messages[1]["content"] for lesson in lessons for demonstration in lesson}
+    assert not any(entry["question"] in asked for entry in math_tasks.held_out(192))
+
+
+def test_equations_are_left_out_of_the_questions() -> None:
+    training, held_out = questions(MultiAgentConfig(num_questions=100, num_held_out=50))
+    sources = {entry["metadata"]["source_dataset"] for entry in (*training, *held_out)}
+    assert sources == set(math_tasks.GENERATORS) - {"simple_equations"}
+
+
+def test_the_tiny_model_is_shown_both_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_agent, "NUM_CAREFUL", 16)
+    monkeypatch.setattr(multi_agent, "NUM_MIXED", 16)
+    small = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
+    monkeypatch.setattr(multi_agent, "warm_start", partial(warm_start, shape=small, num_threads=1))
+    setup = prepare(MultiAgentConfig(run_dir=tmp_path, num_questions=50))
+    tokenizer = multi_agent.load_tokenizer(setup.model)
+    assert [len(tokenizer.encode(word)) for word in ("ACCEPT", "REJECT")] == [1, 1]
