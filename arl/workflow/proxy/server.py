@@ -15,6 +15,7 @@ import secrets
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -159,13 +160,23 @@ async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
         async with session.answering():
             exchange.body = await exchange.request.read()
             return await endpoint.answer(exchange)
-    except (CancelledError, ConnectionResetError, web.RequestPayloadError):
+    except CancelledError:
         session.counts.cancelled += 1
         raise
+    except (ConnectionResetError, web.RequestPayloadError):
+        session.counts.cancelled += 1
+        return _hung_up(exchange.request)
     except Exception as error:  # noqa: BLE001
         refusal = refusal_of(error)
         session.note(error, refusal)
         return await exchange.refuse(refusal, endpoint)
+
+
+def _hung_up(request: web.Request) -> web.StreamResponse:
+    """What to return where nobody is left to answer: aiohttp takes anything else for a failure of ours."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=HTTPStatus.BAD_REQUEST)
 
 
 def _route(method: str, path: str) -> tuple[str, str, Endpoint]:

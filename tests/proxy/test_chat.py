@@ -1,0 +1,278 @@
+"""Chat completions: what OpenAI's own client gets, what the model is shown, and what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from programs import ADD, ASK, CALL_ADD, TOKENIZER, opened, saying, shown, spelled
+from workflow.chat_templates import tokenizer_of
+
+from arl.api import SamplingParams, ScriptedEngine
+from arl.workflow.conversation import Conversation
+from arl.workflow.tools import Tool
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def test_a_dialogue_is_recorded_as_a_conversation_records_it() -> None:
+    answers = (f"Let me see.\n{CALL_ADD}", "It is 3.", "Yes.")
+    tool = Tool.from_function(add)
+    result, doubt = {"role": "tool", "content": "3"}, {"role": "user", "content": "Sure?"}
+    conversation = Conversation(TOKENIZER, ASK, tools=[tool])
+    engine = saying(*answers)
+    for said in ((), (result,), (doubt,)):
+        conversation.add(*said)
+        await conversation.agenerate(engine, SamplingParams())
+    async with opened(saying(*answers)) as episode:
+        messages: list[Any] = list(ASK)
+        for said in ((), (result,), (doubt,)):
+            messages += said
+            answer = await episode.ask(messages, tools=[tool.spec])
+            messages.append(answer.choices[0].message)
+            if calls := answer.choices[0].message.tool_calls:
+                result["tool_call_id"] = calls[0].id
+        (made,) = episode.session.trajectories(0.5, {"score": 2.0})
+    (expected,) = conversation.trajectories(0.5)
+    assert made.token_ids == expected.token_ids
+    assert made.loss_mask == expected.loss_mask
+    assert (made.behavior_logprobs, made.versions) == (expected.behavior_logprobs, expected.versions)
+    assert made.turns == expected.turns
+    assert (made.metrics["calls"], made.metrics["branches"], made.metrics["score"]) == (3, 0, 2.0)
+
+
+async def test_a_program_that_summarises_its_history_branches() -> None:
+    async with opened(saying("First.", "Second.", "Third.")) as episode:
+        said = [*ASK, {"role": "assistant", "content": "First."}, {"role": "user", "content": "Go on."}]
+        await episode.ask(ASK)
+        await episode.ask(said)
+        await episode.ask([{"role": "system", "content": "So far: First, Second."}, {"role": "user", "content": "On."}])
+        line, summary = episode.session.trajectories(1.0)
+    assert [len(line.turns), len(summary.turns)] == [2, 1]
+    assert episode.session.metrics["branches"] == 1
+
+
+async def test_samples_of_one_prompt_are_branches_and_each_is_trained() -> None:
+    async with opened(saying("a", "b", "c")) as episode:
+        answer = await episode.ask(n=3, seed=7)
+        made = episode.session.trajectories(1.0)
+    assert [choice.message.content for choice in answer.choices] == ["a", "b", "c"]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [sum(trajectory.loss_mask) for trajectory in made] == [2, 2, 2]
+    assert answer.usage.completion_tokens == 6
+
+
+async def test_samples_of_a_seeded_call_have_seeds_of_their_own() -> None:
+    engine = saying("a")
+    async with opened(engine) as episode:
+        await episode.ask(n=3, seed=7)
+    assert [request.sampling.seed for request in engine.requests] == [7, 8, 9]
+
+
+async def test_logprobs_are_those_of_the_sampled_tokens() -> None:
+    async with opened(saying("hé")) as episode:
+        answer = await episode.ask(logprobs=True)
+    told = answer.choices[0].logprobs.content
+    assert [token.logprob for token in told] == [-1.0] * 4
+    assert told[0].token == "h"
+    assert told[-1].token == "<|im_end|>"
+
+
+async def test_a_stream_gives_in_pieces_what_a_whole_answer_has() -> None:
+    text = f"Let me add one and two, which is a task for a tool.\n{CALL_ADD}"
+    async with opened(saying(text)) as episode:
+        whole = await episode.ask(tools=[ADD], logprobs=True)
+        stream = await episode.ask(tools=[ADD], logprobs=True, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+    message = whole.choices[0].message
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    contents = [delta.content for delta in deltas if delta.content]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert deltas[0].role == "assistant"
+    assert len(contents) > 2
+    assert "".join(contents) == message.content == "Let me add one and two, which is a task for a tool."
+    assert calls[0].id.startswith("call_")
+    assert calls[0].function.name == "add"
+    assert "".join(call.function.arguments for call in calls) == message.tool_calls[0].function.arguments
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage == whole.usage
+    assert chunks[0].choices[0].logprobs.model_dump() == whole.choices[0].logprobs.model_dump()
+
+
+async def test_a_stream_of_samples_tells_them_apart() -> None:
+    async with opened(saying("one", "two")) as episode:
+        texts = {0: "", 1: ""}
+        async for chunk in await episode.ask(n=2, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == {0: "one", 1: "two"}
+
+
+async def test_a_stop_string_is_cut_from_the_content_and_stays_in_the_transcript() -> None:
+    engine = saying("Thought\nObservation:")
+    async with opened(engine) as episode:
+        answer = await episode.ask(stop=["\nObservation:", "never"])
+        (made,) = episode.session.trajectories(1.0)
+    assert answer.choices[0].message.content == "Thought"
+    assert engine.requests[0].sampling.stop == ("\nObservation:", "never")
+    assert list(made.token_ids[made.turns[0].start :]) == spelled("Thought\nObservation:")
+
+
+async def test_an_answer_that_ran_out_of_tokens_says_so_and_its_trajectory_is_truncated() -> None:
+    async with opened(saying("A long answer.")) as episode:
+        answer = await episode.ask(max_completion_tokens=3, max_tokens=5)
+        (made,) = episode.session.trajectories(1.0)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("A l", "length")
+    assert made.is_truncated
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("top_p", 0),
+        ("max_tokens", 0),
+        ("max_completion_tokens", 0),
+        ("n", 0),
+        ("n", 129),
+        ("seed", -1),
+        ("stop", [1]),
+        ("stream", "yes"),
+        ("tools", [{"type": "web_search"}]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "add"}}),
+        ("response_format", {"type": "json_object"}),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -0.5),
+        ("logit_bias", {"7": 1}),
+        ("top_logprobs", 2),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("functions", [{"name": "add"}]),
+        ("web_search_options", {"search_context_size": "low"}),
+        ("best_of", 2),
+        ("messages", []),
+        ("messages", [{"role": "robot", "content": "?"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
+        ("messages", [{"role": "user", "content": None}]),
+        ("messages", [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_by_its_name(field: str, value: Any) -> None:
+    engine = saying("never")
+    async with opened(engine) as episode:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await episode.ask(extra_body={field: value})
+    assert refused.value.param is not None
+    assert refused.value.param.startswith(field)
+    assert field in refused.value.message
+    assert refused.value.type == "invalid_request_error"
+    assert (engine.requests, episode.session.counts.refused) == ([], 1)
+
+
+async def test_fields_that_change_nothing_are_taken() -> None:
+    harmless = {
+        "user": "me", "metadata": {"run": "1"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
+        "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"},
+        "reasoning_effort": "low", "verbosity": "low", "tool_choice": None, "top_logprobs": 0, "seed": None,
+    }  # fmt: skip
+    async with opened(saying("fine")) as episode:
+        answer = await episode.ask(extra_body=harmless)
+    assert answer.choices[0].message.content == "fine"
+
+
+async def test_a_call_is_sampled_as_it_says_and_as_the_proxy_says_where_it_does_not() -> None:
+    engine = saying("a")
+    async with opened(engine, sampling=SamplingParams(max_new_tokens=9, temperature=0.7, min_p=0.1)) as episode:
+        await episode.ask()
+        await episode.ask(temperature=0.2, top_p=0.5, extra_body={"top_k": 5, "min_p": 0, "stop_token_ids": [3]})
+    assert engine.requests[0].sampling == SamplingParams(max_new_tokens=9, temperature=0.7, min_p=0.1)
+    assert engine.requests[1].sampling == SamplingParams(
+        max_new_tokens=9, temperature=0.2, top_p=0.5, top_k=5, stop_token_ids=(3,)
+    )
+
+
+async def test_a_proxy_that_overrides_sampling_trains_at_one_temperature() -> None:
+    engine = saying("a")
+    async with opened(engine, sampling=SamplingParams(temperature=0.7), overrides_sampling=True) as episode:
+        await episode.ask(temperature=0, top_p=0.5, max_tokens=4, stop="x", extra_body={"top_k": 5})
+    assert engine.requests[0].sampling == SamplingParams(temperature=0.7, max_new_tokens=4, stop=("x",))
+
+
+async def test_more_tokens_than_the_context_leaves_are_not_asked_for() -> None:
+    engine = saying("a")
+    async with opened(engine, context_length=20) as episode:
+        await episode.ask(max_tokens=500)
+        prompt = len(engine.requests[0].input_ids)
+        assert engine.requests[0].sampling.max_new_tokens == 20 - prompt
+        with pytest.raises(openai.BadRequestError) as refused:
+            await episode.ask([{"role": "user", "content": "long " * 10}])
+        (made,) = episode.session.trajectories(1.0)
+    assert refused.value.code == "context_length_exceeded"
+    assert made.is_truncated
+
+
+async def test_thinking_is_told_apart_and_is_no_part_of_the_history() -> None:
+    text = "<think>\nhm\n</think>\n\nSo."
+    async with opened(saying(text), tokenizer_of("qwen3")) as episode:
+        answer = (await episode.ask(tools=[ADD])).choices[0].message
+        streamed = [chunk async for chunk in await episode.ask(stream=True)]
+    assert (answer.content, answer.reasoning_content) == ("So.", "hm")
+    thought = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in streamed]
+    assert "".join(piece for piece in thought if piece) == "hm"
+
+
+async def test_thinking_that_the_prompt_began_ends_at_its_tag() -> None:
+    tokenizer = tokenizer_of("deepseek_r1")
+    engine = ScriptedEngine(lambda _: tokenizer.encode("hm\n</think>\n\nSo.<|EOS|>", add_special_tokens=False))
+    async with opened(engine, tokenizer) as episode:
+        answer = (await episode.ask()).choices[0].message
+    assert tokenizer.decode(list(engine.requests[0].input_ids)).rstrip().endswith("<think>")
+    assert (answer.content, answer.reasoning_content) == ("So.", "hm")
+
+
+async def test_thinking_stays_in_the_content_where_that_is_asked_for() -> None:
+    async with opened(saying("<think>hm</think>So."), reasoning="inline") as episode:
+        answer = (await episode.ask()).choices[0].message
+    assert answer.content == "<think>hm</think>So."
+
+
+@pytest.mark.parametrize("text", ['<tool_call>\n{"name": "add", "argu', f"{CALL_ADD}<tool_call>?</tool_call>"])
+async def test_a_call_that_cannot_be_read_is_told_as_it_was_written(text: str) -> None:
+    async with opened(saying(text)) as episode:
+        answer = (await episode.ask(tools=[ADD])).choices[0]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (text, None, "stop")
+
+
+async def test_calls_are_text_where_no_tools_were_given_or_none_are_to_be_called() -> None:
+    engine = saying(CALL_ADD)
+    async with opened(engine) as episode:
+        without = (await episode.ask()).choices[0].message
+        told_not_to = (await episode.ask(tools=[ADD], tool_choice="none")).choices[0].message
+    assert without.content == told_not_to.content == CALL_ADD
+    assert "# Tools" not in shown(engine.requests[1])
+
+
+async def test_a_program_that_wants_one_call_gets_the_first() -> None:
+    async with opened(saying(f"{CALL_ADD}\n{CALL_ADD}")) as episode:
+        both = (await episode.ask(tools=[ADD])).choices[0].message
+        one = (await episode.ask(tools=[ADD], parallel_tool_calls=False)).choices[0].message
+    assert [len(both.tool_calls), len(one.tool_calls)] == [2, 1]
+
+
+async def test_messages_may_be_parts_and_developers_are_systems() -> None:
+    engine = saying("a")
+    async with opened(engine) as episode:
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        await episode.ask([{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}])
+    assert "<|im_start|>system\nBe kind.<|im_end|>" in shown(engine.requests[0])
+    assert "<|im_start|>user\none\ntwo<|im_end|>" in shown(engine.requests[0])
+
+
+async def test_the_models_list_has_the_context() -> None:
+    async with opened(saying("a"), context_length=512) as episode:
+        models = await episode.client.models.list()
+    assert [model.max_model_len for model in models.data] == [512]  # pyright: ignore[reportAttributeAccessIssue]
