@@ -14,7 +14,9 @@ verdict begins with a token that came by stdin and was never in an examinee; mem
 import ast
 import builtins
 import collections
+import contextlib
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -28,11 +30,11 @@ MOST_CHARACTERS = 500
 PR_SET_DUMPABLE = 4
 
 
-class TestTimeout(BaseException):
+class TimeUp(BaseException):
     """A test took too long. No Exception, so that none of its `except` clauses keeps it."""
 
 
-class AnswerDied(Exception):
+class AnswerEndedError(Exception):
     """The examinee ended in the midst of a call."""
 
 
@@ -51,11 +53,13 @@ def read(connection, length):
     while len(data) < length:
         chunk = connection.recv(min(length - len(data), 1 << 16))
         if not chunk:
-            raise AnswerDied("the answer ended its process")
+            raise AnswerEndedError("the answer ended its process")
         data += chunk
     return bytes(data)
 
 
+SCALARS = {int: int.__int__, float: float.__float__, str: str.__str__}
+"""From one of a class of the answer's, made of one of these, to one of these."""
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 
 
@@ -63,9 +67,11 @@ def encode(value, opaque):
     """As JSON. opaque: what makes a number of any other object."""
     if value is None or type(value) is bool:
         return value
-    for base in (int, float, str):
+    for base, plain in SCALARS.items():
         if isinstance(value, base):
-            return base.__new__(base, value)  # not of a class of the answer's
+            return plain(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "tolist"):  # a number of NumPy's
+        return encode(value.tolist(), opaque)
     for name, base in SEQUENCES.items():
         if isinstance(value, base):
             return [name, [encode(item, opaque) for item in base.__iter__(value)]]
@@ -136,7 +142,7 @@ def examinee(connection):
         what, *message = receive(connection)
         try:
             reply = do(what, message, module, objects, keep)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is the answer's, SystemExit too
             reply = {"error": type(error).__name__, "text": f"{error}"[:MOST_CHARACTERS]}
         send(connection, reply)
 
@@ -164,27 +170,26 @@ def do(what, message, module, objects, keep):
 class Examinee:
     """The examiner's side of one."""
 
-    def __init__(self, control, answer):
+    def __init__(self, control):
         self.connection, theirs = socket.socketpair()
         socket.send_fds(control, [b"x"], [theirs.fileno()])
         theirs.close()
         (self.pid,) = struct.unpack("!I", read(control, 4))
-        self.ask("load", answer)
+        self.last = ""
 
     def ask(self, *message):
         try:
             send(self.connection, message)
             reply = receive(self.connection)
         except OSError:
-            raise AnswerDied("the answer ended its process") from None
+            raise AnswerEndedError("the answer ended its process") from None
         if "error" not in reply:
             return reply
         kind = getattr(builtins, str(reply["error"]), None)
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        try:
-            raised = kind(reply["text"]) if is_error else RuntimeError(f"{reply['error']}: {reply['text']}")
-        except TypeError:  # it takes other arguments
-            raised = RuntimeError(f"{reply['error']}: {reply['text']}")
+        raised = RuntimeError(f"{reply['error']}: {reply['text']}")
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with contextlib.suppress(TypeError):  # it takes other arguments
+                raised = kind(reply["text"])
         raise raised
 
     def get(self, number, name):
@@ -195,10 +200,9 @@ class Examinee:
 
     def end(self):
         self.connection.close()
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        for kill in (os.killpg, os.kill):  # it may not be the first of its group yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
 
 
 class Opaque:
@@ -224,7 +228,9 @@ class Opaque:
         reply = self._examinee.ask("call", self._number, "", encoded, named)
         for argument, after in zip(arguments, reply["arguments"], strict=True):
             changed(argument, self._examinee.decoded(after))
-        return self._examinee.decoded(reply["value"])
+        value = self._examinee.decoded(reply["value"])
+        self._examinee.last = f", where the last call gave {value!r}"
+        return value
 
 
 def number_of(value):
@@ -245,51 +251,60 @@ def changed(argument, after):
 
 
 def names_of(source):
-    """Names that code uses and does not define itself."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
-    stored = {node.id for node in nodes if not isinstance(node.ctx, ast.Load)}
-    return {node.id for node in nodes} - stored - set(dir(builtins))
+    """Names that code uses and does not define itself; and those among them of modules, which it uses as such."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    stored = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    bases = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    used = {node.id for node in names} - stored - set(dir(builtins))
+    return used, used & bases & sys.stdlib_module_names
 
 
-def take(test, task, answer):
-    """Run one test. task: `trusted` code that comes first, `entry_point` or None."""
-    namespace = {"__name__": "tests"}
-    exec(compile(task["trusted"], "<prompt>", "exec"), namespace)
-    code = f"{task['setup']}\n{test}"
+def take(test, task, examinee):
+    """Run one test."""
+    examinee.ask("load", task["answer"])
+    namespace: dict[str, object] = {"__name__": "tests"}
+    exec(compile(task["prompt"], "<prompt>", "exec"), namespace)
     if task["entry_point"]:
-        namespace["candidate"] = namespace[task["entry_point"]] = answer.get(0, task["entry_point"])
-    for name in names_of(code) - set(namespace):
-        try:
-            namespace[name] = answer.get(0, name)
-        except AttributeError:
-            pass  # the test names it, and shows what is missing
+        namespace["candidate"] = namespace[task["entry_point"]] = examinee.get(0, task["entry_point"])
+    code = f"{task['setup']}\n{test}"
+    used, modules = names_of(code)
+    for name in used - set(namespace):
+        if name in modules:  # the answer's own could say that anything is close to anything
+            namespace[name] = importlib.import_module(name)
+            continue
+        with contextlib.suppress(AttributeError):  # it is missing, as the test will show
+            namespace[name] = examinee.get(0, name)
     exec(compile(code, "<test>", "exec"), namespace)
 
 
 def examine(test, task, control):
     """What was wrong with one test, or None if it passed."""
-    answer = None
-    signal.setitimer(signal.ITIMER_REAL, task["timeout_s"])
+    examinee = Examinee(control)
     try:
-        answer = Examinee(control, task["answer"])
-        take(test, task, answer)
-    except TestTimeout:
+        signal.setitimer(signal.ITIMER_REAL, task["timeout_s"])
+        try:
+            take(test, task, examinee)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except TimeUp:
         return f"it took longer than {task['timeout_s']:g} s"
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS].removesuffix(": ")
+    except AssertionError as error:
+        return f"AssertionError: {error}"[:MOST_CHARACTERS].removesuffix(": ") + examinee.last[:MOST_CHARACTERS]
+    except BaseException as error:  # noqa: BLE001 - the test failed, whatever it is
+        return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if answer is not None:
-            answer.end()
+        examinee.end()
     return None
 
 
 def expire(number, frame):
-    raise TestTimeout
+    raise TimeUp
 
 
 def main():
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     sys.set_int_max_str_digits(0)
     nothing, verdict = os.open(os.devnull, os.O_RDWR), os.dup(1)
     ours, control = socket.socketpair()
@@ -306,7 +321,7 @@ def main():
     signal.signal(signal.SIGALRM, expire)
     messages = [examine(test, task, ours) for test in task["tests"]]
     with os.fdopen(verdict, "w") as file:
-        file.write(f"{task['token']}{json.dumps(messages)}\n")
+        file.write(f"\n{task['token']}{json.dumps(messages)}\n")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from arl.api.errors import ConfigError, DatasetError, RewardError, SandboxError, first_error
 from arl.api.types import Example
@@ -64,9 +64,8 @@ UnitTests = CallTests | PrintTests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestReport:
-    """failures: for each test what was wrong, or None where it passed. outcome: of the program, where one ran them all;
-    it says why none of them passed where the program was ended by a limit."""
+class UnitTestReport:
+    """failures: for each test what was wrong, or None where it passed."""
 
     failures: tuple[str | None, ...]
 
@@ -100,7 +99,7 @@ def code_of(answer: str) -> str:
 
 async def run_unit_tests(
     sandbox: Sandbox, code: str, tests: UnitTests, *, limits: Limits | None = None, timeout_s: float = 5.0
-) -> TestReport:
+) -> UnitTestReport:
     """Run tests on code, in the sandbox, which is open.
 
     limits: of the program that runs all CallTests, or of the one that runs for each pair of PrintTests; wall_s and
@@ -117,19 +116,19 @@ async def run_unit_tests(
         except ExceptionGroup as errors:
             raise first_error(errors)  # noqa: B904 - it has its own cause
         pairs = zip(runs, tests.pairs, strict=True)
-        return TestReport(failures=tuple(_difference(run.result(), expected) for run, (_, expected) in pairs))
+        return UnitTestReport(failures=tuple(_difference(run.result(), expected) for run, (_, expected) in pairs))
     token = secrets.token_hex(16)
-    task = {"answer": _program(code, tests), "tests": [*tests.tests], "setup": tests.setup, "trusted": tests.prompt}
+    task = {"answer": _program(code, tests), "tests": [*tests.tests], "setup": tests.setup, "prompt": tests.prompt}
     task |= {"entry_point": tests.entry_point, "timeout_s": timeout_s, "token": token}
     total_s = timeout_s * len(tests) + _START_S
     outcome = await sandbox.run(
         _EXAMINER, stdin=json.dumps(task), limits=replace(limits, wall_s=total_s, cpu_s=total_s)
     )
-    return TestReport(failures=_verdict(outcome, token, len(tests)))
+    return UnitTestReport(failures=_verdict(outcome, token, len(tests)))
 
 
 class UnitTestsReward(Shared):
-    """The share of an example's unit tests that an answer's code passes; with `grade="all"`, 1 if it passes all, else 0.
+    """The share of an example's unit tests that an answer's code passes; 1 or 0 for all or not with `grade="all"`.
 
         reward = UnitTestsReward(find_sandbox(), limits=Limits(memory_bytes=256 << 20))
 
@@ -195,8 +194,9 @@ def _verdict(outcome: Outcome, token: str, num_tests: int) -> tuple[str | None, 
     """What the examiner said, which alone knows the token; without it, why it said nothing."""
     _, is_said, said = outcome.stdout.partition(token)
     if is_said and outcome.succeeded:
-        messages: list[str | None] = json.loads(said)
-        return tuple(messages)
+        with suppress(ValueError):  # what an examinee may write there too
+            messages: list[str | None] = json.loads(said.partition("\n")[0])
+            return tuple(messages)
     return (f"the tests did not end: {_ended(outcome)}",) * num_tests
 
 
