@@ -15,10 +15,11 @@ from arl.workflow.proxy.calls import Answer, TokenCall
 from arl.workflow.proxy.chat import usage
 from arl.workflow.proxy.exchange import completing
 from arl.workflow.proxy.fields import Fields, wrong
-from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.policy import MAX_SEED, CallPolicy
 from arl.workflow.proxy.refusals import openai_error, openai_error_event
 
 _MAX_TOKEN_ID = (1 << 31) - 1
+_MAX_SAMPLES = 128
 _HARMLESS = frozenset(("cache_salt", "model", "priority"))
 _NEUTRAL = {"stream": (False,)}
 _REFUSED = {
@@ -79,8 +80,11 @@ def read(fields: Fields, policy: CallPolicy) -> GenerateWire:
     """The call in a request. Raises RefusedCallError for what is wrong with it, or cannot be honoured."""
     given = Fields(fields.mapping("sampling_params"))
     top_k = given.integer("top_k")
+    input_ids = _token_ids("token_ids", fields.value("token_ids"))
+    if not input_ids:
+        raise wrong("token_ids", input_ids, "the prompt's tokens, one at least")
     call = TokenCall(
-        input_ids=_token_ids("token_ids", fields.value("token_ids")),
+        input_ids=input_ids,
         sampling=policy.sampling_of(
             max_new_tokens=given.integer("max_tokens"),
             temperature=given.number("temperature"),
@@ -90,9 +94,9 @@ def read(fields: Fields, policy: CallPolicy) -> GenerateWire:
             stop=given.strings("stop") or None,
             stop_token_ids=_token_ids("sampling_params.stop_token_ids", given.value("stop_token_ids", [])) or None,
             ignore_eos=given.flag("ignore_eos") or None,
-            seed=given.integer("seed"),
+            seed=given.integer("seed", at_least=0, at_most=MAX_SEED),
         ),
-        n=given.integer("n") or 1,
+        n=given.integer("n", at_least=1, at_most=_MAX_SAMPLES) or 1,
     )
     wire = GenerateWire(
         call=call, request_id=fields.text("request_id", new_id()), tells_prompt=fields.flag("return_token_ids")
