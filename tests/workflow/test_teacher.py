@@ -11,7 +11,7 @@ from served import BREAK, Served, language_model, reward_model
 
 from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, ServerError
 from arl.engine.tiny import tiny_tokenizer
-from arl.workflow import model_server
+from arl.workflow import json_server
 from arl.workflow.scoring import TeacherClient
 
 TOKENS = (7, 8, 9, 10)
@@ -19,7 +19,7 @@ TOKENS = (7, 8, 9, 10)
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_server, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(json_server, "_FIRST_WAIT_S", 0.001)
 
 
 def answering_in_turn(served: Served, *answers: Any) -> None:
