@@ -1,0 +1,291 @@
+"""`arl try`: what it prints of episodes, and what it says of scripts that it cannot run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from script_commands import TOKENIZER, Commands, commands
+
+from arl.api import Trajectory
+from arl.commands.timed_engine import EngineCall
+from arl.commands.transcript import Origin, Passage, legend, passage_of, passages_of, rendered, visible
+
+script = pytest.fixture(commands)
+
+
+def decode(token_ids: object) -> str:
+    return str(TOKENIZER.decode(list(token_ids)))  # pyright: ignore[reportArgumentType]
+
+
+# What is printed ---------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_is_printed_with_what_was_sampled_in_brackets(script: Commands) -> None:
+    code, out, err = script.run("try", "--n", "2")
+    assert code == 0
+    assert "<|im_start|>user\nAdd: 0 + 1 = ?<|im_end|>\n<|im_start|>assistant\n⟦1<|im_end|>⟧\n" in out
+    assert "<|im_start|>user\nAdd: 1 + 1 = ?<|im_end|>\n<|im_start|>assistant\n⟦1<|im_end|>⟧\n" in out
+    assert out.count("episode 1 of 2: held-out example 0") == 1
+    assert out.index("held-out example 0") < out.index("held-out example 1")
+    assert "tokens: given | ⟦sampled⟧ | ⟪sampled, but not trained here⟫" in out
+    assert "\x1b" not in out
+    assert "serving" in err
+
+
+def test_rewards_metrics_and_times_are_told(script: Commands) -> None:
+    _, out, _ = script.run("try", "--n", "1", "--num_turns", "2", answers=("2", "1<|im_end|>"))
+    assert "reward    1 (right 1, short 0.5)" in out
+    assert "metrics   turns 2" in out
+    (first, second) = re.findall(r"turn \d +(\d+) tokens given, (\d+) sampled in [\d.]+ s.*, ended by (\w+)", out)
+    assert (first[1:], second[1:]) == (("1", "stop"), ("2", "stop"))
+    assert int(second[0]) > int(first[0])
+    assert re.search(r"episode +[\d.]+ s, of which the model had [\d.]+ s in 2 turns", out)
+    assert re.search(r"1 episodes in [\d.]+ s: mean reward 1.000, 0 failed, 0 rejected", out)
+
+
+def test_what_looks_like_markup_or_a_control_character_is_shown_as_it_is(script: Commands) -> None:
+    _, out, _ = script.run("try", "--n", "1", "--num_turns", "2", answers=("[red]\x1b[31m:smile:",))
+    assert "[bold]Sure?[/bold]" in out
+    assert "⟦[red]␛[31m:smile:⟧" in out
+
+
+def test_a_rejected_episode_shows_what_it_had_been_through(script: Commands) -> None:
+    code, out, _ = script.run("try", "--n", "1", "--num_turns", "2", answers=("1", "reject<|im_end|>"))
+    assert code == 0
+    assert "assistant\n⟦1⟧<|im_end|>\n<|im_start|>user\n[bold]Sure?[/bold]<|im_end|>\n" in out
+    assert "⟦reject<|im_end|>⟧" in out
+    assert "rejected: arun_episode returned None" in out
+    assert "0 failed, 1 rejected" in out
+
+
+def test_an_error_has_the_traceback_of_the_scripts_code_and_is_told_once(script: Commands) -> None:
+    code, out, err = script.run("try", "--n", "1", answers=("raise",))
+    assert code == 1
+    assert "⟦raise⟧" in out
+    assert 'raise RuntimeError("the tool broke")' in out
+    assert str(script.script) in out
+    assert "arl/episode.py" not in out
+    assert "Traceback" not in err
+    assert (out + err).count("RuntimeError: the tool broke") == 1
+
+
+def test_one_failed_episode_among_others_is_no_failed_command(script: Commands) -> None:
+    code, out, _ = script.run("try", "--n", "2", answers=("raise", "2"))
+    assert code == 0
+    assert "1 failed" in out
+
+
+def test_the_examples_are_the_first_ones_of_the_split_and_no_more_than_there_are(script: Commands) -> None:
+    _, out, _ = script.run("try", "--n", "1", "--split", "train")
+    assert "Add: 50 + 1 = ?" in out
+    assert "train example 0" in out
+    _, out, _ = script.run("try", "--n", "7")
+    assert "episode 3 of 3" in out
+    assert "these are all held-out examples that there are" in out
+
+
+def test_greedy_is_temperature_0_whatever_the_workflow_asks(script: Commands) -> None:
+    script.run("try", "--n", "1")
+    script.run("try", "--n", "1", "--greedy")
+    assert [request.sampling.temperature for request in script.requests] == [0.7, 0.0]
+
+
+def test_requests_have_seeds_where_the_settings_say_so(script: Commands) -> None:
+    for _ in range(2):
+        script.run("try", "--n", "2", "--rollout.seed_requests")
+    seeds = [request.sampling.seed for request in script.requests]
+    assert None not in seeds
+    assert seeds[:2] == seeds[2:]
+    assert seeds[0] != seeds[1]
+
+
+def test_nothing_of_a_training_run_in_the_same_directory_is_touched(script: Commands) -> None:
+    run_dir = script.directory / "run"
+    kept = run_dir / "checkpoints" / "version-3" / "state.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    (run_dir / "metrics.jsonl").write_text('{"version": 9}\n')
+    script.run("try", "--n", "1")
+    files = {str(path.relative_to(run_dir)): path.read_text() for path in run_dir.rglob("*") if path.is_file()}
+    assert files == {"checkpoints/version-3/state.json": "{}", "metrics.jsonl": '{"version": 9}\n'}
+
+
+# Weights -----------------------------------------------------------------------------------------------------------
+
+
+def served(script: Commands, *flags: str) -> tuple[int, str]:
+    _, _, err = result = script.run("try", "--n", "1", *flags)
+    return result[0], err
+
+
+def test_the_trained_model_is_served_with_all_else_as_it_was(script: Commands) -> None:
+    for place, flags in (("run/trained", ["--trained"]), ("other", ["--trained", str(script.directory / "other")])):
+        TOKENIZER.save_pretrained(script.directory / place)
+        (script.directory / place / "config.json").write_text("{}")
+        code, err = served(script, *flags)
+        assert code == 0
+        assert f"serving {script.directory / place} with" in err
+
+
+def test_a_trained_model_that_is_not_there_is_named(script: Commands) -> None:
+    code, err = served(script, "--trained")
+    assert code == 1
+    assert f"no trained model in {script.directory}/run/trained; train it first: python {script.script}" in err
+    code, err = served(script, "--trained", "nowhere")
+    assert "no trained model in nowhere; name the directory of a model" in err
+
+
+def test_servers_that_run_already_cannot_be_given_another_model(script: Commands) -> None:
+    (script.directory / "model" / "config.json").write_text("{}")
+    flags = ["--engine.kind", "sglang", "--engine.addresses", "http://127.0.0.1:9"]
+    code, err = served(script, "--trained", str(script.directory / "model"), *flags)
+    assert code == 1
+    assert "engine.kind=sglang has servers that run already" in err
+
+
+# Scripts that cannot be run -----------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_script_are_flags_and_wrong_ones_are_named(script: Commands) -> None:
+    code, _, err = script.run("try", "--num_turnz", "2")
+    assert code == 2
+    assert "error: --num_turnz is not a setting; did you mean --num_turns" in err
+
+
+def test_help_lists_the_options_and_then_the_scripts_settings(script: Commands) -> None:
+    code, out, _ = script.command("try", str(script.script), "--help")
+    assert code == 0
+    assert out.index("--greedy") < out.index("--num_turns")
+    assert "How often it asks." in out
+
+
+def test_without_held_out_examples_the_training_ones_are_pointed_to(script: Commands) -> None:
+    code, _, err = script.run("try", "--num_held_out", "0")
+    assert code == 1
+    assert "has no held-out examples (Setup.eval_dataset); take --split train" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("x = 1", "has no `experiment`; write at the top level of it: experiment = Experiment("),
+        ("experiment = 3", "has a int for its `experiment`"),
+        ("import nothing_like_this", "cannot be imported: ModuleNotFoundError: No module named 'nothing_like_this'"),
+        ("raise SystemExit(3)", "SystemExit: 3; what it does when it is run belongs under `if __name__"),
+    ],
+)
+def test_a_file_without_an_experiment_is_told_why(script: Commands, text: str, complaint: str) -> None:
+    script.script.write_text(text + "\n")
+    code, _, err = script.command("try", str(script.script))
+    assert code == 2
+    assert complaint in err.splitlines()[-1]
+    assert "frozen importlib" not in err
+    if "import" in text:
+        assert f'{script.script}", line 1' in err
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("nowhere.py", "there is no file"), ("model", "no Python file is"), ("types.py", "the name of a module")],
+)
+def test_what_is_no_script_is_named(script: Commands, name: str, complaint: str) -> None:
+    (script.directory / "types.py").write_text("")
+    code, _, err = script.command("try", str(script.directory / name))
+    assert code == 2
+    assert complaint in err
+    assert name in err
+
+
+@pytest.mark.parametrize("flags", [["--n", "0"], ["--n", "many"], ["--split", "test"], []])
+def test_a_wrong_option_is_told_with_the_usage(script: Commands, flags: list[str]) -> None:
+    code, _, err = script.command("try", *([str(script.script), *flags] if flags else []))
+    assert code == 2
+    assert err.startswith("usage: arl try")
+
+
+def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = """
+import contextlib, sys
+from arl.__main__ import main
+for argv in (["--help"], ["try", "--help"], ["eval", "--help"], ["try", "nowhere.py"]):
+    with contextlib.suppress(SystemExit):
+        main(argv)
+sys.exit("torch" in sys.modules or "transformers" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+# Transcripts --------------------------------------------------------------------------------------------------------
+
+
+def shown(passage: Passage, *, brackets: bool = True) -> str:
+    return rendered(passage, decode, brackets=brackets).plain
+
+
+def passage(*parts: tuple[Origin, str | list[int]]) -> Passage:
+    ids = [(origin, TOKENIZER.encode(part) if isinstance(part, str) else part) for origin, part in parts]
+    return Passage(
+        token_ids=tuple(token for _, tokens in ids for token in tokens),
+        origins=tuple(origin for origin, tokens in ids for _ in tokens),
+    )
+
+
+def test_a_character_whose_bytes_were_half_given_is_shown_whole() -> None:
+    first, *rest = TOKENIZER.encode("é")
+    text = shown(
+        passage((Origin.GIVEN, "caf"), (Origin.GIVEN, [first]), (Origin.TRAINED, [*rest, *TOKENIZER.encode("!")]))
+    )
+    assert text == "caf⟦é!⟧"
+
+
+def test_spaces_between_words_are_those_of_the_whole_text() -> None:
+    """Some tokenizers show a token's leading space only where it is not the first."""
+    words = ["two", "three", "four"]
+    text = rendered(
+        Passage(token_ids=(0, 1, 2), origins=(Origin.GIVEN, Origin.TRAINED, Origin.SAMPLED)),
+        lambda ids: " ".join(words[i] for i in ids),
+        brackets=True,
+    )
+    assert text.plain == "two⟦ three⟧⟪ four⟫"
+
+
+def test_what_another_trajectory_trains_is_marked_as_such() -> None:
+    trajectory = Trajectory(
+        token_ids=tuple(TOKENIZER.encode("abc")),
+        loss_mask=(0, 0, 1),
+        behavior_logprobs=(0.0, -1.0, -1.0),
+        versions=(-1, 4, 4),
+        reward=0.0,
+    )
+    assert shown(passage_of(trajectory)) == "a⟪b⟫⟦c⟧"
+
+
+def test_on_a_terminal_colours_take_the_place_of_brackets() -> None:
+    console = Console(force_terminal=True, color_system="standard", width=80)
+    with console.capture() as captured:
+        console.print(rendered(passage((Origin.GIVEN, "in"), (Origin.TRAINED, "out")), decode, brackets=False))
+        console.print(legend(brackets=False))
+    assert captured.get().splitlines()[0] == "\x1b[2min\x1b[0m\x1b[1;32mout\x1b[0m"
+    assert "⟦" not in captured.get()
+
+
+def call(given: str, sampled: str) -> EngineCall:
+    ids = tuple(TOKENIZER.encode(given)), tuple(TOKENIZER.encode(sampled))
+    return EngineCall(input_ids=ids[0], output_ids=ids[1], elapsed_s=0.1, ended_by="stop")
+
+
+def test_calls_that_continue_one_another_are_one_passage_and_others_are_their_own() -> None:
+    calls = [call("q", "a"), call("other", "b"), call("qa next", "c"), call("qa next", "d")]
+    assert [shown(found) for found in passages_of(calls)] == ["other⟦b⟧", "q⟦a⟧ next⟦c⟧", "q⟦a⟧ next⟦d⟧"]
+
+
+def test_a_call_that_failed_shows_what_it_was_given() -> None:
+    assert [shown(found) for found in passages_of([call("q", "a"), call("qa next", "")])] == ["q⟦a⟧ next"]
+
+
+def test_lines_and_tabs_stay_and_other_control_characters_are_seen() -> None:
+    assert visible("a\n\tb\r\x00\x7f\x9b") == "a\n\tb␍␀␡\N{REPLACEMENT CHARACTER}"
