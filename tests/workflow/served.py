@@ -20,12 +20,14 @@ Answer = Callable[[Any], "Any | Awaitable[Any]"]
 
 @dataclass(eq=False)
 class Served:
-    """answers: by path. asked: every (path, body), in order. peers: connections that they came by."""
+    """answers: by path. asked: every (path, body), in order. peers: connections that they came by. headers: of every
+    answer."""
 
     answers: dict[str, Answer]
     asked: list[tuple[str, Any]] = field(default_factory=list)
     peers: set[Any] = field(default_factory=set)
     keys: list[str | None] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
     running: int = 0
     most_running: int = 0
 
@@ -64,7 +66,7 @@ class Served:
             request.transport.close()
             return web.Response()
         status, content = answer if isinstance(answer, tuple) else (200, answer)
-        return web.json_response(content, status=status)
+        return web.json_response(content, status=status, headers=self.headers)
 
 
 def language_model(logprob_of: Callable[[int], float] = lambda token: -token / 100, vocab_size: int = 500) -> Served:
