@@ -1,7 +1,7 @@
 """What is learned from each token: advantages, by any of the estimators, from groups of trajectories.
 
 Each is computed among a group's trajectories of the same role, in float64, and is the same to the last bit in whatever
-order trajectories, groups and roles come.
+order trajectories, groups and roles come. An episode that branched into several trajectories counts once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from arl.algorithm.baselines import RELATIVE, centred, divisor_of, scaled_apart
 from arl.algorithm.gae import gae_advantages
-from arl.algorithm.pass_at_k import pass_at_k_advantages
+from arl.algorithm.pass_at_k import SUCCESS, pass_at_k_advantages
 from arl.algorithm.peers import Peers, kl_penalties, peers_of
 from arl.algorithm.process_rewards import normalised_process_rewards, returns_to_go
 from arl.algorithm.sequences import Batch, flat, regrouped
@@ -50,7 +50,8 @@ def with_advantages(groups: Sequence[Group], batch: Batch, config: AlgorithmConf
         sequences = [replace(s, returns=torch.where(s.loss_mask, a + s.values, 0.0).float()) for s, a in pairs]
     if _is_whitened(config.advantage):
         masks = [s.loss_mask for s in sequences]
-        advantages = whitened(advantages, masks, each_sequence_once=_weighs_sequences(config.advantage))
+        once = [(i, s.episode) for i, group in enumerate(batch) for s in group]
+        advantages = whitened(advantages, masks, once if _weighs_episodes(config.advantage) else None)
     filled = [replace(s, advantages=a.float()) for s, a in zip(sequences, advantages, strict=True)]
     return regrouped(filled, batch)
 
@@ -67,7 +68,7 @@ def _estimated(peers: Peers, config: AlgorithmConfig) -> list[torch.Tensor]:
     if isinstance(settings, DistillationAdvantage):
         return distillation_advantages(peers, settings)
     if isinstance(settings, PassAtKAdvantage):
-        return _over_tokens(peers, pass_at_k_advantages(peers.totals, settings.k))
+        return _over_tokens(peers, _one_success(peers, settings.k))
     return _over_tokens(peers, rejection_advantages(peers.totals, settings))
 
 
@@ -86,6 +87,13 @@ def distillation_advantages(peers: Peers, settings: DistillationAdvantage) -> li
     return advantages
 
 
+def _one_success(peers: Peers, k: int) -> list[float]:
+    """Each trajectory's advantage as an answer that is right or wrong among the episodes that are."""
+    values = peers.of_episodes(peers.totals)
+    known = {v > SUCCESS: a for v, a in zip(values, pass_at_k_advantages(values, k), strict=True)}
+    return [known.get(total > SUCCESS, 0.0) for total in peers.totals]
+
+
 def rejection_advantages(rewards: Sequence[float], settings: RejectionAdvantage) -> list[float]:
     """RAFT (2304.06767) and RAFT++ (2504.11343): 1 for what is kept, and 0 for what is not."""
     return [1.0 if reward > settings.threshold else 0.0 for reward in rewards]
@@ -95,14 +103,17 @@ def returns_advantages(peers: Peers, settings: ReturnsAdvantage, kl: KLConfig) -
     """float64[T]: (R - baseline) / scale, the same for each token, and the process rewards from each token on.
 
     Outcome and process rewards are normalised apart and added (PRIME, 2502.01456). A KL in the reward is part
-    of a trajectory's outcome where the baseline is the peers' (RLOO, 2402.14740): R is R less all its tokens'
-    penalties. Else it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The scale
-    is that of R itself: in a group of equal rewards, penalties would be scaled up to 1.
+    of a trajectory's outcome where the baseline is the peers' (RLOO, 2402.14740): R is R less the penalties of all its
+    episode's tokens. Else it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The
+    scale is that of R itself: in a group of equal rewards, penalties would be scaled up to 1.
     """
     penalties = kl_penalties(peers.sequences, kl)
     rewards = peers.outcomes
-    totals = rewards if penalties is None else [r - float(p.sum()) for r, p in zip(rewards, penalties, strict=True)]
-    divisor = divisor_of(rewards, settings.scale)
+    totals = rewards
+    if penalties is not None:
+        sums = peers.summed([float(p.sum()) for p in penalties])
+        totals = [r - p for r, p in zip(rewards, sums, strict=True)]
+    divisor = divisor_of(rewards, peers, settings.scale)
     is_relative = settings.baseline in RELATIVE
     if settings.separate_rewards:
         outcomes = scaled_apart(peers, settings)
@@ -134,6 +145,6 @@ def _is_whitened(settings: AdvantageConfig) -> bool:
     return isinstance(settings, GAEAdvantage) and settings.whiten
 
 
-def _weighs_sequences(settings: AdvantageConfig) -> bool:
-    """GDPO's mean and standard deviation are over trajectories (2601.05242, as in TRL); all others are over tokens."""
+def _weighs_episodes(settings: AdvantageConfig) -> bool:
+    """GDPO's mean and standard deviation are over episodes (2601.05242, as in TRL); all others are over tokens."""
     return isinstance(settings, ReturnsAdvantage) and settings.scale != "batch_std"

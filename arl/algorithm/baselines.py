@@ -1,4 +1,4 @@
-"""One advantage for each trajectory, from its reward and those of its peers."""
+"""One advantage for each trajectory, from its reward and those of its peers' episodes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ RELATIVE = ("group_mean", "leave_one_out", "length_weighted")
 
 def scaled(rewards: Sequence[float], peers: Peers, settings: ReturnsAdvantage) -> list[float]:
     """(R - baseline) / scale, for each of the peers; batch_std is left to whoever sees the batch."""
-    divisor = divisor_of(rewards, settings.scale)
+    divisor = divisor_of(rewards, peers, settings.scale)
     return [c / divisor for c in centred(rewards, peers, settings.baseline)]
 
 
-def divisor_of(rewards: Sequence[float], scale: str) -> float:
-    """group_std: the rewards' sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) + 1e-6; else 1.
+def divisor_of(rewards: Sequence[float], peers: Peers, scale: str) -> float:
+    """group_std: the sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) of episodes' rewards + 1e-6;
+    else 1.
 
     Where all are equal it is 1 too: nothing is scaled up to where a rounding error would count.
     """
-    return spread_of(rewards).divisor if scale == "group_std" else 1.0
+    return spread_of(peers.of_episodes(rewards)).divisor if scale == "group_std" else 1.0
 
 
 def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float]:
-    """R - baseline, for n trajectories with l_i trained tokens each.
+    """R - baseline, for n episodes, each with one reward, the mean over its trajectories', and l_i trained tokens.
 
         none (REINFORCE):                       R_i
         greedy (ReMax, 2310.10505):             R_i - the reward of the episode that was decoded greedily
@@ -37,22 +38,37 @@ def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float
         leave_one_out (RLOO, 2402.14740):       R_i - mean of the others' R = (R_i - mean(R)) n / (n - 1)
         length_weighted (OPO, 2505.23585):      R_i - sum(l R) / sum(l); the plain mean where nothing is trained
 
-    Raises TrajectoryError where a greedy baseline is asked for and the group has none for the role.
+    Trajectories of one episode may have rewards of their own: the R_i that something is subtracted from is then the
+    trajectory's. Raises TrajectoryError where a greedy baseline is asked for and the group has none for the role.
     """
     if baseline == "none":
         return list(rewards)
     if baseline == "greedy":
         return [r - _greedy_reward(peers) for r in rewards]
-    spread = spread_of(rewards)
-    if spread.std == 0:
+    if spread_of(rewards).std == 0:
         return [0.0] * len(rewards)
+    values = peers.of_episodes(rewards)
+    spread = spread_of(values)
+    if baseline == "leave_one_out":
+        return _less_the_others(rewards, values, spread.mean, peers)
+    middle = spread.mean
     if baseline == "length_weighted":
-        lengths = [t.num_trained_tokens for t in peers.trajectories]
-        weighted = math.fsum(n * r for n, r in zip(lengths, rewards, strict=True))
-        mean = weighted / sum(lengths) if sum(lengths) else spread.mean
-        return [r - mean for r in rewards]
-    factor = len(rewards) / (len(rewards) - 1) if baseline == "leave_one_out" else 1.0
-    return [(r - spread.mean) * factor for r in rewards]
+        lengths = [sum(peers.trajectories[i].num_trained_tokens for i in members) for members in peers.episodes]
+        if sum(lengths):
+            middle = math.fsum(n * r for n, r in zip(lengths, values, strict=True)) / sum(lengths)
+    return [r - middle for r in rewards]
+
+
+def _less_the_others(rewards: Sequence[float], values: Sequence[float], mean: float, peers: Peers) -> list[float]:
+    """Each reward less the mean of the other episodes' values; 0 where there is no other episode."""
+    centred = [0.0] * len(rewards)
+    if len(values) == 1:
+        return centred
+    factor = len(values) / (len(values) - 1)
+    for members, value in zip(peers.episodes, values, strict=True):
+        for i in members:
+            centred[i] = (value - mean) * factor + (rewards[i] - value)
+    return centred
 
 
 def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:

@@ -19,13 +19,16 @@ class Peers:
     """The trajectories of a group with the same role, as many as there are: who is compared with whom.
 
     Agents of different roles have rewards of their own, and a group from which episodes were dropped is normalised by
-    those that remain. places: where each lies in the flat batch. outcomes: each one's reward less the penalty for its
-    length; overlong: those penalties. Those that are masked out train nothing, but count in here as the others do.
+    those that remain. places: where each lies in the flat batch. episodes: for each episode, which of the trajectories
+    are its own. One that branched has several, and counts once: in every statistic it is their mean. outcomes: each
+    trajectory's reward less the penalty for its length; overlong: those penalties. Those that are masked out train
+    nothing, but count in here as the others do.
     """
 
     group: Group
     role: str
     places: tuple[int, ...]
+    episodes: tuple[tuple[int, ...], ...]
     trajectories: tuple[Trajectory, ...]
     sequences: tuple[TrainSequence, ...]
     overlong: tuple[float, ...]
@@ -39,11 +42,28 @@ class Peers:
 
     @property
     def totals(self) -> list[float]:
-        """Outcome and process rewards of each, added up."""
-        return [
-            math.fsum((outcome, *(turn.reward for turn in t.turns), *(t.token_rewards or ())))
-            for t, outcome in zip(self.trajectories, self.outcomes, strict=True)
-        ]
+        """The outcome of each and all process rewards of its episode, added up: a branch has those of the others too,
+        as if the episode had not branched."""
+        outcomes, totals = self.outcomes, [0.0] * len(self)
+        for members in self.episodes:
+            trajectories = [self.trajectories[i] for i in members]
+            process = [r for t in trajectories for r in (*(turn.reward for turn in t.turns), *(t.token_rewards or ()))]
+            for i in members:
+                totals[i] = math.fsum((outcomes[i], *process))
+        return totals
+
+    def of_episodes(self, values: Sequence[float]) -> list[float]:
+        """For each episode the mean of its trajectories' values."""
+        return [mean([values[i] for i in members]) for members in self.episodes]
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """For each trajectory the sum over those of its episode."""
+        sums = [0.0] * len(self)
+        for members in self.episodes:
+            total = math.fsum(values[i] for i in members)
+            for i in members:
+                sums[i] = total
+        return sums
 
 
 def peers_of(groups: Sequence[Group], batch: Batch, overlong: OverlongConfig) -> Iterator[Peers]:
@@ -54,15 +74,24 @@ def peers_of(groups: Sequence[Group], batch: Batch, overlong: OverlongConfig) ->
             places[trajectory.role].append(i)
         for role, members in places.items():
             trajectories = tuple(group.trajectories[i] for i in members)
+            episodes: dict[int, list[int]] = defaultdict(list)
+            for place, i in enumerate(members):
+                episodes[group.episode_indices[i]].append(place)
             yield Peers(
                 group=group,
                 role=role,
+                episodes=tuple(map(tuple, episodes.values())),
                 places=tuple(first + i for i in members),
                 trajectories=trajectories,
                 sequences=tuple(sequences[first + i] for i in members),
                 overlong=tuple(length_penalty(t.num_trained_tokens, overlong) for t in trajectories),
             )
         first += len(group.trajectories)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Exact where all are equal: the rounded mean of equal numbers may be another."""
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
 
 def length_penalty(num_tokens: int, config: OverlongConfig) -> float:

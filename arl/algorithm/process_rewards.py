@@ -10,7 +10,7 @@ import torch
 
 from arl.algorithm.baselines import RELATIVE
 from arl.algorithm.peers import Peers
-from arl.algorithm.spread import pooled_spread
+from arl.algorithm.spread import joined, pooled_spread
 from arl.api.algorithm import ReturnsAdvantage
 from arl.api.types import Trajectory
 
@@ -57,11 +57,11 @@ def normalised_process_rewards(peers: Peers, settings: ReturnsAdvantage) -> list
 
         none, greedy:                   as they are
         group_mean, length_weighted:    less the mean over all of them
-        leave_one_out:                  less the mean of the other trajectories' means
+        leave_one_out:                  less the mean of the other episodes' means
         group_std:                      divided by the standard deviation over all of them + 1e-6
 
     A trajectory without token_rewards or turns has none and counts in no mean. With a baseline of the peers' they are
-    0 where all are equal, and for a trajectory that is alone.
+    0 where all are equal, and for an episode that is alone.
     """
     of_tokens = any(any(t.token_rewards or ()) for t in peers.trajectories)
     of_turns = any(turn.reward for t in peers.trajectories for turn in t.turns)
@@ -72,12 +72,12 @@ def normalised_process_rewards(peers: Peers, settings: ReturnsAdvantage) -> list
     if of_tokens:
         given = [token_rewards(t, tokens)[tokens.mask] for t, tokens in zip(peers.trajectories, trained, strict=True)]
         rewarded = [v if t.token_rewards else v[:0] for t, v in zip(peers.trajectories, given, strict=True)]
-        for place, tokens, values in zip(places, trained, _normalised(rewarded, settings), strict=True):
+        for place, tokens, values in zip(places, trained, _normalised(rewarded, peers, settings), strict=True):
             if len(values):
                 place[tokens.mask] = values
     if of_turns:
         rewarded = [torch.tensor([turn.reward for turn in t.turns], dtype=torch.float64) for t in peers.trajectories]
-        for i, values in enumerate(_normalised(rewarded, settings)):
+        for i, values in enumerate(_normalised(rewarded, peers, settings)):
             places[i] += turn_rewards(peers.trajectories[i], trained[i], values)
     return places
 
@@ -114,23 +114,27 @@ def discounted_sums(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def _normalised(rewards: Sequence[torch.Tensor], settings: ReturnsAdvantage) -> list[torch.Tensor]:
+def _normalised(rewards: Sequence[torch.Tensor], peers: Peers, settings: ReturnsAdvantage) -> list[torch.Tensor]:
     """Each trajectory's process rewards of one kind, less their baseline, over their scale."""
     spread = pooled_spread(rewards)
     is_relative = settings.baseline in RELATIVE
-    if is_relative and (spread.std == 0 or len(rewards) == 1):
+    if is_relative and (spread.std == 0 or len(peers.episodes) == 1):
         return [torch.zeros_like(r) for r in rewards]
     divisor = spread.divisor if settings.scale == "group_std" else 1.0
     if settings.baseline == "leave_one_out":
-        return [(r - other) / divisor for r, other in zip(rewards, _means_of_others(rewards), strict=True)]
+        return [(r - other) / divisor for r, other in zip(rewards, _means_of_others(rewards, peers), strict=True)]
     mean = spread.mean if is_relative else 0.0
     return [(r - mean) / divisor for r in rewards]
 
 
-def _means_of_others(rewards: Sequence[torch.Tensor]) -> list[torch.Tensor | float]:
-    """For each trajectory the mean of the other trajectories' means; its own rewards where no other has any."""
-    means = [float(r.mean()) for r in rewards if len(r)]
+def _means_of_others(rewards: Sequence[torch.Tensor], peers: Peers) -> list[torch.Tensor | float]:
+    """For each trajectory the mean of the other episodes' means; its own rewards where no other has any."""
+    pooled = [joined([rewards[i] for i in members]) for members in peers.episodes]
+    means = [float(r.mean()) for r in pooled if len(r)]
     if len(means) < 2:
         return list(rewards)
-    total = math.fsum(means)
-    return [(total - float(r.mean())) / (len(means) - 1) if len(r) else 0.0 for r in rewards]
+    total, others = math.fsum(means), list[torch.Tensor | float](rewards)
+    for members, own in zip(peers.episodes, pooled, strict=True):
+        for i in members:
+            others[i] = (total - float(own.mean())) / (len(means) - 1) if len(own) else 0.0
+    return others

@@ -18,7 +18,7 @@ def to_sequences(groups: Sequence[Group], overlong: OverlongConfig) -> Batch:
 
     With overlong.mask_truncated, those that a length limit ended train no token, and count in no denominator.
     """
-    return [[_sequence(trajectory, overlong) for trajectory in group.trajectories] for group in groups]
+    return [[_sequence(t, n, overlong) for t, n in zip(g.trajectories, _episodes(g), strict=True)] for g in groups]
 
 
 def flat(batch: Sequence[Sequence[TrainSequence]]) -> list[TrainSequence]:
@@ -31,7 +31,14 @@ def regrouped(sequences: Sequence[TrainSequence], like: Sequence[Sequence[TrainS
     return [[next(rest) for _ in group] for group in like]
 
 
-def _sequence(trajectory: Trajectory, overlong: OverlongConfig) -> TrainSequence:
+def _episodes(group: Group) -> list[int]:
+    """For each trajectory a number that those of the same episode and role have in common."""
+    numbers: dict[tuple[int, str], int] = {}
+    pairs = zip(group.episode_indices, group.trajectories, strict=True)
+    return [numbers.setdefault((episode, t.role), len(numbers)) for episode, t in pairs]
+
+
+def _sequence(trajectory: Trajectory, episode: int, overlong: OverlongConfig) -> TrainSequence:
     loss_mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
     if overlong.mask_truncated and trajectory.is_truncated:
         loss_mask = torch.zeros_like(loss_mask)
@@ -43,4 +50,5 @@ def _sequence(trajectory: Trajectory, overlong: OverlongConfig) -> TrainSequence
         proximal_logprobs=behavior,
         versions=torch.tensor(trajectory.versions, dtype=torch.int64),
         temperature=trajectory.temperature,
+        episode=episode,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,15 +65,26 @@ def pooled_spread(parts: Sequence[torch.Tensor], *, each_part_once: bool = False
     return Spread(mean, math.sqrt(squares / (count - 1)) if count > 1 else 0.0)
 
 
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One 1-D tensor of all numbers, the same in whatever order the parts come."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts)).sort().values
+
+
 def whitened(
-    values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], *, each_sequence_once: bool = False
+    values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], once: Sequence[Hashable] | None = None
 ) -> list[torch.Tensor]:
     """(values - mean) / (std + 1e-6) over everything that is masked in, and 0 elsewhere.
 
-    Numbers that are all equal, and one that is alone, become 0 exactly. each_sequence_once: for mean and std a
-    sequence weighs the same however many of its numbers are masked in.
+    Numbers that are all equal, and one that is alone, become 0 exactly. once: for each sequence of what it is a part;
+    for mean and std those with the same weigh as much together as others do, however many numbers are masked in.
     """
-    spread = pooled_spread([v[m] for v, m in zip(values, masks, strict=True)], each_part_once=each_sequence_once)
+    parts = [v[m] for v, m in zip(values, masks, strict=True)]
+    if once is not None:
+        whole: defaultdict[Hashable, list[torch.Tensor]] = defaultdict(list)
+        for part, of in zip(parts, once, strict=True):
+            whole[of].append(part)
+        parts = [joined(members) for members in whole.values()]
+    spread = pooled_spread(parts, each_part_once=once is not None)
     if spread.std == 0:
         return [torch.zeros_like(v) for v in values]
     return [torch.where(m, (v - spread.mean) / spread.divisor, 0.0) for v, m in zip(values, masks, strict=True)]

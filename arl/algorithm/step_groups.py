@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import torch
 
+from arl.algorithm.baselines import centred, divisor_of
 from arl.algorithm.peers import Peers
 from arl.algorithm.spread import Spread, spread_of
 from arl.api.algorithm import GiGPOAdvantage
@@ -16,7 +17,7 @@ from arl.api.types import Trajectory
 def gigpo_advantages(peers: Peers, settings: GiGPOAdvantage) -> list[torch.Tensor]:
     """float64[T] for each of the peers: A = A_episode + step_weight * A_step (eq. 8).
 
-        A_episode (eq. 3): (R - mean) / scale over the peers; R is an episode's outcome and process rewards, added up
+        A_episode (eq. 3): (R - mean) / scale over episodes; R is an episode's outcome and process rewards, added up
         A_step (eq. 7):    (Q - mean) / scale over all turns of the peers that were taken in the same state
         Q (eq. 5):         sum over this and later turns j of turn_discount^j r_j; the outcome is the last turn's
 
@@ -24,10 +25,10 @@ def gigpo_advantages(peers: Peers, settings: GiGPOAdvantage) -> list[torch.Tenso
     A_step 0, and so have tokens outside every turn.
     """
     totals = peers.totals
-    spread = spread_of(totals)
+    divisor = divisor_of(totals, peers, settings.scale)
     advantages = [
-        torch.full((len(t.token_ids),), _relative(total, spread, settings.scale), dtype=torch.float64)
-        for t, total in zip(peers.trajectories, totals, strict=True)
+        torch.full((len(t.token_ids),), distance / divisor, dtype=torch.float64)
+        for t, distance in zip(peers.trajectories, centred(totals, peers, "group_mean"), strict=True)
     ]
     pairs = zip(peers.trajectories, peers.outcomes, strict=True)
     returns = [turn_returns(t, outcome, settings.turn_discount) for t, outcome in pairs]

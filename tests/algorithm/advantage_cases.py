@@ -28,13 +28,19 @@ def trajectory(reward: float = 0.0, mask: Sequence[int] = MASK, **changes: Any) 
     return Trajectory(**fields | changes)
 
 
-def group(*trajectories: Trajectory, group_id: int = 0, greedy_rewards: dict[str, float] | None = None) -> Group:
+def group(
+    *trajectories: Trajectory,
+    group_id: int = 0,
+    greedy_rewards: dict[str, float] | None = None,
+    episodes: Sequence[int] | None = None,
+) -> Group:
+    """episodes: of which each trajectory is, if not each of one of its own."""
     return Group(
         group_id=group_id,
         example_id=(0, group_id),
         stamp=0,
         trajectories=trajectories,
-        episode_indices=tuple(range(len(trajectories))),
+        episode_indices=tuple(range(len(trajectories)) if episodes is None else episodes),
         greedy_rewards=greedy_rewards or {},
     )
 
@@ -84,14 +90,22 @@ def forwarded(batch: Batch, seed: int = 0) -> Batch:
     return filled
 
 
-def random_groups(seed: int, *, has_process: bool = True, max_groups: int = 4) -> list[Group]:
-    """Groups of 1 to 6 trajectories in two roles, of 1 to 12 tokens: some untrained, truncated, in turns, rewarded."""
+def random_groups(
+    seed: int, *, has_process: bool = True, max_groups: int = 4, has_branches: bool = False
+) -> list[Group]:
+    """Groups of 1 to 6 trajectories in two roles, of 1 to 12 tokens: some untrained, truncated, in turns, rewarded.
+
+    has_branches: some are of one episode, with the same reward or with one of their own.
+    """
     rng = random.Random(seed)
     groups = []
     for group_id in range(rng.randint(1, max_groups)):
         members = [_random_trajectory(rng, has_process) for _ in range(rng.randint(1, 6))]
         greedy = {"agent": rng.choice((0.0, 0.5, 1.0)), "critic": rng.random()}
-        groups.append(group(*members, group_id=group_id, greedy_rewards=greedy))
+        episodes = [rng.randint(0, i) if has_branches else i for i in range(len(members))]
+        if rng.random() < 0.5:
+            members = [replace(t, reward=members[e].reward) for t, e in zip(members, episodes, strict=True)]
+        groups.append(group(*members, group_id=group_id, greedy_rewards=greedy, episodes=episodes))
     return groups
 
 

@@ -1,4 +1,7 @@
-"""Every advantage estimator the slow way: number by number, in plain Python, straight from its definition."""
+"""Every advantage estimator the slow way: number by number, in plain Python, straight from its definition.
+
+An episode counts once among its peers, with the mean of its trajectories of the role.
+"""
 
 import itertools
 import math
@@ -17,14 +20,15 @@ from arl.api.algorithm import (
 from arl.api.types import Group, TrainSequence, Trajectory
 
 EPSILON = 1e-6
-Member = tuple[Group, Trajectory, TrainSequence]
+Member = tuple[Group, Trajectory, TrainSequence, int]
+"""One of the trajectories that are compared, the last entry its episode."""
 Numbers = list[float]
 
 
 def reference_advantages(groups: list[Group], batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
     """For each group and trajectory its tokens' advantages."""
     members = [
-        [(g, t, s) for t, s in zip(g.trajectories, sequences, strict=True)]
+        [(g, t, s, e) for t, s, e in zip(g.trajectories, sequences, g.episode_indices, strict=True)]
         for g, sequences in zip(groups, batch, strict=True)
     ]
     raw = [[_of_one(member, peers, config) for member in peers] for peers in members]
@@ -32,7 +36,7 @@ def reference_advantages(groups: list[Group], batch: Batch, config: AlgorithmCon
         [[a if m else 0.0 for a, m in zip(row, member[2].loss_mask.tolist(), strict=True)] for row, member in pairs]
         for pairs in (zip(rows, peers, strict=True) for rows, peers in zip(raw, members, strict=True))
     ]
-    return _whitened(masked, batch, config)
+    return _whitened(masked, groups, batch, config)
 
 
 def reference_returns(groups: list[Group], batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
@@ -50,7 +54,7 @@ def reference_returns(groups: list[Group], batch: Batch, config: AlgorithmConfig
 
 
 def _of_one(member: Member, group: list[Member], config: AlgorithmConfig) -> Numbers:
-    _, me, sequence = member
+    _, me, sequence, _ = member
     peers = [m for m in group if m[1].role == me.role]
     place = next(i for i, m in enumerate(peers) if m[1] is me and m[2] is sequence)
     settings = config.advantage
@@ -66,9 +70,10 @@ def _of_one(member: Member, group: list[Member], config: AlgorithmConfig) -> Num
             b - p for b, p in zip(sequence.behavior_logprobs.tolist(), sequence.proximal_logprobs.tolist(), strict=True)
         ]
         return [settings.coefficient * (r + m) for r, m in zip(given, moved, strict=True)]
-    totals = [_total(t, config) for _, t, _ in peers]
+    totals = _totals(peers, config)
     if isinstance(settings, PassAtKAdvantage):
-        return [_pass_at_k(place, [total > 0.5 for total in totals], settings.k)] * len(me.token_ids)
+        is_right = [value > 0.5 for value in _by_episode(totals, peers).values()]
+        return [_pass_at_k(totals[place] > 0.5, is_right, settings.k)] * len(me.token_ids)
     assert isinstance(settings, RejectionAdvantage)
     return [1.0 if totals[place] > settings.threshold else 0.0] * len(me.token_ids)
 
@@ -90,9 +95,23 @@ def _outcome(trajectory: Trajectory, config: AlgorithmConfig) -> float:
     return trajectory.reward - _penalty(trajectory, config)
 
 
-def _total(trajectory: Trajectory, config: AlgorithmConfig) -> float:
-    process = sum(trajectory.token_rewards or ()) + sum(turn.reward for turn in trajectory.turns)
-    return _outcome(trajectory, config) + process
+def _totals(peers: list[Member], config: AlgorithmConfig) -> Numbers:
+    """Each one's outcome and the process rewards of its whole episode."""
+    process = [sum(t.token_rewards or ()) + sum(turn.reward for turn in t.turns) for _, t, *_ in peers]
+    return [_outcome(t, config) + s for (_, t, *_), s in zip(peers, _summed(process, peers), strict=True)]
+
+
+def _summed(values: Numbers, peers: list[Member]) -> Numbers:
+    """For each of the peers the sum over those of its episode."""
+    return [sum(v for v, other in zip(values, peers, strict=True) if other[3] == peer[3]) for peer in peers]
+
+
+def _by_episode(values: Numbers, peers: list[Member]) -> dict[int, float]:
+    """episode -> the mean over its trajectories."""
+    return {
+        episode: statistics.mean(v for v, peer in zip(values, peers, strict=True) if peer[3] == episode)
+        for episode in dict.fromkeys(peer[3] for peer in peers)
+    }
 
 
 def _kl(sequence: TrainSequence, config: AlgorithmConfig) -> Numbers:
@@ -134,10 +153,13 @@ def _scaled(value: float, std: float, scale: str) -> float:
 
 
 def _compared(place: int, rewards: Numbers, peers: list[Member], settings: ReturnsAdvantage) -> float:
-    mine, others = rewards[place], rewards[:place] + rewards[place + 1 :]
+    mine, values = rewards[place], _by_episode(rewards, peers)
+    others = [value for episode, value in values.items() if episode != peers[place][3]]
     if settings.baseline not in ("none", "greedy") and len(set(rewards)) == 1:
         return 0.0
-    lengths = [sum(t.loss_mask) for _, t, _ in peers]
+    if settings.baseline == "leave_one_out" and not others:
+        return 0.0
+    lengths = [sum(sum(t.loss_mask) for _, t, _, e in peers if e == episode) for episode in values]
     if settings.baseline == "none":
         baseline = 0.0
     elif settings.baseline == "greedy":
@@ -145,29 +167,33 @@ def _compared(place: int, rewards: Numbers, peers: list[Member], settings: Retur
     elif settings.baseline == "leave_one_out":
         baseline = statistics.mean(others)
     elif settings.baseline == "length_weighted" and sum(lengths):
-        baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+        baseline = sum(n * r for n, r in zip(lengths, values.values(), strict=True)) / sum(lengths)
     else:
-        baseline = statistics.mean(rewards)
+        baseline = statistics.mean(values.values())
     return mine - baseline
 
 
 def _returns(place: int, peers: list[Member], config: AlgorithmConfig, settings: ReturnsAdvantage) -> Numbers:
-    _, me, sequence = peers[place]
+    _, me, sequence, _ = peers[place]
     is_relative = settings.baseline not in ("none", "greedy")
-    outcomes = [_outcome(t, config) for _, t, _ in peers]
-    totals = [o - sum(_kl(s, config)) for o, (_, _, s) in zip(outcomes, peers, strict=True)]
+    outcomes = [_outcome(t, config) for _, t, *_ in peers]
+    penalties = _summed([sum(_kl(s, config)) for _, _, s, _ in peers], peers)
+    totals = [o - p for o, p in zip(outcomes, penalties, strict=True)]
+    std = _std(list(_by_episode(outcomes, peers).values()))
     if settings.separate_rewards:
-        parts = [[t.rewards[name] for _, t, _ in peers] for name in me.rewards]
-        parts.append([-_penalty(t, config) for _, t, _ in peers])
-        outcome = sum(_scaled(_compared(place, part, peers, settings), _std(part), settings.scale) for part in parts)
+        parts = [[t.rewards[name] for _, t, *_ in peers] for name in me.rewards]
+        parts.append([-_penalty(t, config) for _, t, *_ in peers])
+        stds = [_std(list(_by_episode(part, peers).values())) for part in parts]
+        outcome = sum(
+            _scaled(_compared(place, part, peers, settings), of_part, settings.scale)
+            for part, of_part in zip(parts, stds, strict=True)
+        )
     else:
         value = _compared(place, totals if is_relative else outcomes, peers, settings)
-        outcome = _scaled(value, _std(outcomes), settings.scale)
+        outcome = _scaled(value, std, settings.scale)
     rewards = _normalised_process(place, peers, settings)
     if not is_relative:
-        rewards = [
-            r - _scaled(k, _std(outcomes), settings.scale) for r, k in zip(rewards, _kl(sequence, config), strict=True)
-        ]
+        rewards = [r - _scaled(k, std, settings.scale) for r, k in zip(rewards, _kl(sequence, config), strict=True)]
     return [outcome + _to_go(t, rewards, me, settings) for t in range(len(me.token_ids))]
 
 
@@ -184,28 +210,30 @@ def _to_go(start: int, rewards: Numbers, me: Trajectory, settings: ReturnsAdvant
 def _normalised_process(place: int, peers: list[Member], settings: ReturnsAdvantage) -> Numbers:
     me = peers[place][1]
     of_tokens = [
-        [r for r, m in zip(_credited(t), t.loss_mask, strict=True) if m] if t.token_rewards else [] for _, t, _ in peers
+        [r for r, m in zip(_credited(t), t.loss_mask, strict=True) if m] if t.token_rewards else []
+        for _, t, *_ in peers
     ]
-    of_turns = [[turn.reward for turn in t.turns] for _, t, _ in peers]
+    of_turns = [[turn.reward for turn in t.turns] for _, t, *_ in peers]
     rewards = [0.0] * len(me.token_ids)
-    mine = iter(_normalised(place, of_tokens, settings))
+    mine = iter(_normalised(place, of_tokens, peers, settings))
     if me.token_rewards:
         for t, trained in enumerate(me.loss_mask):
             if trained:
                 rewards[t] += next(mine)
-    for turn, value in zip(me.turns, _normalised(place, of_turns, settings), strict=True):
+    for turn, value in zip(me.turns, _normalised(place, of_turns, peers, settings), strict=True):
         owner = _owner(me, turn.stop - 1)
         if owner is not None:
             rewards[owner] += value
     return rewards
 
 
-def _normalised(place: int, rewards: list[Numbers], settings: ReturnsAdvantage) -> Numbers:
+def _normalised(place: int, rewards: list[Numbers], peers: list[Member], settings: ReturnsAdvantage) -> Numbers:
     everyone = [r for row in rewards for r in row]
     is_relative = settings.baseline not in ("none", "greedy")
-    if is_relative and (len(rewards) == 1 or len(set(everyone)) < 2):
+    pooled = {e: [r for row, peer in zip(rewards, peers, strict=True) if peer[3] == e for r in row] for *_, e in peers}
+    if is_relative and (len(pooled) == 1 or len(set(everyone)) < 2):
         return [0.0] * len(rewards[place])
-    others = [statistics.mean(row) for i, row in enumerate(rewards) if row and i != place]
+    others = [statistics.mean(row) for episode, row in pooled.items() if row and episode != peers[place][3]]
     if not is_relative:
         centred = list(rewards[place])
     elif settings.baseline == "leave_one_out":
@@ -218,12 +246,13 @@ def _normalised(place: int, rewards: list[Numbers], settings: ReturnsAdvantage) 
 # The other estimators -------------------------------------------------------------------------------------------------
 
 
-def _pass_at_k(place: int, is_right: list[bool], k: int) -> float:
-    """By forming every subgroup of k: how much better those with this answer do than all of them."""
+def _pass_at_k(success: bool, is_right: list[bool], k: int) -> float:
+    """By forming every subgroup of k: how much better those with such an answer do than all of them."""
     subgroups = list(itertools.combinations(range(len(is_right)), k))
     scores = [float(any(is_right[i] for i in subgroup)) for subgroup in subgroups]
     if len(set(scores)) < 2:
         return 0.0
+    place = is_right.index(success)
     own = [score for score, subgroup in zip(scores, subgroups, strict=True) if place in subgroup]
     return (statistics.mean(own) - statistics.mean(scores)) / statistics.pstdev(scores)
 
@@ -245,12 +274,14 @@ def _gigpo(place: int, peers: list[Member], config: AlgorithmConfig, settings: G
         return total
 
     me = peers[place][1]
-    totals = [_total(t, config) for _, t, _ in peers]
-    advantages = [standing(totals[place], totals)] * len(me.token_ids)
+    totals = _totals(peers, config)
+    values = list(_by_episode(totals, peers).values())
+    distance = totals[place] - statistics.mean(values) if len(set(totals)) > 1 else 0.0
+    advantages = [_scaled(distance, _std(values), settings.scale)] * len(me.token_ids)
     for j, turn in enumerate(me.turns):
         if turn.state is None:
             continue
-        among = [q(t, i) for _, t, _ in peers for i, other in enumerate(t.turns) if other.state == turn.state]
+        among = [q(t, i) for _, t, *_ in peers for i, other in enumerate(t.turns) if other.state == turn.state]
         for token in range(turn.start, turn.stop):
             advantages[token] += settings.step_weight * standing(q(me, j), among)
     return advantages
@@ -279,7 +310,9 @@ def _gae(me: Trajectory, sequence: TrainSequence, config: AlgorithmConfig) -> Nu
 # Over the batch -------------------------------------------------------------------------------------------------------
 
 
-def _whitened(rows: list[list[Numbers]], batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
+def _whitened(
+    rows: list[list[Numbers]], groups: list[Group], batch: Batch, config: AlgorithmConfig
+) -> list[list[Numbers]]:
     settings = config.advantage
     is_returns = isinstance(settings, ReturnsAdvantage)
     by_tokens = settings.scale == "batch_std" if is_returns else isinstance(settings, GAEAdvantage) and settings.whiten
@@ -287,7 +320,9 @@ def _whitened(rows: list[list[Numbers]], batch: Batch, config: AlgorithmConfig) 
         return rows
     pairs = [(row, s) for r, sequences in zip(rows, batch, strict=True) for row, s in zip(r, sequences, strict=True)]
     trained = [[a for a, m in zip(row, s.loss_mask.tolist(), strict=True) if m] for row, s in pairs]
-    weighed = [(a, 1.0 if by_tokens else 1 / len(row)) for row in trained for a in row]
+    of = [(g.group_id, e, t.role) for g in groups for t, e in zip(g.trajectories, g.episode_indices, strict=True)]
+    lengths = {one: sum(len(row) for row, other in zip(trained, of, strict=True) if other == one) for one in of}
+    weighed = [(a, 1.0 if by_tokens else 1 / lengths[one]) for row, one in zip(trained, of, strict=True) for a in row]
     count = math.fsum(weight for _, weight in weighed)
     if len({a for a, _ in weighed}) < 2 or count < 1.5:
         return [[[0.0] * len(row) for row in r] for r in rows]

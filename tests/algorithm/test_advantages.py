@@ -49,10 +49,10 @@ def close(numbers: list[float]) -> object:
 
 
 @every_estimator
-@settings(max_examples=10, deadline=None)
-@given(seed=seeds)
-def test_an_estimator_agrees_with_its_definition(advantage: Settings, others: Settings, seed: int):
-    groups, config = random_groups(seed), config_of(advantage, **others)
+@settings(max_examples=14, deadline=None)
+@given(seed=seeds, has_branches=st.booleans())
+def test_an_estimator_agrees_with_its_definition(advantage: Settings, others: Settings, seed: int, has_branches: bool):
+    groups, config = random_groups(seed, has_branches=has_branches), config_of(advantage, **others)
     batch = taken(groups, config)
     found = rows_of(with_advantages(groups, batch, config))
     expected = reference_advantages(groups, batch, config)
@@ -75,9 +75,15 @@ def test_returns_agree_with_their_definition(advantage: Settings, others: Settin
 
 @every_estimator
 @settings(max_examples=6, deadline=None)
-@given(seed=seeds)
-def test_the_order_of_groups_and_trajectories_changes_no_bit(advantage: Settings, others: Settings, seed: int):
-    groups, config, rng = random_groups(seed), config_of(advantage, **others), random.Random(seed)
+@given(seed=seeds, has_branches=st.booleans())
+def test_the_order_of_groups_and_trajectories_changes_no_bit(
+    advantage: Settings, others: Settings, seed: int, has_branches: bool
+):
+    groups, config, rng = (
+        random_groups(seed, has_branches=has_branches),
+        config_of(advantage, **others),
+        random.Random(seed),
+    )
     batch = taken(groups, config)
     there = with_advantages(groups, batch, config)
     order = rng.sample(range(len(groups)), len(groups))
@@ -87,6 +93,7 @@ def test_the_order_of_groups_and_trajectories_changes_no_bit(advantage: Settings
             *(groups[i].trajectories[j] for j in within[i]),
             group_id=groups[i].group_id,
             greedy_rewards=dict(groups[i].greedy_rewards),
+            episodes=[groups[i].episode_indices[j] for j in within[i]],
         )
         for i in order
     ]

@@ -41,7 +41,7 @@ def test_a_tensor_may_count_as_one_number_however_long_it_is():
 
 def test_one_sequence_that_counts_once_has_nothing_to_be_whitened_by():
     values, mask = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([True, True])
-    assert whitened([values], [mask], each_sequence_once=True)[0].tolist() == [0.0, 0.0]
+    assert whitened([values], [mask], once=[0])[0].tolist() == [0.0, 0.0]
     assert whitened([values], [mask])[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
 
 

@@ -1,0 +1,180 @@
+"""An episode that branched into several trajectories counts once, however it branched."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from advantage_cases import (
+    ESTIMATORS,
+    Settings,
+    config_of,
+    forwarded,
+    group,
+    name_of,
+    one_each,
+    random_groups,
+    returns,
+    trajectory,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arl.algorithm.advantages import with_advantages
+from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.sequences import Batch, to_sequences
+from arl.api.algorithm import AlgorithmConfig
+from arl.api.types import Group, TrainSequence, Trajectory
+
+# What looks at a trajectory's own tokens in their order, or at its own length, sees another trajectory after a split:
+# process rewards that reach back, turns that are discounted, GAE, and a penalty for length.
+BLIND_TO_SPLITS = [
+    (advantage | {"turn_discount": 1.0} if advantage["kind"] == "gigpo" else advantage, others)
+    for advantage, others in ESTIMATORS
+    if advantage["kind"] != "gae"
+    and "overlong" not in others
+    and not (advantage["kind"] == "returns" and ("token_discount" in advantage or "turn_discount" in advantage))
+]
+
+
+def split(whole: Trajectory, sequence: TrainSequence, rng: random.Random) -> list[tuple[Trajectory, TrainSequence]]:
+    """The episode as two branches with all its tokens, each of which trains a part of them and has their rewards."""
+    length = len(whole.token_ids)
+    inside = {i for turn in whole.turns for i in range(turn.start + 1, turn.stop)}
+    cut = rng.choice([i for i in range(length + 1) if i not in inside])
+    branches = []
+    for start, stop in ((0, cut), (cut, length)):
+        mask = tuple(m if start <= i < stop else 0 for i, m in enumerate(whole.loss_mask))
+        rewards = whole.token_rewards and tuple(
+            r if start <= i < stop else 0.0 for i, r in enumerate(whole.token_rewards)
+        )
+        turns = tuple(turn for turn in whole.turns if start <= turn.stop - 1 < stop)
+        branch = replace(whole, loss_mask=mask, token_rewards=rewards, turns=turns)
+        kept = to_sequences([group(branch)], config_of(returns()).overlong)[0][0].loss_mask
+        branches.append(
+            (
+                branch,
+                replace(
+                    sequence,
+                    loss_mask=sequence.loss_mask & kept,
+                    proximal_logprobs=sequence.proximal_logprobs * kept,
+                    reference_logprobs=sequence.reference_logprobs * kept,
+                ),
+            )
+        )
+    return branches
+
+
+def with_a_split(groups: Sequence[Group], batch: Batch, rng: random.Random) -> tuple[list[Group], Batch]:
+    """The same groups, in which some episodes branched."""
+    branched, sequences = [], []
+    for g, row in zip(groups, batch, strict=True):
+        members, episodes, of = [], [], []
+        for episode, (t, s) in enumerate(zip(g.trajectories, row, strict=True)):
+            parts = split(t, s, rng) if rng.random() < 0.6 else [(t, s)]
+            for part, sequence in parts:
+                members.append(part)
+                of.append(replace(sequence, episode=episode))
+                episodes.append(episode)
+        branched.append(replace(g, trajectories=tuple(members), episode_indices=tuple(episodes)))
+        sequences.append(of)
+    return branched, sequences
+
+
+def by_token(groups: Sequence[Group], batch: Batch, field: str) -> list[list[list[float]]]:
+    """For each group and episode the field of each token, from the branch in which it is trained."""
+    rows = []
+    for g, sequences in zip(groups, batch, strict=True):
+        episodes: dict[int, list[float]] = {}
+        for index, s in zip(g.episode_indices, sequences, strict=True):
+            values = (getattr(s, field) * s.loss_mask).tolist()
+            known = episodes.setdefault(index, [0.0] * len(values))
+            episodes[index] = [a + b for a, b in zip(known, values, strict=True)]
+        rows.append(list(episodes.values()))
+    return rows
+
+
+def flat(rows: list[list[list[float]]]) -> list[float]:
+    return [value for row in rows for values in row for value in values]
+
+
+def prepared(seed: int, config: AlgorithmConfig) -> tuple[list[Group], Batch, list[Group], Batch]:
+    has_process = config.advantage.kind not in ("returns", "gigpo")
+    groups = random_groups(seed, has_process=has_process)
+    batch = forwarded(to_sequences(groups, config.overlong))
+    return groups, batch, *with_a_split(groups, batch, random.Random(seed))
+
+
+@pytest.mark.parametrize(("advantage", "others"), BLIND_TO_SPLITS, ids=name_of)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**20))
+def test_advantages_are_those_of_the_same_episodes_unbranched(advantage: Settings, others: Settings, seed: int):
+    config = config_of(advantage, **others)
+    groups, batch, branched, parts = prepared(seed, config)
+    whole = by_token(groups, with_advantages(groups, batch, config), "advantages")
+    apart = by_token(branched, with_advantages(branched, parts, config), "advantages")
+    assert flat(apart) == pytest.approx(flat(whole), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "group_mean"])
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**20))
+def test_tokens_weigh_as_much_as_if_their_episode_had_not_branched(aggregation: str, seed: int):
+    config = config_of(returns(), aggregation=aggregation)
+    groups, batch, branched, parts = prepared(seed, config)
+    whole = weigh_tokens(batch, config.aggregation, sequence_tokens=8)
+    apart = weigh_tokens(parts, config.aggregation, sequence_tokens=8)
+    rows = (by_token(g, _like(b, w), "loss_weights") for g, b, w in ((groups, batch, whole), (branched, parts, apart)))
+    first, second = map(flat, rows)
+    assert second == pytest.approx(first, rel=1e-6)
+
+
+def _like(batch: Batch, sequences: list[TrainSequence]) -> Batch:
+    rest = iter(sequences)
+    return [[next(rest) for _ in row] for row in batch]
+
+
+FIVE_AND_ONE = group(*[trajectory(1.0)] * 5, trajectory(0.0), episodes=(0, 0, 0, 0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (returns("group_mean"), [0.5] * 5 + [-0.5]),
+        (returns("leave_one_out"), [1.0] * 5 + [-1.0]),
+        (returns("length_weighted"), [1 - 5 / 6] * 5 + [-5 / 6]),
+        (returns("group_mean", "group_std"), [0.5**0.5] * 5 + [-(0.5**0.5)]),
+        ({"kind": "pass_at_k", "k": 1}, [1.0] * 5 + [-1.0]),
+        ({"kind": "gigpo", "scale": "none"}, [0.5] * 5 + [-0.5]),
+        ({"kind": "rejection", "threshold": 0.5}, [1.0] * 5 + [0.0]),
+    ],
+    ids=name_of,
+)
+def test_five_branches_of_a_success_beside_one_failure_are_one_of_two(advantage: Settings, expected: list[float]):
+    assert one_each([FIVE_AND_ONE], advantage) == [pytest.approx(expected, abs=1e-5)]
+
+
+def test_a_branch_with_a_reward_of_its_own_is_compared_with_the_means_of_episodes():
+    mixed = group(*map(trajectory, (1.0, 0.0, 0.0)), episodes=(0, 0, 1))
+    assert one_each([mixed], returns("group_mean")) == [[0.75, -0.25, -0.25]]
+    assert one_each([mixed], returns("leave_one_out")) == [[1.0, 0.0, -0.5]]
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted"])
+def test_an_episode_that_branched_alone_in_its_group_learns_nothing(baseline: str):
+    alone = group(*[trajectory(0.7)] * 3, episodes=(4, 4, 4))
+    assert one_each([alone], returns(baseline, "group_std")) == [[0.0] * 3]
+
+
+def test_branches_of_one_episode_in_different_roles_are_apart():
+    members = [trajectory(r, role=role) for r, role in ((1.0, "a"), (3.0, "b"), (0.0, "a"), (5.0, "b"))]
+    mixed = group(*members, episodes=(0, 0, 1, 1))
+    assert one_each([mixed], returns("group_mean")) == [[0.5, -1.0, -0.5, 1.0]]
+    (sequences,) = to_sequences([mixed], config_of(returns()).overlong)
+    assert [s.episode for s in sequences] == [0, 1, 2, 3]
+
+
+def test_process_rewards_of_all_branches_belong_to_the_episodes_total():
+    members = [trajectory(0.0, token_rewards=(0.0, r, 0.0, 0.0)) for r in (0.4, 0.4, 0.6)]
+    assert one_each([group(*members, episodes=(0, 0, 1))], {"kind": "rejection", "threshold": 0.5}) == [[1.0] * 3]
+    assert one_each([group(*members)], {"kind": "rejection", "threshold": 0.5}) == [[0.0, 0.0, 1.0]]
