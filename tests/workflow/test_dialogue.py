@@ -223,6 +223,17 @@ def test_an_end_of_turn_at_a_length_limit_is_an_end() -> None:
     assert "4<|im_end|>\n<|im_start|>user" in talk.then(first, user("sure?"))
 
 
+def test_space_before_punctuation_is_part_of_what_was_said() -> None:
+    assert Talk(QWEN2_5).say(QUESTION, "It is n't a , b .").text == "It is n't a , b ."
+
+
+def test_special_tokens_among_the_words_are_not_their_end() -> None:
+    template = ChatTemplate(LLAMA3)
+    shown = '<|python_tag|>look.call(word="a")<|eom_id|><|start_header_id|>'
+    after = template.after_words('<|python_tag|>look.call( word="a" )', shown, has_calls=True)
+    assert after == "<|eom_id|><|start_header_id|>"
+
+
 def test_space_that_a_template_trims_stays_as_it_was_sampled() -> None:
     talk = Talk(LLAMA3)
     first = talk.say(QUESTION, "\n 4 ")

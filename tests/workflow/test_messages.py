@@ -1,0 +1,65 @@
+"""Messages in the one form that templates take."""
+
+from __future__ import annotations
+
+import pytest
+
+from arl.workflow.messages import Message, history_key, normalised, tools_key
+
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"n": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("message", "form"),
+    [
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        ({"role": "user", "content": "a", "name": None}, {"role": "user", "content": "a"}),
+        ({"role": "assistant", "content": "a", "tool_calls": []}, {"role": "assistant", "content": "a"}),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, {"role": "user", "content": "a\nb"}),
+        ({"role": "user", "content": []}, {"role": "user", "content": ""}),
+    ],
+)
+def test_contents_are_texts_and_what_is_none_is_left_out(message: Message, form: Message) -> None:
+    assert normalised(message) == form
+    assert normalised(form) == form
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_beside_calls_no_content_is_none_and_arguments_are_objects(content: str | None) -> None:
+    form = normalised({"role": "assistant", "content": content, "tool_calls": [CALL]})
+    assert form["content"] is None
+    assert form["tool_calls"][0]["function"] == {"name": "look", "arguments": {"n": 1}}
+    assert CALL["function"] == {"name": "look", "arguments": '{"n": 1}'}
+    assert normalised(form) == form
+
+
+def key(*messages: Message) -> bytes:
+    return history_key(tools_key([]), messages)
+
+
+def test_what_counts_as_the_same_history_has_the_same_key() -> None:
+    other = {"id": "b", "function": {"arguments": {"n": 1}, "name": "look"}}
+    assert key({"role": "assistant", "content": None, "tool_calls": [CALL]}) == key(
+        {"role": "assistant", "content": " ", "tool_calls": [other], "reasoning_content": "hm"}
+    )
+    assert history_key(key({"role": "user", "content": "a"}), [{"role": "user", "content": "b"}]) == key(
+        {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"role": "user", "content": "a "},
+        {"role": "tool", "content": "a"},
+        {"role": "user", "content": "a", "name": "Ann"},
+        {"role": "assistant", "content": "a", "tool_calls": [CALL]},
+        {"role": "usera", "content": ""},
+    ],
+)
+def test_other_histories_have_other_keys(other: Message) -> None:
+    assert key(other) != key({"role": "user", "content": "a"})
+    assert key({"role": "user", "content": "a"}, other) != key(other, {"role": "user", "content": "a"})
+    changed = {**CALL, "function": {"name": "hear", "arguments": "{}"}}
+    assert key({"role": "assistant", "tool_calls": [changed]}) != key({"role": "assistant", "tool_calls": [CALL]})
