@@ -18,26 +18,26 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import search_tasks
 from pydantic import PositiveFloat, PositiveInt
 from search_server import Document, Index, SearchEngine
 from warm_start import Demonstration, warm_start
 
-from arl.api import Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
+from arl.api import Example, SamplingParams
 from arl.api.errors import DatasetError
 from arl.data import load_examples
 from arl.engine.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.workflow.conversation import Conversation
-from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from arl.workflow.conversation import Turn
+from arl.workflow.reward import InlineReward, Score
+from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode
+from arl.workflow.tools import Tool
 
 SYSTEM = (
     "Answer the question. Look up what you do not know: search once for each thing, by its name. "
@@ -51,10 +51,10 @@ class SearchAgentConfig(ExperimentConfig):
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/search",
-        "steps": 60,
+        "steps": 50,
         "rollout": {"batch_size": 32, "group_size": 8, "max_staleness": 2},
-        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 60, "min_lr_ratio": 0.1}},
-        "evaluation": {"every": 20},
+        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 50, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 25},
         "max_new_tokens": 16,
         "max_turns": 4,
         "topk": 2,
@@ -84,65 +84,51 @@ class SearchAgentConfig(ExperimentConfig):
     """The temperature that turns are sampled at."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SearchAgent(RolloutWorkflow):
-    """Searches until it answers without calling the tool; F1 of the answer is the reward."""
+@dataclass(kw_only=True, eq=False, repr=False)
+class SearchAgent(ToolAgentWorkflow):
+    """Searches until it answers without calling the tool."""
 
-    tokenizer: PreTrainedTokenizerBase
-    engine: SearchEngine
-    topk: int
-    sampling: SamplingParams
-    max_turns: int
+    def answer(self, turn: Turn) -> str:
+        """Without the model's thinking."""
+        return turn.text.rpartition("</think>")[2].strip()
 
-    async def __aenter__(self) -> SearchAgent:
-        await self.engine.__aenter__()
-        return self
+    async def ascore_episode(self, episode: ToolEpisode) -> Score:
+        score = await super().ascore_episode(episode)
+        read = "".join(result.content for result in episode.results)
+        return replace(score, metrics={**score.metrics, **found(episode.data, read)})
+
+
+class SearchTool(AbstractAsyncContextManager["list[Tool]"]):
+    """The engine as a tool of the agent, open as long as the agent is."""
+
+    def __init__(self, engine: SearchEngine, topk: int) -> None:
+        self._engine, self._topk = engine, topk
+        self.tool = Tool.from_function(self.search, parallel=True)
+
+    async def search(self, query: str) -> str:
+        """Search the encyclopedia; returns the entries that match best."""
+        return shown(await self._engine.search(query, self._topk))
+
+    async def __aenter__(self) -> list[Tool]:
+        await self._engine.__aenter__()
+        return [self.tool]
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.engine.__aexit__(*exc)
-
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
-        tool = search_tool(self.engine, self.topk)
-        conversation = Conversation(self.tokenizer, prompt(data["question"]), tools=[tool])
-        read, answer, num_searches = "", "", 0
-        for _ in range(self.max_turns):
-            turn = await conversation.agenerate(engine, self.sampling)
-            calls = parse_tool_calls(turn.text)
-            if not calls:
-                answer = final_answer(turn.text)
-                break
-            results = await acall_tools(calls, [tool])
-            conversation.add(*results)
-            num_searches += len(calls)
-            read += "".join(result["content"] for result in results)
-        metrics = {
-            "searches": num_searches,
-            "turns": conversation.num_turns,
-            "exact_match": float(words(answer) == words(data["answer"])),
-            **found(data, read),
-        }
-        return conversation.trajectories(f1(answer, data["answer"]), metrics)
+        await self._engine.__aexit__(*exc)
 
 
 def prompt(question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
-def search_tool(engine: SearchEngine, topk: int) -> Tool:
-    async def search(query: str) -> str:
-        """Search the encyclopedia; returns the entries that match best."""
-        return shown(await engine.search(query, topk))
-
-    return Tool.from_function(search)
-
-
 def shown(documents: Iterable[Document]) -> str:
     return "\n".join(f"{document.title}: {document.text}" for document in documents) or "nothing was found"
 
 
-def final_answer(text: str) -> str:
-    """The answer, without the model's thinking."""
-    return text.rpartition("</think>")[2].strip()
+def answer_score(answer: str, data: Example) -> Score:
+    """F1 is the reward; whether it is the very answer is logged beside it."""
+    is_exact = words(answer) == words(data["answer"])
+    return Score(f1(answer, data["answer"]), metrics={"exact_match": float(is_exact)})
 
 
 def words(text: str) -> list[str]:
@@ -206,12 +192,13 @@ def prepare(config: SearchAgentConfig) -> Setup:
     index = None
     if config.search_url is None:
         index = Index(search_tasks.documents() if is_generated else documents([*training, *held_out]))
-    engine = SearchEngine(url=config.search_url, index=index)
-    model = tiny_model(config, search_tool(engine, config.topk)) if config.is_tiny else config.model
+    search = SearchTool(SearchEngine(url=config.search_url, index=index), config.topk)
+    model = tiny_model(config, search.tool) if config.is_tiny else config.model
     agent = SearchAgent(
-        tokenizer=load_tokenizer(model),
-        engine=engine,
-        topk=config.topk,
+        load_tokenizer(model),
+        InlineReward(answer_score),
+        prompt=lambda row: prompt(row["question"]),
+        tools=[search],
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
         max_turns=config.max_turns,
     )

@@ -29,7 +29,7 @@ SEED = 20
 SHARES = {"demonstrations": 0.55, "training": 0.35, "held_out": 0.1}
 """The regions, and what share of all names each has."""
 
-NUM_CAREFUL, NUM_MIXED = 10000, 1600
+NUM_CAREFUL, NUM_MIXED = 14000, 1600
 """First only careful demonstrations, from which a model learns to copy; then mixed ones, for bad habits."""
 
 MIX = {"guess": 0.45, "halfway": 0.25, "careful": 0.3}
@@ -53,22 +53,20 @@ def _syllables(*alternatives: str, size: int) -> list[str]:
 ADJECTIVES = _listed(
     "Amber Bitter Coral Distant Early Fallen Golden Hidden Ivory Jaded Lonely Marble Narrow Opal Paper Quiet "
     "Royal Silver Tender Velvet Wicked Yellow Hollow Icy Burning Copper Dusty Empty Foreign Gentle Humble Iron "
-    "Joyful Late Mellow Northern Olive Patient Rusty Scarlet"
+    "Joyful Late Mellow Northern"
 )
 NOUNS = _listed(
     "Harp Lantern Orchard Mirror Bridge Garden Window Letter Tower Feather Harbour Clock Meadow Needle Ladder "
-    "Candle River Sparrow Thread Anchor Basket Carpet Dagger Engine Fountain Glove Hammer Island Jacket Kettle "
-    "Locket Mantle Nest Oven Pillow Quarry Ribbon Saddle Teapot Umbrella"
+    "Candle Sparrow Thread Anchor Basket Carpet Dagger Engine Fountain Glove Hammer Island Jacket Kettle Locket "
+    "Nest Oven Pillow Quarry Ribbon Saddle"
 )
-
-
-GIVEN = [word.capitalize() for word in _syllables("bdfklmnprst", "aeiou", "dlmnrst", "aeio", size=48)]
+GIVEN = [word.capitalize() for word in _syllables("bdfklmnprst", "aeiou", "dlmnrst", "aeio", size=36)]
 SURNAMES = [
-    " " + word.capitalize() for word in _syllables("bdfghklmnprst", "aeiou", "bdlmrtv", "aeo", "klnrs", size=48)
+    " " + word.capitalize() for word in _syllables("bdfghklmnprst", "aeiou", "bdlmrtv", "aeo", "klnrs", size=36)
 ]
-STEMS = [word.capitalize() for word in _syllables("bgk", "lr", "aeou", "lmnrs", size=40)]
-ENDINGS = _syllables("bdfmt", "aeou", "lmnrst", "aeo", size=40)
-RIVERS = [word.capitalize() for word in _syllables("aeiou", "lmnrv", "aeio", size=48)]
+STEMS = [word.capitalize() for word in _syllables("bgk", "lr", "aeou", "lmnrs", size=36)]
+ENDINGS = _syllables("bdfmt", "aeou", "lmnrst", "aeo", size=36)
+RIVERS = [word.capitalize() for word in _syllables("aeiou", "lmnrv", "aeio", size=36)]
 NAME_PARTS = (*GIVEN, *SURNAMES, *ADJECTIVES, *(f" {noun}" for noun in NOUNS), *STEMS, *ENDINGS, *RIVERS)
 
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import search_tasks
-from search_agent import prompt, search_tool, shown
+from search_agent import SearchTool, prompt, shown
 from search_server import Index, SearchEngine
 
 from arl.engine.tiny import tiny_tokenizer
@@ -43,7 +43,7 @@ def test_no_question_is_asked_in_two_regions_or_about_what_another_asks_about() 
     for one, other in [("training", "held_out"), ("training", "demonstrations"), ("held_out", "demonstrations")]:
         titles = [{title for row in asked[region] for title, _ in row["supporting_facts"]} for region in (one, other)]
         assert not titles[0] & titles[1]
-    assert len(asked["training"]) > 60 * 32  # the steps of a run times its batch: none is asked twice
+    assert len(asked["training"]) > 50 * 32  # the steps of a run times its batch: none is asked twice
     assert len({row["question"] for row in asked["training"]}) == len(asked["training"])
 
 
@@ -73,7 +73,7 @@ def test_every_name_is_two_tokens_and_a_river_one() -> None:
 def test_lessons_show_the_habits_of_their_shares(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_tasks, "NUM_CAREFUL", 50)
     monkeypatch.setattr(search_tasks, "NUM_MIXED", 400)
-    tool = search_tool(SearchEngine(index=index), 2)
+    tool = SearchTool(SearchEngine(index=index), 2).tool
     search = cache(lambda query: shown(index.best(query, 2)))
     careful, mixed = search_tasks.lessons(prompt, tool, search, seed=0)
 
@@ -93,7 +93,7 @@ def test_what_is_demonstrated_is_no_question_of_training_or_evaluation(
 ) -> None:
     monkeypatch.setattr(search_tasks, "NUM_CAREFUL", 50)
     monkeypatch.setattr(search_tasks, "NUM_MIXED", 50)
-    tool = search_tool(SearchEngine(index=index), 2)
+    tool = SearchTool(SearchEngine(index=index), 2).tool
     lessons = search_tasks.lessons(prompt, tool, lambda _: "nothing", seed=0)
     asked = {row["question"] for region in ("training", "held_out") for row in search_tasks.questions(region)}
     assert not asked & {demonstration.messages[1]["content"] for lesson in lessons for demonstration in lesson}
