@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
+from statistics import fmean
 from typing import Protocol, Self
 
 from arl.api.engine import InferenceEngine
@@ -34,7 +35,8 @@ class DistillationWorkflow(RolloutWorkflow):
     keep_reward: the workflow's own rewards stay, of trajectories, turns and tokens, and `coefficient` times the
     teacher's are added to them, for estimators that look at both. Else they are the teacher's alone, and the own one is
     the metric `task_reward`. The metric `teacher_kl` is the mean of behavior - teacher logprobs over trained tokens:
-    an estimate of the KL divergence per token.
+    an estimate of the KL divergence per token. Of an episode that branched each trained token is judged once, in the
+    trajectory that trains it, and the metrics are over all its trajectories of a role.
 
     The student has to sample at temperature 1, since a server tells a teacher's logprobs at no other: raises
     ConfigError for a trajectory of another. Sampling with top_p or top_k leaves tokens out of what is compared.
@@ -66,18 +68,21 @@ class DistillationWorkflow(RolloutWorkflow):
         episode = await self._workflow.arun_episode(engine, data)
         if episode is None:
             return None
-        if isinstance(episode, Trajectory):
-            return await self._judged(episode)
+        trajectories = [episode] if isinstance(episode, Trajectory) else list(episode)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._judged(trajectory)) for trajectory in episode]
+                tasks = [group.create_task(self._gains(trajectory)) for trajectory in trajectories]
         except ExceptionGroup as errors:
             raise first_error(errors) from None
-        return [task.result() for task in tasks]
+        gains = [task.result() for task in tasks]
+        metrics = self._metrics(trajectories, gains)
+        judged = [self._rewarded(*of_one) for of_one in zip(trajectories, gains, metrics, strict=True)]
+        return judged[0] if isinstance(episode, Trajectory) else judged
 
-    async def _judged(self, trajectory: Trajectory) -> Trajectory:
+    async def _gains(self, trajectory: Trajectory) -> list[float]:
+        """How much likelier the teacher finds each token, 0 where it is not trained."""
         if not any(trajectory.loss_mask):
-            return self._rewarded(trajectory, [0.0] * len(trajectory.token_ids))
+            return [0.0] * len(trajectory.token_ids)
         if trajectory.temperature != 1.0:
             raise ConfigError(
                 f"the student sampled at temperature {trajectory.temperature:g}, and the teacher's logprobs are at 1; "
@@ -85,16 +90,24 @@ class DistillationWorkflow(RolloutWorkflow):
             )
         teacher = await self._teacher.logprobs(trajectory.token_ids, start=trajectory.loss_mask.index(1))
         pairs = zip(teacher, trajectory.behavior_logprobs, trajectory.loss_mask, strict=True)
-        return self._rewarded(trajectory, [t - b if is_trained else 0.0 for t, b, is_trained in pairs])
+        return [t - b if is_trained else 0.0 for t, b, is_trained in pairs]
 
-    def _rewarded(self, trajectory: Trajectory, gains: Sequence[float]) -> Trajectory:
-        """gains: how much likelier the teacher finds each token, 0 where it is not trained."""
+    def _metrics(self, trajectories: Sequence[Trajectory], gains: Sequence[Sequence[float]]) -> list[dict[str, float]]:
+        """Of each trajectory. Those about an episode's tokens and reward are on the first of each role alone, so that
+        one that branched counts once."""
+        metrics = [dict(trajectory.metrics) for trajectory in trajectories]
+        for role in dict.fromkeys(trajectory.role for trajectory in trajectories):
+            places = [i for i, trajectory in enumerate(trajectories) if trajectory.role == role]
+            of_trained = [gain for i in places for gain in compress(gains[i], trajectories[i].loss_mask)]
+            if of_trained:
+                metrics[places[0]]["teacher_kl"] = -math.fsum(of_trained) / len(of_trained)
+            if not self.keep_reward:
+                metrics[places[0]]["task_reward"] = fmean(trajectories[i].reward for i in places)
+        return metrics
+
+    def _rewarded(self, trajectory: Trajectory, gains: Sequence[float], metrics: Mapping[str, float]) -> Trajectory:
         own = trajectory.token_rewards if self.keep_reward and trajectory.token_rewards else (0.0,) * len(gains)
         token_rewards = tuple(r + self._coefficient * gain for r, gain in zip(own, gains, strict=True))
-        of_trained = list(compress(gains, trajectory.loss_mask))
-        metrics = dict(trajectory.metrics)
-        if of_trained:
-            metrics["teacher_kl"] = -math.fsum(of_trained) / len(of_trained)
         if self.keep_reward:
             return replace(trajectory, token_rewards=token_rewards, metrics=metrics)
         return replace(
@@ -103,5 +116,5 @@ class DistillationWorkflow(RolloutWorkflow):
             rewards={},
             turns=tuple(replace(turn, reward=0.0) for turn in trajectory.turns),
             token_rewards=token_rewards,
-            metrics={**metrics, "task_reward": trajectory.reward},
+            metrics=metrics,
         )

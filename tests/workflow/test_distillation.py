@@ -118,6 +118,23 @@ async def test_each_trajectory_of_an_episode_is_judged_and_a_rejected_episode_st
     assert len(teacher.asked) == 2
 
 
+async def test_of_an_episode_that_branched_each_token_is_judged_once_and_its_metrics_count_once() -> None:
+    """The second branch has the first's beginning, which is trained there."""
+    branch = replace(
+        TWO_TURNS, token_ids=(3, 4, 5, 6, 9, 9), loss_mask=(0, 0, 0, 0, 1, 1), turns=(), metrics={}, reward=1.0
+    )
+    teacher = FixedTeacher()
+    result = await DistillationWorkflow(Fixed([TWO_TURNS, branch]), teacher).arun_episode(STUDENT, {})
+    assert isinstance(result, list)
+    first, second = result
+    assert teacher.asked == [(TWO_TURNS.token_ids, 2), (branch.token_ids, 4)]
+    assert first.token_rewards == pytest.approx((0.0, 0.0, 0.5, 0.0, -0.2, -0.55))
+    assert second.token_rewards == pytest.approx((0.0, 0.0, 0.0, 0.0, -0.4, -0.65))
+    gap = (-0.5 + 0.2 + 0.55 + 0.4 + 0.65) / 5
+    assert first.metrics == pytest.approx({"turns": 2.0, "task_reward": 1.5, "teacher_kl": gap})
+    assert second.metrics == {}
+
+
 async def test_a_trajectory_without_trained_tokens_asks_nothing() -> None:
     teacher, untrained = FixedTeacher(), replace(TWO_TURNS, loss_mask=(0,) * 6)
     result = await DistillationWorkflow(Fixed(untrained), teacher).arun_episode(STUDENT, {})
