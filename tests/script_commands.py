@@ -1,10 +1,12 @@
 """`arl try` and `arl eval` in tests: a script on the disk, and an engine that plays its model."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_launch import use_fakes
@@ -69,15 +71,14 @@ class Commands:
     requests: list[ModelRequest] = field(default_factory=list[ModelRequest])
 
     def run(
-        self, command: str, *flags: str, answers: Sequence[str] | Callable[[ModelRequest], str] = ("1<|im_end|>",)
+        self, command: str, *flags: str, answers: Sequence[str] | Callable[[ModelRequest], Any] = ("1<|im_end|>",)
     ) -> tuple[int, str, str]:
         """The exit code, stdout and stderr. answers: of the model, over and over."""
-        said = (answers[i % len(answers)] for i in count()) if not callable(answers) else None
 
-        def answer(request: ModelRequest) -> list[int]:
+        async def answer(request: ModelRequest) -> list[int]:
             self.requests.append(request)
-            text = next(said) if said is not None else answers(request)  # pyright: ignore[reportCallIssue]
-            return TOKENIZER.encode(text)
+            text = answers(request) if callable(answers) else answers[(len(self.requests) - 1) % len(answers)]
+            return TOKENIZER.encode(await text if inspect.isawaitable(text) else text)
 
         use_fakes(self.monkeypatch, ScriptedEngine(answer))
         settings = ["--model", str(self.directory / "model"), "--run_dir", str(self.directory / "run")]

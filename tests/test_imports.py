@@ -126,6 +126,15 @@ def test_the_command_line_and_datasets_import_contracts_alone() -> None:
     assert breaches(SETTINGS_AND_DATA, allowed="arl.api") == []
 
 
+def test_the_command_arl_imports_contracts_and_its_commands() -> None:
+    assert breaches("arl.__main__", allowed=("arl.api", "arl.commands")) == []
+
+
+def test_commands_see_experiments_and_episodes_and_no_trainer() -> None:
+    parts = ("arl.commands", "arl.experiment", "arl.launch", "arl.cli", "arl.algorithm.pass_at_k")
+    assert breaches("arl.commands", allowed=("arl.api", *FLOW, *parts)) == []
+
+
 def test_only_the_composition_root_names_concrete_engines() -> None:
     named = {m for m, found in IMPORTS.items() if any(is_in(i, "arl.engine") for i in found)}
     assert {m for m in named if not is_in(m, "arl.engine")} == {"arl.launch"}
@@ -143,7 +152,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_importing_loads_nothing_heavy_before_it_is_needed() -> None:
-    light = ("arl.api", "arl", "arl.cli", "arl.data", "arl.rollout", "arl.workflow.conversation", "arl.workflow.tools")
+    flow = ("arl.api", "arl", "arl.cli", "arl.data", "arl.rollout")
+    light = (*flow, "arl.workflow.conversation", "arl.workflow.tools", "arl.experiment", "arl.commands.scoring")
     script = f"""
 import sys
 for module in {light}:

@@ -2,7 +2,7 @@
 
 | task | consumes | produces | waits for | woken by |
 |---|---|---|---|---|
-| a worker | a place in the list of work | a finished run | the episode | engine, tools, its time limit |
+| a worker | the next piece of work | a finished run | the episode; the queue | engine, tools, its time limit; the caller |
 | the caller | finished runs, as they end | whatever it shows of them | the queue | a worker |
 """
 
@@ -94,7 +94,7 @@ class Stage:
     async def run(self, works: Sequence[Work], on_end: Callable[[Run], Awaitable[None]]) -> None:
         """Run the episodes, evaluation.max_concurrent_episodes at once, begun in this order; await `on_end` for each as
         it ends, one after another. Raises what `on_end` raises, and then runs no more."""
-        ended = asyncio.Queue[Run]()
+        ended = asyncio.Queue[Run](maxsize=1)  # whoever fails at once waits here until that was looked at
         rest = iter(works)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -115,7 +115,7 @@ class Stage:
             episode = await runner.run(
                 self.examples[work.index], name=f"episode {work.number} of example {work.index}", engine=engine
             )
-            ended.put_nowait(Run(work=work, episode=episode, calls=tuple(engine.calls)))
+            await ended.put(Run(work=work, episode=episode, calls=tuple(engine.calls)))
 
     def _steered(self, work: Work) -> InferenceEngine:
         seed = f"{self.config.seed}-{self.name}-{work.index}-{work.number}"
