@@ -287,3 +287,27 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         agent(max_turns=0)
     with pytest.raises(ConfigError, match="two tools are named 'fetch'"):
         agent(fetch, fetch)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_the_tools_of_many_episodes_run_at_the_same_time(kind: str) -> None:
+    num_episodes = 256
+    tasks, threads = asyncio.Barrier(num_episodes), threading.Barrier(num_episodes)
+
+    async def meet() -> str:
+        """Wait for all the others."""
+        await tasks.wait()
+        return "met"
+
+    def meet_in_a_thread() -> str:
+        """Wait for all the others."""
+        threads.wait(60)
+        return "met"
+
+    tool = meet if kind == "async" else meet_in_a_thread
+    workflow = agent(tool, limits=ToolLimits(timeout_s=60))
+    engines = [saying(call(tool.__name__), "done") for _ in range(num_episodes)]
+    async with asyncio.TaskGroup() as group:
+        for engine in engines:
+            group.create_task(workflow.arun_episode(engine, QUESTION))
+    assert all("<tool_response>\nmet\n" in seen_by(engine) for engine in engines)

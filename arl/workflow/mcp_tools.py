@@ -1,0 +1,309 @@
+"""Tools of an MCP server (modelcontextprotocol.io), by the official `mcp` package.
+
+    workflow = ToolAgentWorkflow(tokenizer, reward, tools=[MCPTools.http("http://127.0.0.1:8000/mcp")])
+    workflow = ToolAgentWorkflow(tokenizer, reward, open_tools=lambda data: MCPTools.stdio("python", ["server.py"]))
+
+The first shares one connection among all episodes, the second starts a server for each. Errors that a tool reports are
+for the model; a server that is gone is a ServerError, which fails the episode, and the next call connects anew.
+
+One task owns a connection, since anyio's scopes must be left by the task that entered them, while a workflow may be
+entered in one task and left in another, and its episodes run in yet others:
+
+    MCPTools --opens, closes--> owner: async with Client <--call_tool-- episodes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
+
+from arl.api.errors import ArlError, ConfigError, ServerError, ToolError, first_error
+from arl.workflow.tools import Tool
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.client import Transport
+    from mcp_types import CallToolResult, ContentBlock
+
+    Connect = Callable[["_LastWords", AsyncExitStack], Awaitable[Transport]]
+
+log = logging.getLogger(__name__)
+
+
+class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
+    """The tools of one server. `async with` connects and returns them, with the server's own names and JSON schemas.
+
+    The server validates arguments. Made by `stdio` or `http`; start_timeout_s: the longest that connecting may take.
+    `async with` raises ServerError where there is no server, or it offers no tools.
+    """
+
+    def __init__(self, name: str, connect: Connect, start_timeout_s: float) -> None:
+        self.name = name
+        self._connect = connect
+        self._start_timeout_s = start_timeout_s
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()
+
+    @classmethod
+    def stdio(
+        cls,
+        command: str,
+        args: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        start_timeout_s: float = 60.0,
+    ) -> MCPTools:
+        """A server that is started as a process of its own, and ended with all its children.
+
+        env: beside PATH, HOME, LOGNAME, SHELL, TERM and USER, which are all that it inherits. The last of what it
+        writes to stderr is in the error when it dies.
+        """
+        _check_installed()
+
+        async def connect(words: _LastWords, stack: AsyncExitStack) -> Transport:
+            from mcp import StdioServerParameters, stdio_client
+
+            settings = StdioServerParameters(
+                command=command, args=list(args), env=dict(env or {}), cwd=None if cwd is None else os.fspath(cwd)
+            )
+            return stdio_client(settings, errlog=await words.aopen(stack))
+
+        return cls(f"the MCP server `{' '.join([command, *args])}`", connect, start_timeout_s)
+
+    @classmethod
+    def http(cls, url: str, *, headers: Mapping[str, str] | None = None, start_timeout_s: float = 60.0) -> MCPTools:
+        """A server that runs already and speaks streamable HTTP. headers: sent with each request."""
+        _check_installed()
+        return cls(f"the MCP server at {url}", partial(_connect_http, url, dict(headers or {})), start_timeout_s)
+
+    async def __aenter__(self) -> tuple[Tool, ...]:
+        if self._connection is not None:
+            raise ConfigError(f"{self.name} is open already; make another MCPTools for another connection")
+        self._connection = connection = await self._connected()
+        return connection.tools
+
+    async def __aexit__(self, *exc: object) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.aclose()
+
+    async def _connected(self) -> _Connection:
+        connection = _Connection(self.name, self._connect, self._acall)
+        await connection.aopen(self._start_timeout_s)
+        return connection
+
+    async def _acall(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        connection = await self._open_connection()
+        return await connection.acall(tool, arguments)
+
+    async def _open_connection(self) -> _Connection:
+        """The connection, or another where it broke."""
+        async with self._connecting:
+            if self._connection is None:
+                raise ServerError(f"{self.name} is not open; call its tools within `async with`")
+            if self._connection.client is None:
+                log.warning("%s is gone; connecting anew", self.name)
+                self._connection = await self._connected()
+            return self._connection
+
+
+class _Connection:
+    """client: None before it is open, and once it has broken or was closed. error: what broke it."""
+
+    def __init__(self, name: str, connect: Connect, acall: Callable[[str, Mapping[str, Any]], Any]) -> None:
+        self._name = name
+        self._connect = connect
+        self._call_of_tool = acall
+        self._closing = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+        self._words = _LastWords()
+        self.client: Client | None = None
+        self.error: Exception | None = None
+        self.tools: tuple[Tool, ...] = ()
+
+    async def aopen(self, timeout_s: float) -> None:
+        is_open = asyncio.get_running_loop().create_future()
+        self._owner = owner = asyncio.create_task(self._own(is_open), name=f"owner of {self._name}")
+        try:
+            await asyncio.wait([owner, is_open], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self.client is None:
+                owner.cancel()
+                await asyncio.wait([owner])
+        if self.client is None:
+            raise self._failure(timeout_s)
+
+    async def aclose(self) -> None:
+        self._closing.set()
+        if self._owner is None:
+            return
+        try:
+            await asyncio.wait([self._owner])
+        except asyncio.CancelledError:
+            await asyncio.wait([self._owner])  # mcp bounds how long it takes to end a process
+            raise
+
+    async def acall(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        from mcp import MCPError
+
+        try:
+            if self.client is None:
+                raise ServerError(f"{self._name} is gone")
+            result = await self.client.call_tool(tool, dict(arguments))
+        except MCPError as error:
+            raise await self._of_model_or_server(error, tool) from error
+        text = _text_of(result)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    async def _own(self, is_open: asyncio.Future[None]) -> None:
+        from mcp import Client
+
+        try:
+            async with AsyncExitStack() as stack:
+                transport = await self._connect(self._words, stack)
+                client = await stack.enter_async_context(Client(transport, cache=None))
+                self.tools = await self._listed(client)
+                self.client = client
+                is_open.set_result(None)
+                await self._closing.wait()
+        except Exception as error:  # noqa: BLE001 - whoever opens it or calls a tool is told
+            self.error = error
+        finally:
+            self.client = None
+
+    async def _listed(self, client: Client) -> tuple[Tool, ...]:
+        tools: list[Tool] = []
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            tools += [
+                Tool.from_schema(
+                    _by_name(self._call_of_tool, tool.name),
+                    name=tool.name,
+                    description=tool.description or tool.title or tool.name,
+                    parameters=tool.input_schema,
+                )
+                for tool in page.tools
+            ]
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        if not tools:
+            raise ServerError(f"{self._name} offers no tools")
+        return tuple(tools)
+
+    def _failure(self, timeout_s: float) -> ArlError:
+        error = self.error
+        if error is None:
+            return ServerError(f"{self._name} was not ready within {timeout_s:g} s{self._words}")
+        first = first_error(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(first, ArlError):
+            return first
+        failure = ServerError(f"{self._name} could not be used: {str(first) or type(first).__name__}{self._words}")
+        failure.__cause__ = first
+        return failure
+
+    async def _of_model_or_server(self, error: Any, tool: str) -> ArlError:
+        """Wrong arguments and a tool's own errors are the model's; what only a broken server says is not."""
+        from mcp_types import (
+            CONNECTION_CLOSED,
+            INTERNAL_ERROR,
+            INVALID_REQUEST,
+            METHOD_NOT_FOUND,
+            PARSE_ERROR,
+        )
+
+        if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):  # it is dead, or has forgotten the session
+            await self.aclose()
+        elif error.code not in (INTERNAL_ERROR, METHOD_NOT_FOUND, PARSE_ERROR):
+            return ToolError(error.message)
+        return ServerError(f"{self._name} failed in a call of {tool}: {error.message}{self._words}")
+
+
+class _LastWords(asyncio.Protocol):
+    """The end of what a process writes to stderr, for the message when it dies."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+
+    async def aopen(self, stack: AsyncExitStack) -> TextIO:
+        """Where the process is to write."""
+        read_fd, write_fd = os.pipe()
+        pipe, errlog = stack.enter_context(os.fdopen(read_fd, "rb")), stack.enter_context(os.fdopen(write_fd, "w"))
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
+        stack.callback(transport.close)
+        return errlog
+
+    def data_received(self, data: bytes) -> None:
+        self._tail = (self._tail + data)[-2000:]
+
+    def __str__(self) -> str:
+        words = self._tail.decode(errors="replace").strip()
+        return f"; it said:\n{words}" if words else ""
+
+
+async def _connect_http(url: str, headers: dict[str, str], _: _LastWords, stack: AsyncExitStack) -> Transport:
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    client = httpx2.AsyncClient(
+        headers=headers,
+        timeout=httpx2.Timeout(30.0, read=None),  # each call has a limit of its own
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+        follow_redirects=True,
+    )
+    stack.push_async_callback(client.aclose)
+    return streamable_http_client(url, http_client=client)
+
+
+def _by_name(acall: Callable[[str, Mapping[str, Any]], Any], tool: str) -> Callable[..., Any]:
+    async def call(**arguments: Any) -> str:
+        return await acall(tool, arguments)
+
+    return call
+
+
+def _text_of(result: CallToolResult) -> str:
+    """All parts as text, and a note in the place of what is none."""
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(_text_of_part(part) for part in result.content)
+
+
+def _text_of_part(part: ContentBlock) -> str:
+    match part.type:
+        case "text":
+            return part.text
+        case "image" | "audio":
+            return f"[{part.type}, {part.mime_type}, {_num_bytes(part.data)} bytes]"
+        case "resource_link":
+            return f"[resource {part.name}: {part.uri}]"
+        case "resource":
+            text = getattr(part.resource, "text", None)
+            return text if text is not None else f"[resource {part.resource.uri}, no text]"
+
+
+def _num_bytes(data: str) -> int:
+    try:
+        return len(base64.b64decode(data))
+    except ValueError:
+        return len(data)
+
+
+def _check_installed() -> None:
+    try:
+        import mcp
+    except ImportError as error:
+        raise ConfigError("tools of MCP servers need the mcp package; pip install 'arl[mcp]'") from error
+    if not hasattr(mcp, "Client"):
+        raise ConfigError("tools of MCP servers need mcp 2 or later; pip install 'arl[mcp]'")
