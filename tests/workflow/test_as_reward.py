@@ -242,6 +242,10 @@ async def test_a_function_typed_into_a_notebook_runs_in_a_thread_and_says_so(
     assert "%%writefile" in caplog.text
     with pytest.raises(RewardError, match="was typed in interactively, so no worker can import it"):
         RewardPool(notebook.score)
+    monkeypatch.setattr(notebook, "__file__", "asyncio/__main__.py", raising=False)
+    score = vars(notebook).pop("score")  # `python -m asyncio` keeps what is typed in elsewhere
+    with pytest.raises(RewardError, match="was typed in interactively"):
+        RewardPool(score)
 
 
 async def test_a_weighted_sum_runs_its_parts_at_once_and_names_each() -> None:

@@ -157,8 +157,9 @@ class RewardPool(Shared, Generic[P, ResultT]):
 
 def is_typed_in(function: Callable[..., Any]) -> bool:
     """Whether it was defined in a notebook or at a prompt, where no worker process can import it from."""
-    main = sys.modules["__main__"]
-    return getattr(function, "__module__", None) == "__main__" and not hasattr(main, "__file__")
+    main, name = sys.modules["__main__"], name_of(function)
+    is_elsewhere = name.isidentifier() and not hasattr(main, name)  # as in `python -m asyncio`
+    return getattr(function, "__module__", None) == "__main__" and (is_elsewhere or not hasattr(main, "__file__"))
 
 
 def _check_importable(function: Callable[..., Any]) -> None:
