@@ -149,7 +149,8 @@ def f1(answer: str, reference: str) -> float:
 
 def found(data: Example, read: str) -> dict[str, float]:
     """The share of the supporting entries that were among the results, where the question names them."""
-    titles = {title for title, _ in data.get("supporting_facts") or ()}
+    facts = data.get("supporting_facts") or []
+    titles = set(facts["title"] if isinstance(facts, Mapping) else (title for title, _ in facts))
     return {"supporting_found": sum(f"{title}: " in read for title in titles) / len(titles)} if titles else {}
 
 
@@ -177,9 +178,9 @@ def documents(rows: Iterable[Example]) -> list[Document]:
 
 
 def paragraphs(context: Any) -> list[Document]:
-    """HotpotQA's own files have [title, sentences] pairs; its dataset on the hub has a list of each."""
+    """HotpotQA's own files have [title, sentences] pairs; its dataset on the hub has a list of each, as for facts."""
     try:
-        pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
+        pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
         return [Document(title, "".join(sentences).strip()) for title, sentences in pairs]
     except (KeyError, TypeError, ValueError) as error:
         what = str(context)[:200]

@@ -96,6 +96,12 @@ async def test_a_question_without_supporting_facts_has_no_share_of_them() -> Non
     assert "supporting_found" not in trajectory.metrics
 
 
+async def test_supporting_facts_in_the_hubs_form_count_as_well() -> None:
+    facts = {"title": ["Amber Harp", "Mira Tovel"], "sent_id": [1, 1]}
+    trajectory, _ = await episode(call("painter"), "Kelmora", data=ROW | {"supporting_facts": facts})
+    assert trajectory.metrics["supporting_found"] == 0.5
+
+
 async def test_an_agent_that_never_answers_has_no_reward() -> None:
     trajectory, _ = await episode(call("Amber Harp"), call("Amber Harp"), max_turns=2)
     assert trajectory.reward == 0.0
