@@ -3,6 +3,7 @@
     acall --queue--> a thread  --result--> acall's event loop
                        |
                        hangs: acall stops waiting; the thread is given up, counted, and its place is free for others
+                       is cancelled: the same, but it has the call's time limit to end by itself
 
 A thread cannot be killed. One that hangs keeps what it holds (memory, a lock, a CPU it spins on) until it returns by
 itself, so past `max_hung` of them no call is begun. Threads are daemons, or one that hangs would keep the process from
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,8 +23,12 @@ from typing import Any, Literal
 
 from arl.api.errors import ToolError
 
+log = logging.getLogger(__name__)
+
 _IDLE_S = 10.0
 """How long a thread waits for another call before it ends."""
+_PATIENCE_S = 30.0
+"""How long a call without a time limit may run on when its episode was cancelled, before it counts as hung."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,9 +78,11 @@ class ToolThreads:
             async with asyncio.timeout(timeout_s):
                 result, error = await call.ended
         except TimeoutError:
-            raise ToolError(f"there was no answer within {timeout_s:g} s") from None
-        finally:
             self._give_up(call)
+            raise ToolError(f"there was no answer within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self._abandon(call, _PATIENCE_S if timeout_s is None else timeout_s)
+            raise
         if error is not None:
             raise error
         return result
@@ -89,16 +97,28 @@ class ToolThreads:
             elif self._num_threads - self._num_hung < self._max_threads:
                 self._start_thread(call)
 
-    def _give_up(self, call: _Call) -> None:
-        """Nobody waits for it any more: it is not begun, or it hangs. Nothing to do where it has ended."""
+    def _abandon(self, call: _Call, patience_s: float) -> None:
+        """Its episode was cancelled. It is not begun; or it has some time to end by itself before it counts as hung."""
         with self._changed:
             if call.state == "queued":
                 self._queue.remove(call)
             elif call.state == "running":
-                call.state = "given up"
-                self._num_hung += 1
-                if self._queue and not self._num_idle:
-                    self._start_thread(self._queue[0])
+                call.loop.call_later(patience_s, self._give_up, call)
+
+    def _give_up(self, call: _Call) -> None:
+        """It hangs, unless it has ended."""
+        with self._changed:
+            if call.state != "running":
+                return
+            call.state = "given up"
+            self._num_hung += 1
+            if self._queue and not self._num_idle:
+                self._start_thread(self._queue[0])
+        log.warning(
+            "a call of a tool hangs, and its thread is left behind; %d do now, and from %d on no other is begun",
+            self._num_hung,
+            self._max_hung,
+        )
 
     def _start_thread(self, call: _Call) -> None:
         """For a call in the queue. Where the system has no more threads, it waits for one that there is."""

@@ -86,6 +86,30 @@ async def test_when_too_many_hang_no_other_is_begun_until_one_returns(release: t
     assert await threads.acall(lambda: 1) == 1
 
 
+async def test_a_call_that_is_cancelled_counts_as_hung_only_after_its_time(release: threading.Event) -> None:
+    threads = ToolThreads(max_hung=1)
+    began = threading.Event()
+
+    def run_on() -> None:
+        began.set()
+        release.wait(60)
+
+    async def cancelled(timeout_s: float) -> None:
+        began.clear()
+        call = asyncio.create_task(threads.acall(run_on, timeout_s))
+        await asyncio.to_thread(began.wait)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    await cancelled(timeout_s=60)
+    await cancelled(timeout_s=60)
+    assert threads.num_hung == 0
+    await cancelled(timeout_s=0.5)
+    await asyncio.sleep(0.6)
+    assert threads.num_hung == 1
+
+
 async def test_a_call_that_is_cancelled_in_the_queue_is_not_begun(release: threading.Event) -> None:
     threads = ToolThreads(max_threads=1)
     began: list[int] = []
