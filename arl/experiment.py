@@ -135,7 +135,11 @@ class Experiment(Generic[ConfigT]):
         be made, and whatever `prepare` raises."""
         await asyncio.to_thread(make_run_dir, config.run_dir)
         await asyncio.to_thread(_hide_progress_bars)
-        prepared = await asyncio.to_thread(self.prepare, config)
+        try:
+            prepared = await asyncio.to_thread(self.prepare, config)
+        except asyncio.CancelledError:
+            log.warning("what was being prepared goes on to its end; Ctrl-C once more ends it at once")
+            raise
         setup = await prepared if inspect.isawaitable(prepared) else prepared
         return config.model_copy(update={"model": setup.model}), setup
 

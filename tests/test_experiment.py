@@ -1,5 +1,6 @@
 """What a script's `experiment` does with its settings, and what it leaves behind when it has trained."""
 
+import asyncio
 import json
 import logging
 import sys
@@ -12,6 +13,7 @@ import pytest
 from pydantic import PositiveInt
 from scripted_launch import use_fakes
 
+import arl.launch
 from arl.api import (
     Config,
     Example,
@@ -23,10 +25,13 @@ from arl.api import (
     ScriptedEngine,
     Trajectory,
 )
-from arl.api.errors import ConfigError
+from arl.api.config import LocalEngineConfig, SGLangEngineConfig
+from arl.api.errors import ConfigError, EngineClosedError
 from arl.cli import load_config
+from arl.engine.processes import local_servers
+from arl.engine.tiny import write_tiny_model
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.launch import launch
+from arl.launch import launch, serve
 
 EXAMPLES = [{"number": number} for number in range(8)]
 QUICK = {"steps": 2, "rollout": {"batch_size": 2, "group_size": 2}, "log": {"console": False, "trajectories": 0}}
@@ -141,6 +146,23 @@ async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_m
 
 
 @pytest.mark.usefixtures("engine")
+def test_main_takes_its_settings_from_flags(tmp_path: Path) -> None:
+    flags = [
+        "--model",
+        "none",
+        "--run_dir",
+        str(tmp_path),
+        "--steps",
+        "1",
+        "--no-log.console",
+        "--log.trajectories",
+        "0",
+    ]
+    Experiment(config=Config, prepare=lambda _: setup()).main([*flags, "--rollout.batch_size", "2"])
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+
+
+@pytest.mark.usefixtures("engine")
 async def test_what_the_model_was_before_is_known_to_a_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = Experiment(config=Config, prepare=lambda _: setup())
     await experiment.train(settings(tmp_path))
@@ -204,6 +226,26 @@ async def test_a_coroutine_function_may_prepare_too(tmp_path: Path) -> None:
     assert (config.model, len(prepared.dataset)) == ("none model", 8)
 
 
+async def test_whoever_stops_while_it_prepares_is_told_that_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, over = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def prepare(config: Config) -> Setup:
+        loop.call_soon_threadsafe(begun.set)
+        over.wait(30)
+        return setup()
+
+    task = asyncio.create_task(Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path)))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    over.set()
+    assert "Ctrl-C once more ends it at once" in caplog.text
+
+
 async def test_an_unusable_run_dir_is_refused_before_anything_is_prepared(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
@@ -212,6 +254,41 @@ async def test_an_unusable_run_dir_is_refused_before_anything_is_prepared(tmp_pa
 
     with pytest.raises(ConfigError, match=r"run_dir is .*: it is a file"):
         await Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path / "file"))
+
+
+# Serving without training -----------------------------------------------------------------------------------------
+
+
+async def test_servers_that_do_not_train_have_logs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fakes(monkeypatch, ScriptedEngine(lambda _: [7]))
+    logs: list[Path] = []
+
+    async def addresses(config: Config, stack: object, directory: Path) -> tuple[list[str], None]:
+        logs.append(directory)
+        return [], None
+
+    monkeypatch.setattr(arl.launch, "_addresses", addresses)
+    async with serve(settings(tmp_path)) as engine:
+        response = await engine.agenerate(ModelRequest(input_ids=(1,)))
+    assert response.output_ids == (7,)
+    assert logs == [tmp_path / "logs" / "serve"]
+    with pytest.raises(EngineClosedError):
+        await engine.agenerate(ModelRequest(input_ids=(1,)))
+
+
+@pytest.mark.slow
+async def test_servers_are_started_or_found_by_their_addresses(tmp_path: Path) -> None:
+    model = str(write_tiny_model(tmp_path / "model"))
+    request = ModelRequest(input_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3, temperature=0))
+    async with serve(Config(model=model, run_dir=tmp_path / "run")) as engine:
+        started = await engine.agenerate(request)
+    log_dir = tmp_path / "logs"
+    async with local_servers(model, LocalEngineConfig(), log_dir) as addresses:
+        found = SGLangEngineConfig(kind="sglang", addresses=tuple(addresses))
+        async with serve(Config(model=model, run_dir=tmp_path / "run", engine=found)) as engine:
+            assert (await engine.agenerate(request)).output_ids == started.output_ids
 
 
 # Workflows that are none -----------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """`arl try`: what it prints of episodes, and what it says of scripts that it cannot run."""
 
+import pickle
 import re
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,16 @@ def test_nothing_of_a_training_run_in_the_same_directory_is_touched(script: Comm
     script.run("try", "--n", "1")
     files = {str(path.relative_to(run_dir)): path.read_text() for path in run_dir.rglob("*") if path.is_file()}
     assert files == {"checkpoints/version-3/state.json": "{}", "metrics.jsonl": '{"version": 9}\n'}
+
+
+def test_workers_that_are_given_this_sys_path_find_the_scripts_functions(script: Commands) -> None:
+    """Which is how reward pools start theirs: functions are pickled by the names of their modules."""
+    script.run("try", "--n", "1")
+    prepare = sys.modules[script.script.stem].prepare
+    assert pickle.loads(pickle.dumps(prepare)) is prepare
+    found = PathFinder.find_spec(prepare.__module__, sys.path)
+    assert found is not None
+    assert found.origin == str(script.script)
 
 
 # Weights -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 | task | consumes | produces | waits for | woken by |
 |---|---|---|---|---|
-| a worker | the next piece of work | a finished run | the episode; the queue | engine, tools, its time limit; the caller |
+| a worker | the next piece of work | a finished run | the episode; the queue | engine, tools, time limit; the caller |
 | the caller | finished runs, as they end | whatever it shows of them | the queue | a worker |
 """
 
