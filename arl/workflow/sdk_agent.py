@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -31,6 +32,7 @@ thread of its own, which the end of the episode cannot kill: its next call is an
 
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_TOLD = 2000
+_DRAIN_S = 2.0
 _THREADS = ToolThreads(max_threads=4096, max_hung=4096)
 """Programs run as long as their episodes do, so there are as many threads as episodes that run at once."""
 
@@ -59,13 +61,10 @@ class Command:
         """What it prints. Raises ProgramError."""
         keys = {"OPENAI_API_KEY": session.api_key, "ANTHROPIC_API_KEY": session.api_key}
         urls = {"OPENAI_BASE_URL": session.base_url, "ANTHROPIC_BASE_URL": session.url}
-        pipe = asyncio.subprocess.PIPE
         try:
-            process = await asyncio.create_subprocess_exec(
+            transport, running = await asyncio.get_running_loop().subprocess_exec(
+                _Running,
                 *self.arguments,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
                 cwd=self.cwd,
                 env={**os.environ, **keys, **urls, **self.env},
                 start_new_session=True,
@@ -73,56 +72,72 @@ class Command:
         except OSError as error:
             raise ProgramError(f"{self.arguments[0]} could not be started: {error}") from error
         try:
-            return await self._output(process, json.dumps(dict(data), default=str).encode())
+            running.feed(json.dumps(dict(data), default=str).encode())
+            await running.exited.wait()
+            _kill(transport)  # what it left running holds its output open
+            await running.wait_drained()
         finally:
-            _kill(process)
-            await process.wait()
+            _kill(transport)
+            await running.exited.wait()
+            transport.close()
+        return self._printed(transport.get_returncode(), bytes(running.printed), bytes(running.complained))
 
-    async def _output(self, process: asyncio.subprocess.Process, given: bytes) -> str:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_feed(process, given))
-            printed = group.create_task(_read(process.stdout))
-            complained = group.create_task(_read(process.stderr))
-            status = await process.wait()
-            _kill(process)  # what it left running holds its output open
+    def _printed(self, status: int | None, printed: bytes, complained: bytes) -> str:
+        line = " ".join(self.arguments)
         if status != 0:
-            raise ProgramError(
-                f"{' '.join(self.arguments)} ended with status {status}: "
-                f"{complained.result()[-_MAX_TOLD:].decode(errors='replace').strip() or '(it said nothing)'}"
-            )
-        if len(printed.result()) > _MAX_OUTPUT_BYTES:
-            raise ProgramError(f"{' '.join(self.arguments)} printed more than {_MAX_OUTPUT_BYTES} bytes")
-        return printed.result().decode(errors="replace").strip()
+            said = complained[-_MAX_TOLD:].decode(errors="replace").strip()
+            raise ProgramError(f"{line} ended with status {status}: {said or '(it said nothing)'}")
+        if len(printed) > _MAX_OUTPUT_BYTES:
+            raise ProgramError(f"{line} printed more than {_MAX_OUTPUT_BYTES} bytes")
+        return printed.decode(errors="replace").strip()
 
 
-async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write(given)
-        await process.stdin.drain()
-        process.stdin.close()
-        await process.stdin.wait_closed()
-    except (BrokenPipeError, ConnectionResetError):
-        return  # it need not read
+class _Running(asyncio.SubprocessProtocol):
+    """A process, and what it said: up to a piece more than _MAX_OUTPUT_BYTES of what it printed, and the end of what it
+    complained of."""
+
+    def __init__(self) -> None:
+        self.printed = bytearray()
+        self.complained = bytearray()
+        self.exited = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._open = {1, 2}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._stdin = transport.get_pipe_transport(0)
+
+    def feed(self, given: bytes) -> None:
+        """Its standard input, which it need not read."""
+        assert isinstance(self._stdin, asyncio.WriteTransport)
+        self._stdin.write(given)
+        self._stdin.write_eof()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self.complained = (self.complained + data)[-_MAX_TOLD:]
+        elif len(self.printed) <= _MAX_OUTPUT_BYTES:
+            self.printed += data
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._open.discard(fd)
+        if not self._open:
+            self._drained.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    async def wait_drained(self) -> None:
+        """Until all that it printed is here; not for long where something that left its group holds the pipes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                await self._drained.wait()
 
 
-async def _read(stream: asyncio.StreamReader) -> bytes:
-    """A little more than what may be kept; the rest is read and dropped, or the program would wait for us."""
-    kept = bytearray()
-    while piece := await stream.read(1 << 16):
-        if len(kept) <= _MAX_OUTPUT_BYTES:
-            kept += piece
-    return bytes(kept)
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """The program and its group; the group's id stays taken while anything in it lives."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
+def _kill(transport: asyncio.SubprocessTransport) -> None:
+    """The program and its group, whose id stays taken while anything in it lives."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(transport.get_pid(), signal.SIGKILL)
 
 
 class SDKWorkflow(Shared, RolloutWorkflow):
