@@ -1,7 +1,9 @@
 """What tests of sandboxes need: bubblewrap, which a machine may lack, and a host to be kept from programs."""
 
 import os
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -9,6 +11,7 @@ import pytest_asyncio
 from arl.api.errors import SandboxError
 from arl.workflow.sandbox import BubblewrapSandbox, Limits
 
+FAKE_DOCKER = Path(__file__).parent / "fake_docker.py"
 PATIENT = Limits(wall_s=60, cpu_s=30, memory_bytes=128 << 20, processes=12, disk_bytes=8 << 20, files=200)
 """Small, so that they are soon reached; but no program is ended for being slow on a busy machine."""
 
@@ -23,3 +26,14 @@ async def bubblewrap() -> AsyncIterator[BubblewrapSandbox]:
         if os.environ.get("ARL_NEEDS_SANDBOX"):
             raise
         pytest.skip(f"no sandbox: {reason}")
+
+
+@pytest.fixture
+def docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The directory of a fake docker, which is on PATH."""
+    command = tmp_path / "docker"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE_DOCKER} "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_DOCKER", str(tmp_path))
+    return tmp_path

@@ -24,7 +24,7 @@ PROGRAMS = {path.stem: path for path in sorted((HERE / "hostile").glob("*.py"))}
 SECRET = "the-host's-own-secret"
 PLAIN = """
 import os, sys
-print(sorted(os.listdir("/work")), sorted(os.listdir("/tmp")), sorted(os.listdir("/dev/shm")), sorted(os.listdir("/")))
+print(*(sorted(os.listdir(directory)) for directory in ("/sandbox", "/tmp", "/dev/shm", "/")))
 print(sorted(name for name in os.listdir("/proc") if name.isdigit()), os.listdir("/proc/self/fd"))
 print(sorted(os.environ), input())
 print(sum(ord(c) for c in open("/usr/bin/env", "rb").read().decode("latin-1")), file=sys.stderr)
@@ -56,7 +56,9 @@ CASES = {
     ),
     "memory_at_once": Case(says=("refused: a terabyte: MemoryError",)),
     "host_files": Case(says=("refused: /etc/shadow", "refused: /proc/1/root/etc/passwd", "refused: /home")),
-    "environment": Case(says=("refused", "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'PWD']")),
+    "environment": Case(
+        says=("refused", "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'PWD', 'TMPDIR']")
+    ),
     "processes": Case(says=("saw [1, 2] 1",)),
     "network_tcp": Case(
         says=("refused: ('127.0.0.1'", "refused: ('1.1.1.1'", "Network is unreachable", "refused: IPv6")
@@ -101,7 +103,7 @@ CASES = {
     "crashes": Case(ended_by="signal", code=-11),
     "exits_oddly": Case(code=77),
     "descriptors": Case(says=("refused: descriptors: OSError(24", "opened True")),
-    "leftovers": Case(says=("/work ['main.py']", "/tmp ['main.py']", "/dev/shm ['main.py']")),
+    "leftovers": Case(says=("/sandbox ['main.py']", "/tmp ['main.py']", "/dev/shm ['main.py']")),
     "shell": Case(ended_by="exit", code=5, says=("65534",)),
     "ignores_input": Case(says=("done",), stdin="x" * (4 << 20)),
 }

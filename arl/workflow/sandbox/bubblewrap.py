@@ -20,7 +20,7 @@ from arl.workflow.sandbox.keeper import STAGE
 from arl.workflow.sandbox.keeping import Ended, Keeping
 from arl.workflow.sandbox.seccomp import seccomp_filter
 
-WORK = "/work"
+WORK = "/sandbox"
 INSTALL = (
     "install bubblewrap 0.8 or newer: `apt-get install bubblewrap` (Debian 12, Ubuntu 24.04), "
     "`dnf install bubblewrap` (Fedora, RHEL 10)"
@@ -45,6 +45,7 @@ _IN_CONTAINER = (
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": WORK,
+    "TMPDIR": WORK,
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",  # threads count against Limits.processes
     "OPENBLAS_NUM_THREADS": "1",
@@ -81,7 +82,8 @@ class BubblewrapSandbox(Shared):
         self._concurrency = concurrency or len(os.sched_getaffinity(0))
         self._filter = seccomp_filter()
         self._opened = AsyncExitStack()
-        self._command: list[str] = []
+        self._bwrap: list[str] = []
+        self._tree: list[str] = []
         self._interpreter: Interpreter | None = None
         self._keeping: Keeping | None = None
 
@@ -95,7 +97,8 @@ class BubblewrapSandbox(Shared):
         shown = [*self._interpreter.prefixes, *map(os.path.abspath, self._read_only)]
         staged = [path for path in shown if os.geteuid() == 0 and not _is_open_to_all(path)]
         sources = {path: f"{STAGE}/{staged.index(path)}" if path in staged else path for path in shown}
-        self._command = [bwrap, *_namespaces(), *_file_system(sources, self._interpreter.packages)]
+        self._bwrap = [bwrap, *_namespaces()]
+        self._tree = _tree(sources, self._interpreter.packages)
         self._keeping = await self._opened.enter_async_context(Keeping(places=self._concurrency, staged=staged))
         try:
             await self._probe()
@@ -114,7 +117,7 @@ class BubblewrapSandbox(Shared):
             raise SandboxError("the sandbox is not open; call it within `async with`")
         limits = limits or self._limits
         ended = await self._keeping.run(
-            [*self._command, "--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK, "--chdir", WORK],
+            [*self._bwrap, "--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK, *self._tree],
             ["--", *_rlimits(limits), self._interpreter.path, "-I", "-u", f"{WORK}/{MAIN}"],
             self._filter,
             stdin.encode(errors="surrogatepass"),
@@ -164,8 +167,8 @@ def _namespaces() -> list[str]:
     ]
 
 
-def _file_system(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
-    """Options that build the tree, all but the working directory. sources: path in it -> path on the host."""
+def _tree(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
+    """Options that build the tree around the working directory. sources: path in it -> path on the host."""
     options = ["--clearenv"]
     for name, value in _ENVIRONMENT.items():
         options += ["--setenv", name, value]
@@ -184,8 +187,9 @@ def _file_system(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
         options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         options += ["--symlink", f"/proc/self/{target}", f"/dev/{name}"]
-    return [*options, "--symlink", WORK, "/tmp", "--symlink", WORK, "/dev/shm", "--dir", WORK,
-            "--remount-ro", "/dev", "--remount-ro", "/"]  # fmt: skip
+    if not any(Path(path).is_relative_to("/tmp") for path in sources):
+        options += ["--symlink", WORK, "/tmp"]
+    return [*options, "--symlink", WORK, "/dev/shm", "--chdir", WORK, "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
 def _rlimits(limits: Limits) -> list[str]:

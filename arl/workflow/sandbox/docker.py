@@ -102,8 +102,8 @@ class DockerSandbox(Shared):
             start_new_session=True,  # Ctrl-C is for arl, which then removes the container
         )
 
-        async def remove() -> None:
-            if process.returncode is None:
+        async def remove(is_over: bool) -> None:
+            if not is_over and process.returncode is None:
                 process.kill()
                 await _call(docker, "rm", "--force", name)
 
@@ -150,8 +150,17 @@ def _options(limits: Limits, runtime: str | None) -> list[str]:
         *("--security-opt", "no-new-privileges", "--ipc", "private", "--hostname", "sandbox", "--log-driver", "none"),
         *("--memory", str(memory), "--memory-swap", str(memory), "--pids-limit", str(limits.processes + 1)),
         *("--ulimit", f"cpu={cpu_s}:{cpu_s + 1}", "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0"),
-        *("--ulimit", f"fsize={limits.disk_bytes}", "--tmpfs", f"/work:{tmpfs}", "--tmpfs", f"/tmp:{tmpfs}"),
-        *("--shm-size", str(limits.disk_bytes), "--workdir", "/work", "--env", "HOME=/work", "--env", "LANG=C.UTF-8"),
+        *("--ulimit", f"fsize={limits.disk_bytes}", "--tmpfs", f"/sandbox:{tmpfs}", "--tmpfs", f"/tmp:{tmpfs}"),
+        *(
+            "--shm-size",
+            str(limits.disk_bytes),
+            "--workdir",
+            "/sandbox",
+            "--env",
+            "HOME=/sandbox",
+            "--env",
+            "LANG=C.UTF-8",
+        ),
         *(() if runtime is None else ("--runtime", runtime)),
     ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 from collections.abc import Awaitable, Callable
 
 _CHUNK = 1 << 16
@@ -48,10 +50,13 @@ async def finish(
     *,
     output_bytes: int,
     wall_s: float,
-    kill: Callable[[], Awaitable[None]],
+    kill: Callable[[bool], Awaitable[None]],
 ) -> tuple[str, bytes, bytes]:
-    """See a process to its end: what ended it ("exit", "output" or "timeout"), stdout and stderr. `kill` ends all that
-    belongs to it; it is awaited at a limit, when this is cancelled, and also when the process has ended by itself."""
+    """See a process to its end: what ended it ("exit", "output" or "timeout"), stdout and stderr.
+
+    kill: ends all that belongs to it; awaited at a limit and when this is cancelled, and, told True, when the process
+    has ended by itself.
+    """
     wake = asyncio.Event()
     output = Output(output_bytes, wake)
     ended = "exit"
@@ -64,20 +69,37 @@ async def finish(
             ended = "output"
         except TimeoutError:
             ended = "timeout"
-        await kill()
+        await kill(False)
 
     try:
         async with asyncio.TaskGroup() as group:
             reading = [group.create_task(output.read(stream)) for stream in (process.stdout, process.stderr)]
             group.create_task(feed(process.stdin, stdin))
             watching = group.create_task(watch())
-            await process.wait()
+            await _end_of(process)
             if ended == "exit":
                 watching.cancel()
-                await kill()
+                await kill(True)
     except BaseException:
-        await kill()
+        await kill(False)
         await process.wait()
         raise
+    await process.wait()
     stdout, stderr = (task.result() for task in reading)
     return "output" if ended == "exit" and output.overflowed else ended, stdout, stderr
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> None:
+    """Process.wait() may also wait for its pipes, which its children may hold open."""
+    if sys.platform != "linux":
+        await process.wait()
+        return
+    with contextlib.suppress(ProcessLookupError):
+        file, ended = os.pidfd_open(process.pid), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(file, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(file)
+            os.close(file)

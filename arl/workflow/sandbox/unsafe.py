@@ -23,7 +23,7 @@ from arl.workflow.sandbox.output import finish
 _LAUNCH = """
 import json, os, resource, sys
 for name, value in json.loads(sys.argv[1]).items():
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value + (name == "CPU")))
 os.execv(sys.argv[2], sys.argv[2:])
 """
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class UnsafeSandbox(Shared):
             start_new_session=True,
         )
 
-        async def kill() -> None:
+        async def kill(_: bool) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -91,7 +91,7 @@ class UnsafeSandbox(Shared):
         )
         code = process.returncode
         if ended_by == "exit" and code is not None and code < 0:
-            ended_by = "cpu" if -code in (signal.SIGXCPU, signal.SIGKILL) else "signal"
+            ended_by = "cpu" if code == -signal.SIGXCPU else "signal"
         return Outcome(
             exit_code=code if ended_by in ("exit", "signal") else None,
             stdout=stdout.decode(errors="replace"),

@@ -57,7 +57,9 @@ class Namespace:
         """Whether pid 1 has gone from the host's root to the program's, which alone has all that is looked at here."""
         if self._root is None:
             root = os.open(f"/proc/{self._pid}/root", os.O_RDONLY | os.O_DIRECTORY)
-            if os.path.samestat(os.fstat(root), os.stat("/")) or not {"proc", "usr", "work"} <= set(os.listdir(root)):
+            if os.path.samestat(os.fstat(root), os.stat("/")) or not {"proc", "usr", "sandbox"} <= set(
+                os.listdir(root)
+            ):
                 os.close(root)
                 return False
             self._root = root
@@ -95,7 +97,7 @@ class Namespace:
             os.close(file)
 
     def _files(self) -> int:
-        work = os.open("work", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        work = os.open("sandbox", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
         try:
             usage = os.fstatvfs(work)
         finally:

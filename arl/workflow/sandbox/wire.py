@@ -9,13 +9,13 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast, get_args
 
 from arl.api.errors import SandboxError
 from arl.workflow.sandbox.contract import NO_FILES, EndedBy, Files, Limits, Outcome
 
-_LIMITS = {field.name for field in fields(Limits)}
+_LIMITS = {limit.name for limit in fields(Limits)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Request:
 
     program: str
     stdin: str = ""
-    files: Files = NO_FILES
+    files: Files = field(default_factory=lambda: NO_FILES)
     limits: Limits | None = None
 
 

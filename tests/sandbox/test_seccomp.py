@@ -1,0 +1,58 @@
+"""The filter of system calls, run by a small machine that does what the kernel does with it."""
+
+import errno
+import struct
+
+import pytest
+
+from arl.workflow.sandbox.seccomp import seccomp_filter
+
+ALLOWED, ERRNO = 0x7FFF0000, 0x00050000
+
+
+def verdict(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """0 where the call is allowed, else the error it gets."""
+    data = struct.pack("=iIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    at, loaded = 0, 0
+    while True:
+        code, if_true, if_false, operand = instructions[at]
+        at += 1
+        match code:
+            case 0x20:
+                (loaded,) = struct.unpack_from("=I", data, operand)
+            case 0x06:
+                assert operand == ALLOWED or operand & 0xFFFF0000 == ERRNO
+                return 0 if operand == ALLOWED else operand & 0xFFFF
+            case _:
+                holds = {0x15: loaded == operand, 0x35: loaded >= operand, 0x45: bool(loaded & operand)}[code]
+                at += if_true if holds else if_false
+
+
+X86_64 = {"arch": 0xC000003E, "read": 0, "ioctl": 16, "socket": 41, "clone": 56, "mount": 165, "memfd_create": 319}
+AARCH64 = {"arch": 0xC00000B7, "read": 63, "ioctl": 29, "socket": 198, "clone": 220, "mount": 40, "memfd_create": 279}
+
+
+@pytest.mark.parametrize(("machine", "calls"), [("x86_64", X86_64), ("aarch64", AARCH64)])
+def test_calls_that_programs_need_are_allowed_and_others_are_not(machine: str, calls: dict[str, int]) -> None:
+    program, arch = seccomp_filter(machine), calls["arch"]
+    fork, thread, new_user = 0x11, 0x3D0F00, 0x10000011
+    for name, arguments in {"read": (), "ioctl": (0, 0x5401), "socket": (2,), "clone": (fork,)}.items():
+        assert verdict(program, arch, calls[name], *arguments) == 0
+    assert verdict(program, arch, calls["clone"], thread) == 0
+    assert verdict(program, arch, calls["clone"], new_user) == errno.EPERM
+    assert verdict(program, arch, calls["mount"]) == errno.EPERM
+    assert verdict(program, arch, calls["memfd_create"]) == errno.EPERM
+    assert verdict(program, arch, calls["ioctl"], 0, 0x5412) == errno.EPERM
+    assert verdict(program, arch, calls["socket"], 40) == errno.EAFNOSUPPORT
+    assert verdict(program, arch, 435) == errno.ENOSYS  # clone3
+
+
+def test_calls_by_the_numbers_of_another_machine_are_refused() -> None:
+    program = seccomp_filter("x86_64")
+    assert verdict(program, 0x40000003, 0) == errno.ENOSYS  # i386
+    assert verdict(program, X86_64["arch"], 0x40000000) == errno.ENOSYS  # x32
+
+
+def test_a_machine_whose_numbers_are_not_known_has_no_filter() -> None:
+    assert seccomp_filter("riscv64") == b""
