@@ -7,8 +7,10 @@ from pathlib import Path
 
 import math_tasks
 import multi_agent
+import multi_tasks
 import pytest
-from multi_agent import MultiAgentConfig, Teacher, pair, prepare, questions
+from multi_agent import MultiAgentConfig, pair, prepare, questions
+from multi_tasks import Teacher
 from warm_start import Demonstration, tool_call, warm_start
 
 from arl.api import ScriptedEngine, Trajectory
@@ -65,19 +67,25 @@ async def test_attempts_end_where_the_settings_say() -> None:
 
 @pytest.fixture
 def teacher(monkeypatch: pytest.MonkeyPatch) -> Teacher:
-    monkeypatch.setattr(multi_agent, "NUM_CAREFUL", 100)
-    monkeypatch.setattr(multi_agent, "NUM_MIXED", 100)
-    return Teacher(pair(MultiAgentConfig(), TOKENIZER), math_tasks.held_out(192), seed=0)
+    monkeypatch.setattr(multi_tasks, "NUM_CAREFUL", 100)
+    monkeypatch.setattr(multi_tasks, "NUM_MIXED", 100)
+    return Teacher(pair(MultiAgentConfig(), TOKENIZER), multi_agent.CALCULATOR, math_tasks.held_out(192), seed=0)
 
 
 def spoken(demonstration: Demonstration) -> list[str]:
     return [message["content"] for message in demonstration.messages if message["role"] == "assistant"]
 
 
+def is_hasty(demonstration: Demonstration) -> bool:
+    return not parse_tool_calls(spoken(demonstration)[0])
+
+
 def test_careful_solvers_and_checkers_take_turns_and_are_right(teacher: Teacher) -> None:
     careful, mixed = teacher.lessons()
     assert [len(careful), len(mixed)] == [200, 200]
     for solver, checker in zip(careful[::2], careful[1::2], strict=True):
+        if is_hasty(solver) or is_hasty(checker):
+            continue
         answer = spoken(solver)[-1]
         proposed = checker.messages[1]["content"].split("Answer:\n")[1].split("\n")[0]
         call, verdict, *again = spoken(checker)
@@ -89,11 +97,24 @@ def test_careful_solvers_and_checkers_take_turns_and_are_right(teacher: Teacher)
             assert again == ["ACCEPT" if proposed == answer else "REJECT"]
 
 
-def test_hasty_ones_speak_before_they_calculate(teacher: Teacher) -> None:
-    _, mixed = teacher.lessons()
-    hasty = [not parse_tool_calls(spoken(demonstration)[0]) for demonstration in mixed]
-    assert sum(hasty[::2]) / 100 == pytest.approx(0.6, abs=0.15)
-    assert sum(hasty[1::2]) / 100 == pytest.approx(0.6, abs=0.15)
+def test_who_is_hasty_answers_at_once_and_calculates_when_rejected(teacher: Teacher) -> None:
+    for solver in filter(is_hasty, teacher.lessons()[1][::2]):
+        guess, *again = spoken(solver)
+        if again:
+            call, answer = again
+            assert len(parse_tool_calls(call)) == 1
+            assert guess != answer
+            assert "rejected" in solver.messages[3]["content"]
+
+
+def test_a_gullible_checker_accepts_without_a_look(teacher: Teacher) -> None:
+    assert {tuple(spoken(checker)) for checker in filter(is_hasty, teacher.lessons()[1][1::2])} == {("ACCEPT",)}
+
+
+def test_lessons_have_bad_habits_in_the_shares_named(teacher: Teacher) -> None:
+    for lesson, share in zip(teacher.lessons(), multi_tasks.SHARE_HASTY, strict=True):
+        for of_role in (lesson[::2], lesson[1::2]):
+            assert sum(map(is_hasty, of_role)) / len(of_role) == pytest.approx(share, abs=0.12)
 
 
 def test_what_is_shown_is_what_the_workflow_says_and_nothing_held_out(teacher: Teacher) -> None:
@@ -111,8 +132,8 @@ def test_equations_are_left_out_of_the_questions() -> None:
 
 
 def test_the_tiny_model_is_shown_both_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_agent, "NUM_CAREFUL", 16)
-    monkeypatch.setattr(multi_agent, "NUM_MIXED", 16)
+    monkeypatch.setattr(multi_tasks, "NUM_CAREFUL", 16)
+    monkeypatch.setattr(multi_tasks, "NUM_MIXED", 16)
     small = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
     monkeypatch.setattr(multi_agent, "warm_start", partial(warm_start, shape=small, num_threads=1))
     setup = prepare(MultiAgentConfig(run_dir=tmp_path, num_questions=50))

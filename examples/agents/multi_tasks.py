@@ -1,0 +1,103 @@
+"""The solver's and the checker's tasks: questions of one calculation, and demonstrations of both roles."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import math_tasks
+from warm_start import Demonstration, tool_call
+
+from arl.api import Example
+from arl.workflow.solver_checker import SolverCheckerWorkflow
+from arl.workflow.tools import Tool
+
+NUM_CAREFUL, NUM_MIXED = 6000, 1000
+"""Demonstrations of each role: first careful ones, from which a model learns to copy and compare; then mixed ones."""
+
+SHARE_HASTY = (0.15, 0.65)
+"""Of both: how many solvers guess, and how many checkers believe them. Some do from the start, since it is from a guess
+that was rejected that trying again is learned."""
+
+
+def short(entries: Sequence[Example]) -> list[Example]:
+    """Those that take one calculation, which all but equations do."""
+    return [entry for entry in entries if entry["metadata"]["source_dataset"] != "simple_equations"]
+
+
+class Teacher:
+    """Demonstrates both roles, with the words that the workflow puts between them."""
+
+    def __init__(self, agents: SolverCheckerWorkflow, tool: Tool, excluded: Sequence[Example], seed: int) -> None:
+        self._agents = agents
+        self._checker = {"role": "system", "content": agents.checker_system}
+        self._tool = tool
+        self._excluded = excluded
+        self._rng = random.Random(seed)
+        self._seed = math_tasks.DEMONSTRATION_SEED + seed * 100_000_000
+
+    def lessons(self) -> list[list[Demonstration]]:
+        """Mostly careful demonstrations of both roles, then mostly hasty ones."""
+        entries = short(math_tasks.training(2 * (NUM_CAREFUL + NUM_MIXED), self._excluded, self._seed))
+        careful, mixed = entries[:NUM_CAREFUL], entries[NUM_CAREFUL : NUM_CAREFUL + NUM_MIXED]
+        return [self._lesson(careful, SHARE_HASTY[0]), self._lesson(mixed, SHARE_HASTY[1])]
+
+    def _lesson(self, entries: Sequence[Example], hasty: float) -> list[Demonstration]:
+        habits = (self.careful_solver, self.hasty_solver), (self.careful_checker, self.gullible_checker)
+        return [role[self._rng.random() < hasty](entry) for entry in entries for role in habits]
+
+    def careful_solver(self, entry: Example) -> Demonstration:
+        return self._shown(self._agents.messages(entry), *self._calculated(entry), said(solved(entry)))
+
+    def hasty_solver(self, entry: Example) -> Demonstration:
+        """Answers at once; calculates where it was rejected."""
+        guess = math_tasks.garbled(solved(entry), self._rng, 0.7)
+        guessed = (self._agents.messages(entry), said(guess))
+        if guess == solved(entry):
+            return self._shown(*guessed)
+        rejected = told(self._agents.objection("REJECT"))
+        return self._shown(*guessed, rejected, *self._calculated(entry), said(solved(entry)))
+
+    def careful_checker(self, entry: Example) -> Demonstration:
+        answer = solved(entry)
+        first, second = self._proposed(answer), self._proposed(answer)
+        checked = (self._asked(entry, first, 0), *self._calculated(entry), verdict(first == answer))
+        if first == answer:
+            return self._shown(*checked)
+        return self._shown(*checked, self._asked(entry, second, 1), verdict(second == answer))
+
+    def gullible_checker(self, entry: Example) -> Demonstration:
+        """Believes what it is told."""
+        return self._shown(self._asked(entry, self._proposed(solved(entry)), 0), verdict(True))
+
+    def _proposed(self, answer: str) -> str:
+        return math_tasks.garbled(answer, self._rng, 0.7) if self._rng.random() < 0.5 else answer
+
+    def _asked(self, entry: Example, answer: str, attempt: int) -> list[Mapping[str, Any]]:
+        question = told(self._agents.to_check(entry, answer, attempt))
+        return question if attempt else [self._checker, *question]
+
+    def _calculated(self, entry: Example) -> list[list[Mapping[str, Any]]]:
+        ((expression, result),) = math_tasks.solved(entry).calls
+        call = tool_call(self._tool.name, expression=expression)
+        return [said(call), [{"role": "tool", "content": result}]]
+
+    def _shown(self, *parts: Sequence[Mapping[str, Any]]) -> Demonstration:
+        return Demonstration(messages=[message for part in parts for message in part], tools=[self._tool])
+
+
+def solved(entry: Example) -> str:
+    return math_tasks.solved(entry).answer
+
+
+def said(text: str) -> list[Mapping[str, Any]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def told(text: object) -> list[Mapping[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def verdict(is_accepted: bool) -> list[Mapping[str, Any]]:
+    return said("ACCEPT" if is_accepted else "REJECT")
