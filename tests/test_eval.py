@@ -100,7 +100,7 @@ def test_a_file_that_is_there_is_not_overwritten(script: Commands) -> None:
 def test_failures_are_counted_and_the_first_is_shown(script: Commands) -> None:
     code, out, _ = script.run("eval", "--n", "1", answers=("1", "raise", "reject"))
     assert code == 0
-    assert "1 episodes failed, episode 0 of example 1 first:" in out
+    assert "1 episode failed, episode 0 of example 1 first:" in out
     assert 'raise RuntimeError("the tool broke")' in out
     assert "1 failed and 1 rejected" in out
     assert row(out, "reward")[0] == "0.333"

@@ -45,7 +45,7 @@ def test_rewards_metrics_and_times_are_told(script: Commands) -> None:
     assert (first[1:], second[1:]) == (("1", "stop"), ("2", "stop"))
     assert int(second[0]) > int(first[0])
     assert re.search(r"episode +[\d.]+ s, of which the model had [\d.]+ s in 2 turns", out)
-    assert re.search(r"1 episodes in [\d.]+ s: mean reward 1.000, 0 failed, 0 rejected", out)
+    assert re.search(r"1 episode in [\d.]+ s: mean reward 1.000, 0 failed, 0 rejected", out)
 
 
 def test_what_looks_like_markup_or_a_control_character_is_shown_as_it_is(script: Commands) -> None:

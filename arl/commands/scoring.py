@@ -23,7 +23,7 @@ from rich.text import Text
 
 from arl.api.config import Config
 from arl.api.errors import ConfigError
-from arl.commands.command import parse, parser_of, positive, run_command
+from arl.commands.command import counted, parse, parser_of, positive, run_command
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.commands.experiment_file import users_traceback
 from arl.commands.scores import Outcome, Scores
@@ -140,13 +140,14 @@ class Scoring:
         console, scores, num_planned = Console(), self._scores, len(self._works)
         if scores.first_error is not None:
             work, error = scores.first_error
-            text = f"{scores.num_failed} episodes failed, episode {work.number} of example {work.index} first:\n"
-            console.print(Text(text + users_traceback(error), style="red"), soft_wrap=True, highlight=False)
+            where = f"episode {work.number} of example {work.index}"
+            text = f"{counted(scores.num_failed, 'episode')} failed, {where} first:\n{users_traceback(error)}"
+            console.print(Text(text, style="red"), soft_wrap=True, highlight=False)
         console.print(score_table(scores), soft_wrap=True)
         stopped = f" of {num_planned}, stopped before the end" if scores.num_episodes < num_planned else ""
         console.print(
-            f"{scores.num_episodes} episodes{stopped}; {scores.num_failed} failed and {scores.num_rejected} rejected, "
-            f"which count as reward 0; an episode passes with {scores.pass_reward:g}",
+            f"{counted(scores.num_episodes, 'episode')}{stopped}; {scores.num_failed} failed and {scores.num_rejected} "
+            f"rejected, which count as reward 0; an episode passes with {scores.pass_reward:g}",
             highlight=False,
             soft_wrap=True,
         )

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from arl.api.config import Config
 from arl.api.types import Trajectory
-from arl.commands.command import parse, parser_of, positive, run_command
+from arl.commands.command import counted, parse, parser_of, positive, run_command
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.commands.experiment_file import users_traceback
 from arl.commands.timed_engine import EngineCall
@@ -87,15 +87,15 @@ class Report:
         for i, call in enumerate(run.calls, start=1):
             self._line(f"{f'turn {i}':<10}", _call_text(call))
         in_engine = sum(call.elapsed_s for call in run.calls)
-        turns = f"{len(run.calls)} turn" + "s" * (len(run.calls) != 1)
-        self._line(f"{'episode':<10}{run.episode.elapsed_s:.2f} s, of which the model had {in_engine:.2f} s in {turns}")
+        of_model = f"the model had {in_engine:.2f} s in {counted(len(run.calls), 'turn')}"
+        self._line(f"{'episode':<10}{run.episode.elapsed_s:.2f} s, of which {of_model}")
 
     def end(self, episodes: Sequence[Episode], elapsed_s: float) -> None:
         failed, rejected = sum(e.error is not None for e in episodes), sum(e.is_rejected for e in episodes)
         self._line()
         self._line(
-            f"{len(episodes)} episodes in {elapsed_s:.1f} s: mean reward {fmean(e.reward for e in episodes):.3f}, "
-            f"{failed} failed, {rejected} rejected"
+            f"{counted(len(episodes), 'episode')} in {elapsed_s:.1f} s: "
+            f"mean reward {fmean(e.reward for e in episodes):.3f}, {failed} failed, {rejected} rejected"
         )
         if self._number == len(self._stage.examples):
             self._line(f"these are all {self._stage.name} examples that there are")
