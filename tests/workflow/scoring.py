@@ -1,6 +1,7 @@
 """Reward functions that worker processes import."""
 
 import os
+import sys
 import time
 
 from arl.api.types import Example
@@ -33,6 +34,11 @@ def until_file_exists(path: str, _: object) -> float:
     while not os.path.exists(path):
         time.sleep(0.005)
     return 1.0
+
+
+def script_is_imported(answer: str, _: object) -> float:
+    """Whether multiprocessing imported the script that started this process."""
+    return float(hasattr(sys.modules["__main__"], "__file__"))
 
 
 def two_parts(answer: str, _: object) -> Score:

@@ -311,6 +311,13 @@ async def test_a_cancelled_sum_cancels_its_parts() -> None:
     assert call.cancelled()
 
 
+async def test_a_sum_opens_and_closes_its_parts() -> None:
+    part = Counted()
+    async with WeightedReward({"a": (1.0, part)}) as reward:
+        await reward("", {})
+    assert part.log == ["opened", "closed"]
+
+
 def test_malformed_sums_are_refused() -> None:
     for parts, what in [({}, "no parts"), ({"a": judge}, "must be"), ({"a": (float("nan"), judge)}, "finite weight")]:
         with pytest.raises(ConfigError, match=what):

@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from scoring import behaves, equal, worker_id
@@ -13,6 +16,40 @@ from arl.workflow.reward import AsyncReward, InlineReward, RewardPool
 async def test_a_function_runs_in_another_process() -> None:
     async with RewardPool(worker_id, workers=1) as reward:
         assert await reward(0) != os.getpid()
+
+
+async def test_workers_import_the_script_only_for_a_function_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from scoring import script_is_imported
+from arl.workflow.reward import RewardPool
+
+class Mine:
+    pass
+
+def mine(answer: str, data: object) -> float:
+    return script_is_imported(answer, data)
+
+async def main() -> None:
+    for function in (script_is_imported, mine):
+        async with RewardPool(function, workers=1) as reward:
+            print(await reward("", None))
+            try:
+                print(await reward("", Mine()))
+            except Exception as error:
+                print(error)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+""")
+    run = await asyncio.to_thread(
+        subprocess.run, [sys.executable, script], capture_output=True, text=True, timeout=60, check=True
+    )
+    apart, refused, *imported = run.stdout.splitlines()
+    assert (apart, imported) == ("0.0", ["1.0", "1.0"])
+    assert "cannot be read in its worker, as its class must be in a module" in refused
 
 
 async def test_queued_calls_have_their_whole_time_limit_once_they_run() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import inspect
 import logging
-import multiprocessing
 import pickle
 import sys
 import traceback
@@ -18,6 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutError
 from arl.workflow.rewards.score import ResultT, Shared, name_of, score_of
+from arl.workflow.rewards.worker_start import context_for
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ class RewardPool(Shared, Generic[P, ResultT]):
         async with RewardPool(score, timeout_s=5, workers=4) as reward:
             value = await reward(answer, data)
 
-    function: must be importable, so defined at the top level of a module; a script that makes a pool needs
-    `if __name__ == "__main__":`, because workers import it. Arguments are pickled. timeout_s: the longest a call may
+    function: must be importable, so defined at the top level of a module. One of the script itself makes all workers
+    import the script, which then needs `if __name__ == "__main__":`, and starts them slowly where it imports much; that
+    of another module does not. Arguments are pickled. timeout_s: the longest a call may
     run, counted from when a worker begins it, however long it was queued. workers: calls that run at once.
     Cancelling a call kills its worker if it runs. Workers are forked from a clean server process, never from this one.
     prepare: importable too; called in each worker before its first call, and not on that call's time: it imports what
@@ -103,7 +104,11 @@ class RewardPool(Shared, Generic[P, ResultT]):
 
     async def _run(self, pool: ProcessPool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
         """Run `_call` in a worker, and attribute whatever kept it from returning."""
-        call = pool.schedule(_call, args=(self._function, args, kwargs), timeout=self._timeout_s)
+        try:
+            arguments = pickle.dumps((args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:
+            raise RewardError(f"an argument of reward function {self._name} cannot be pickled") from unpicklable
+        call = pool.schedule(_call, args=(self._function, arguments), timeout=self._timeout_s)
         self._calls.add(call)
         try:
             return await asyncio.wrap_future(call)
@@ -116,8 +121,6 @@ class RewardPool(Shared, Generic[P, ResultT]):
         except BrokenProcessPool as broken:
             await self._replace(pool)
             raise RewardError(f"the workers of reward function {self._name} died; others were started") from broken
-        except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:
-            raise RewardError(f"an argument of reward function {self._name} cannot be pickled") from unpicklable
         except asyncio.CancelledError as cancelled:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -128,11 +131,10 @@ class RewardPool(Shared, Generic[P, ResultT]):
 
     def _start(self) -> ProcessPool:
         """Start workers and wait until one can run the function. Blocks."""
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        context = multiprocessing.get_context(method)
+        context = context_for(self._function, self._prepare)
         pool = ProcessPool(max_workers=self._workers, initializer=self._prepare, context=context)
         try:
-            pool.schedule(_call, args=(_nothing, (self._function,), {})).result(STARTUP_TIMEOUT_S)
+            pool.schedule(_nothing, args=(self._function,)).result(STARTUP_TIMEOUT_S)
         except Exception as error:
             _stop(pool)
             raise RewardError(
@@ -177,9 +179,13 @@ def _check_importable(function: Callable[..., Any]) -> None:
         raise RewardError(f"reward function {name_of(function)} cannot be sent to a worker; {advice}") from error
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
+def _call(function: Callable[..., Any], arguments: bytes) -> _Outcome:
     """In the worker: the reward, or the traceback as text, since not every exception can be pickled."""
     name = f"reward function {name_of(function)}"
+    try:
+        args, kwargs = pickle.loads(arguments)
+    except Exception as error:  # noqa: BLE001 - crosses to the caller as text
+        return None, f"an argument of {name} cannot be read in its worker, as its class must be in a module: {error}"
     try:
         result = function(*args, **kwargs)
     except ArlError as error:
@@ -193,8 +199,8 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return result if result is score else score.value, None
 
 
-def _nothing(_: object) -> float:
-    return 0.0
+def _nothing(_: object) -> None:
+    """That it can be called shows that a worker has started and can import its argument."""
 
 
 def _stop(pool: ProcessPool) -> None:
