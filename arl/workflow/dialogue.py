@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import Literal, Self
 
 from arl.api.errors import ModelError
@@ -105,7 +106,7 @@ class Turn:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All that the model has seen and said."""
-        return tuple(token for turn in self.path for part in (turn.given_ids, turn.output_ids) for token in part)
+        return tuple(chain.from_iterable(part for turn in self.path for part in (turn.given_ids, turn.output_ids)))
 
 
 class Dialogue:
