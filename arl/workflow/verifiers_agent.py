@@ -11,6 +11,7 @@ in this process and event loop, and nothing but loopback is reached, as far as t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, Self
@@ -50,6 +51,7 @@ def local_environment(config: Mapping[str, Any]) -> vf.Env:
     what verifiers raises for a config that it does not take.
     """
     vf = _verifiers()
+    _name_harness()
     given, taskset_id = dict(config), dict(config.get("taskset") or {}).get("id", "")
     has_harness = vf.default_harness_id(taskset_id) != "bash"
     for name, field in vf.env_config_type(taskset_id, given.get("id", "")).model_fields.items():
@@ -160,6 +162,13 @@ def _verifiers() -> Any:
     except ImportError as error:
         raise ArlError("environments of verifiers need it installed: pip install 'arl[verifiers]'") from error
     return vf
+
+
+def _name_harness() -> None:
+    """verifiers imports a harness as the top-level module that its id names, and takes the class that it exports."""
+    from arl.workflow import verifiers_harness
+
+    sys.modules.setdefault(HARNESS.replace("-", "_"), verifiers_harness)
 
 
 def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajectory]:

@@ -2,7 +2,7 @@
 
 verifiers' own `bash` and `null` harnesses run a program for each rollout, in an environment that uv fetches from the
 network. This one needs neither, so many rollouts share one event loop; it executes nothing itself. Environments name it
-`arl-chat`.
+`arl-chat` (arl.workflow.verifiers_agent.local_environment makes the name known).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from verifiers.v1 import Harness, HarnessConfig, ModelContext, ProgramResult, Ru
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.compaction import is_context_overflow
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp, connect_mcp
+
+__all__ = ["ChatHarness"]
 
 
 class ChatHarnessConfig(HarnessConfig):

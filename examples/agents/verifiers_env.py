@@ -1,0 +1,107 @@
+"""An environment of verifiers, trained as it is: its tasks, its rollouts, its rewards.
+
+    python examples/agents/verifiers_env.py
+
+builds a tiny model, warm-starts it on demonstrations, and trains it in the environment of backwards_env.py on two CPU
+cores in minutes. Any environment that is installed, with a real model:
+
+    python examples/agents/verifiers_env.py --model Qwen/Qwen3-0.6B --env '{"taskset": {"id": "gsm8k-v1"}}' \\
+        --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+
+Its episodes, read and scored without training:
+
+    arl try examples/agents/verifiers_env.py --n 4
+    arl eval examples/agents/verifiers_env.py --n 8
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from itertools import islice
+from string import ascii_lowercase
+from typing import Any, ClassVar
+
+from backwards_env import SYSTEM, TRY_AGAIN, question, words
+from pydantic import Field, PositiveFloat, PositiveInt
+from warm_start import Demonstration, warm_start
+
+from arl.api import SamplingParams
+from arl.engine.model import load_tokenizer
+from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.workflow.verifiers_agent import VerifiersWorkflow, local_environment
+
+NUM_CAREFUL, NUM_MIXED = 10000, 1000
+"""First only careful demonstrations, from which a model learns to spell; then mixed ones, for bad habits."""
+CARE = 0.3
+"""The share of careful work in mixed demonstrations."""
+DEMONSTRATION_SEED = 1
+
+
+class VerifiersEnvConfig(ExperimentConfig):
+    """The settings of training in an environment, beside those of every run."""
+
+    tiny_settings: ClassVar[Mapping[str, Any]] = {
+        "run_dir": "runs/verifiers_env",
+        "steps": 30,
+        "rollout": {"batch_size": 8, "group_size": 8, "max_staleness": 2},
+        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 30, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 15},
+        "max_new_tokens": 12,
+    }
+
+    env: dict[str, Any] = Field(default={"taskset": {"id": "backwards_env"}})
+    """A config of verifiers': {"taskset": {"id": NAME}, ...}. NAME is an installed environment's. Agents run here, as
+    arl.workflow.verifiers_agent.local_environment says, where it does not say otherwise."""
+    num_tasks: PositiveInt = 1024
+    """How many of the environment's tasks to train on: the first."""
+    num_held_out: PositiveInt = 96
+    """How many of the tasks after them to evaluate on."""
+    max_new_tokens: PositiveInt = 1024
+    """Tokens that each turn may have."""
+    temperature: PositiveFloat = 1.0
+    """The temperature that turns are sampled at."""
+
+
+def prepare(config: VerifiersEnvConfig) -> Setup:
+    model = config.model
+    if config.is_tiny:
+        model = str(warm_start(config.run_dir / "model", lambda: lessons(config.seed), seed=config.seed))
+    env = local_environment(config.env)
+    sampling = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+    workflow = VerifiersWorkflow(env, load_tokenizer(model), sampling=sampling)
+    dataset = workflow.rows(env.taskset.take(config.num_tasks))
+    held_out = workflow.rows(env.taskset.skip(config.num_tasks).take(config.num_held_out))
+    return Setup(model=model, workflow=workflow, dataset=dataset, eval_dataset=held_out)
+
+
+def lessons(seed: int) -> list[list[Demonstration]]:
+    """What the tiny model is shown before it is trained: words spelled backwards, at first always with care."""
+    rng = random.Random(seed)
+    shown = list(islice(words(DEMONSTRATION_SEED, 4, 6), NUM_CAREFUL + NUM_MIXED))
+    careful = [spelling(word, rng, care=1.0) for word in shown[:NUM_CAREFUL]]
+    return [careful, [spelling(word, rng, care=CARE) for word in shown[NUM_CAREFUL:]]]
+
+
+def spelling(word: str, rng: random.Random, care: float) -> Demonstration:
+    """Right at once, or at the second try, or not at all, as care goes."""
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(word)}]
+    for _ in range(2):
+        is_right = rng.random() < care
+        messages.append({"role": "assistant", "content": word[::-1] if is_right else slip(word[::-1], rng)})
+        if is_right:
+            break
+        messages.append({"role": "user", "content": TRY_AGAIN})
+    return Demonstration(messages=messages if messages[-1]["role"] == "assistant" else messages[:-1])
+
+
+def slip(word: str, rng: random.Random) -> str:
+    """The word with one letter left out, or another in its place."""
+    at = rng.randrange(len(word))
+    return word[:at] + rng.choice(["", rng.choice(ascii_lowercase)]) + word[at + 1 :]
+
+
+experiment = Experiment(config=VerifiersEnvConfig, prepare=prepare)
+
+if __name__ == "__main__":
+    experiment.main()
