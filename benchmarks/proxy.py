@@ -117,7 +117,8 @@ def control(server: str) -> None:
             while line := await asyncio.to_thread(sys.stdin.readline):
                 if line.strip() == "lag":
                     lags.sort()
-                    print(json.dumps([1000 * lags[int(len(lags) * share)] for share in (0.5, 0.99)]), flush=True)
+                    shares = [1000 * lags[int(len(lags) * share)] for share in (0.5, 0.99)]
+                    print(json.dumps([*shares, time.process_time()]), flush=True)
                     lags.clear()
                     continue
                 new = [await episodes.enter_async_context(proxy.episode(engine)) for _ in range(int(line))]
@@ -174,7 +175,7 @@ async def call(client: aiohttp.ClientSession, url: str, key: str, data: bytes) -
 
 async def hold(client: aiohttp.ClientSession, controller: Controller, server: str, args: argparse.Namespace) -> None:
     episodes = await controller.ask(str(args.episodes))
-    await controller.ask("lag")
+    *_, cpu_before = await controller.ask("lag")
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for url, key in episodes:
@@ -189,9 +190,13 @@ async def hold(client: aiohttp.ClientSession, controller: Controller, server: st
         async with client.post(f"{server}/release") as response:
             await response.read()
     ended = time.perf_counter()
-    p50, p99 = await controller.ask("lag")
+    p50, p99, cpu = await controller.ask("lag")
     print(f"{held} episodes with a call in flight at once: all there after {all_there - started:.1f} s, ", end="")
-    print(f"all answered {ended - all_there:.1f} s later; controller's loop lag p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+    print(
+        f"all answered {ended - all_there:.1f} s later; controller: loop lag p50 {p50:.1f} ms, p99 {p99:.1f} ms, ",
+        end="",
+    )
+    print(f"{cpu - cpu_before:.1f} s of CPU")
 
 
 async def at_rate(rate: float, calls: Sequence[AsyncIterator[float] | Any]) -> list[float]:
@@ -210,7 +215,10 @@ async def add(client: aiohttp.ClientSession, controller: Controller, server: str
     proxied: list[float] = []
     direct: list[float] = []
     num_calls = args.rate // NUM_TURNS * NUM_TURNS
+    cpu_before = 0.0
     for second in range(args.seconds + 1):
+        if second == 1:  # the first second opened connections
+            *_, cpu_before = await controller.ask("lag")
         episodes = await controller.ask(str(num_calls // NUM_TURNS))
         prompts = [f"{second} {i} " + "what is this? " * (args.prompt_chars // 14) for i in range(len(episodes))]
         plan = [(turn, i) for turn in range(NUM_TURNS) for i in range(len(episodes))]
@@ -222,13 +230,14 @@ async def add(client: aiohttp.ClientSession, controller: Controller, server: str
         halves = [(by_proxy, proxied), (straight, direct)]
         for calls, times in halves if second % 2 else halves[::-1]:
             took = await at_rate(args.rate, calls)
-            times += took if second else []  # the first second opens connections
-    p50, p99 = await controller.ask("lag")
+            times += took if second else []
+    p50, p99, cpu = await controller.ask("lag")
     print(f"{len(proxied)} calls each at {args.rate}/s, {args.prompt_chars} characters and up to {NUM_TURNS} turns:")
     for name, times in (("through the proxy", proxied), ("direct", direct)):
         print(f"  {name:18} median {1000 * statistics.median(times):.2f} ms, p99 {_p99_ms(times):.2f} ms")
     print(f"  added: median {1000 * (statistics.median(proxied) - statistics.median(direct)):.2f} ms, ", end="")
-    print(f"p99 {_p99_ms(proxied) - _p99_ms(direct):.2f} ms; controller's loop lag p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+    print(f"p99 {_p99_ms(proxied) - _p99_ms(direct):.2f} ms; controller: loop lag p50 {p50:.1f} ms, ", end="")
+    print(f"p99 {p99:.1f} ms, {1000 * (cpu - cpu_before) / len(proxied):.2f} ms of CPU a call")
 
 
 def _p99_ms(times: Sequence[float]) -> float:

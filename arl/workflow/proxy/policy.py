@@ -66,7 +66,7 @@ class CallPolicy:
 
     def opens_thinking(self, prompt: Prompt) -> bool:
         """Whether the prompt ends with <think>, so that the answer begins with thoughts."""
-        if self.reasoning == "inline":
+        if self.reasoning == "inline" or THINK not in str(self.template.tokenizer.chat_template):
             return False
         return str(self.template.tokenizer.decode(list(prompt.given_ids[-_TAIL:]))).rstrip().endswith(THINK)
 
