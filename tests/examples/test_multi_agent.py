@@ -39,7 +39,7 @@ def metrics(made: dict[str, Trajectory]) -> dict[str, float]:
 
 
 async def test_both_calculate_and_are_paid_each_for_its_own() -> None:
-    made, texts = await episode(CALL, ENTRY["answer"], CALL, "ACCEPT")
+    made, texts = await episode(CALL, f"It is {ENTRY['answer']}.", CALL, "ACCEPT")
     assert {role: trajectory.reward for role, trajectory in made.items()} == {"solver": 1.0, "checker": 1.0}
     assert all(f"<tool_response>\n{ENTRY['answer']}\n</tool_response>" in text for text in texts.values())
     assert metrics(made)["solver_reward"] == metrics(made)["right_verdicts"] == 1.0
@@ -60,9 +60,11 @@ async def test_a_checker_who_believes_a_wrong_answer_is_paid_nothing() -> None:
 
 
 async def test_attempts_end_where_the_settings_say() -> None:
-    made, _ = await episode("-1", "REJECT", "-2", "REJECT", "-3", "REJECT", flags=("--max_attempts", "3"))
-    assert metrics(made)["attempts"] == 3
-    assert made["checker"].reward == 1.0
+    for attempts in (1, 2, 3):
+        answers = ("-1", "REJECT") * attempts
+        made, _ = await episode(*answers, flags=("--max_attempts", str(attempts)))
+        assert metrics(made)["attempts"] == attempts
+        assert made["checker"].reward == 1.0
 
 
 @pytest.fixture

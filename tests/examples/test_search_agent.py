@@ -96,6 +96,17 @@ async def test_a_question_without_supporting_facts_has_no_share_of_them() -> Non
     assert "supporting_found" not in trajectory.metrics
 
 
+async def test_an_answer_that_is_partly_right_is_worth_a_part() -> None:
+    trajectory, _ = await episode("in Kelmora", data=ROW | {"supporting_facts": [["Amber Harp", 1]]})
+    assert trajectory.reward == pytest.approx(2 / 3)
+    assert trajectory.metrics["exact_match"] == 0.0
+
+
+async def test_the_share_found_is_of_the_entries_that_are_named() -> None:
+    trajectory, _ = await episode(call("Kelmora"), "Kelmora", data=ROW | {"supporting_facts": [["Kelmora", 0]]})
+    assert trajectory.metrics["supporting_found"] == 1.0
+
+
 async def test_supporting_facts_in_the_hubs_form_count_as_well() -> None:
     facts = {"title": ["Amber Harp", "Mira Tovel"], "sent_id": [1, 1]}
     trajectory, _ = await episode(call("painter"), "Kelmora", data=ROW | {"supporting_facts": facts})
