@@ -1,5 +1,6 @@
 """`arl try`: what it prints of episodes, and what it says of scripts that it cannot run."""
 
+import logging
 import pickle
 import re
 import subprocess
@@ -63,7 +64,10 @@ def test_a_rejected_episode_shows_what_it_had_been_through(script: Commands) -> 
     assert "0 failed, 1 rejected" in out
 
 
-def test_an_error_has_the_traceback_of_the_scripts_code_and_is_told_once(script: Commands) -> None:
+def test_an_error_has_the_traceback_of_the_scripts_code_and_is_told_once(
+    script: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process that has set up no log: warnings go to stderr
     code, out, err = script.run("try", "--n", "1", answers=("raise",))
     assert code == 1
     assert "⟦raise⟧" in out
