@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from arl.api.engine import ModelLimits, Output, Saving, Snapshot, TokenLoss, UpdateStats, WeightUpdate
 from arl.api.errors import EngineClosedError
@@ -37,6 +37,24 @@ class ScriptedEngine:
         self._running.set()
         self._closed = False
         self.requests: list[ModelRequest] = []
+
+    @classmethod
+    def saying(cls, tokenizer: Any, *texts: str) -> Self:
+        """Plays a model that says each of the texts once, in this order, and ends its turn after each.
+
+        tokenizer: a Hugging Face one, whose eos_token_id ends a turn.
+        One request more than there are texts is an AssertionError, which fails the episode that made it.
+        """
+        left = iter(texts)
+
+        def say(request: ModelRequest) -> list[int]:
+            text = next(left, None)
+            if text is None:
+                raise AssertionError(f"the model was asked for another answer, and was given {len(texts)} to say")
+            end = tokenizer.eos_token_id
+            return [*tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])]
+
+        return cls(say)
 
     @property
     def version(self) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 from arl.api import DiskWeights, ModelRequest, SamplingParams, ScriptedEngine
 from arl.api.errors import EngineClosedError
+from arl.engine.tiny import tiny_tokenizer
 
 REQUEST = ModelRequest(input_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3))
 
@@ -56,4 +57,16 @@ async def test_a_closed_engine_says_so() -> None:
     engine = ScriptedEngine(lambda request: [7])
     await engine.aclose()
     with pytest.raises(EngineClosedError, match="closed ScriptedEngine"):
+        await engine.agenerate(REQUEST)
+
+
+async def test_it_says_the_texts_it_is_given_and_says_when_there_are_no_more() -> None:
+    tokenizer = tiny_tokenizer()
+    engine = ScriptedEngine.saying(tokenizer, "a", "b")
+    sampling = SamplingParams(max_new_tokens=10)
+    for text in ("a", "b"):
+        response = await engine.agenerate(ModelRequest(input_ids=(1,), sampling=sampling))
+        assert response.output_ids == (*tokenizer.encode(text), tokenizer.eos_token_id)
+        assert response.stop_reason == "stop"
+    with pytest.raises(AssertionError, match="another answer, and was given 2 to say"):
         await engine.agenerate(REQUEST)
