@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from arl.api import ModelRequest, ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
@@ -24,6 +25,9 @@ ADD: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
+
+_CERTIFICATES = ssl.create_default_context()
+"""Each client would read its own, which takes longer than the rest of a test."""
 
 
 def spelled(text: str) -> list[int]:
@@ -67,4 +71,5 @@ async def opened(engine: Any, tokenizer: Any = TOKENIZER, **options: Any) -> Asy
 
 
 def client_of(session: EpisodeSession, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(**{"base_url": session.base_url, "api_key": session.api_key, **options})
+    http = DefaultAsyncHttpxClient(verify=_CERTIFICATES)
+    return AsyncOpenAI(**{"base_url": session.base_url, "api_key": session.api_key, "http_client": http, **options})
