@@ -1,5 +1,6 @@
 """`arl try`: what it prints of episodes, and what it says of scripts that it cannot run."""
 
+import asyncio
 import logging
 import pickle
 import re
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 from script_commands import TOKENIZER, Commands, commands
 
-from arl.api import Trajectory
+from arl.api import ModelRequest, Trajectory
 from arl.commands.timed_engine import EngineCall
 from arl.commands.transcript import Origin, Passage, legend, passage_of, passages_of, rendered, visible
 
@@ -36,6 +37,22 @@ def test_an_episode_is_printed_with_what_was_sampled_in_brackets(script: Command
     assert "tokens: given | ⟦sampled⟧ | ⟪sampled, but not trained here⟫" in out
     assert "\x1b" not in out
     assert "serving" in err
+
+
+def test_episodes_that_end_in_another_order_are_printed_in_that_of_their_examples(script: Commands) -> None:
+    last_has_answered = asyncio.Event()
+
+    async def answer(request: ModelRequest) -> str:
+        if "Add: 2 + 1" in decode(request.input_ids):
+            last_has_answered.set()
+        else:
+            await last_has_answered.wait()
+            await asyncio.sleep(0)
+        return "done<|im_end|>"
+
+    code, out, _ = script.run("try", "--n", "3", answers=answer)
+    assert code == 0
+    assert re.findall(r"Add: (\d) \+", out) == ["0", "1", "2"]
 
 
 def test_rewards_metrics_and_times_are_told(script: Commands) -> None:
