@@ -9,7 +9,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 GPU_VENV ?= .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 
-.PHONY: quickstart test test-slow test-sglang test-gpu lint format clean
+.PHONY: quickstart test test-slow test-sglang test-gpu bubblewrap lint format clean
 
 $(STAMP): pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,11 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow' -n $(TEST_WORKERS) --dist loadfile
+
+# What programs that a model wrote run in; the tests that need it are skipped without it.
+bubblewrap:
+	@command -v bwrap || apt-get install --yes --no-install-recommends bubblewrap || \
+		{ echo 'Install bubblewrap as root: apt-get install bubblewrap, or dnf install bubblewrap' >&2; exit 1; }
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -50,6 +50,8 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # threads count against Limits.processes
     "OPENBLAS_NUM_THREADS": "1",
 }
+_USER = "1000"
+"""Who a program is in its own namespace; to the host it is whoever runs arl, or nobody if that is root."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SPARE = 256 << 20
 """Bytes that a process may map beyond memory_bytes: some of what is mapped is never used, so it is no memory."""
@@ -155,16 +157,8 @@ def _outcome(ended: Ended) -> Outcome:
 
 def _namespaces() -> list[str]:
     own = [f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts", "cgroup-try")]
-    return [
-        *own,
-        "--disable-userns",
-        "--hostname",
-        "sandbox",
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-    ]
+    identity = ["--uid", _USER, "--gid", _USER, "--hostname", "sandbox"]
+    return [*own, *identity, "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
 
 
 def _tree(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:

@@ -42,8 +42,9 @@ def _interpreter_at(path: str | None) -> Interpreter:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise SandboxError(f"the sandbox's Python, {chosen}, does not run: {error}") from error
     prefixes = sorted({os.path.realpath(prefix) for prefix in places[:3]})
+    home = Path(os.path.expanduser("~"))  # as it is where nobody says which
     for prefix in prefixes:
-        if Path.home().is_relative_to(prefix):
+        if home.is_relative_to(prefix):
             raise SandboxError(
                 f"the sandbox's Python, {chosen}, is installed into {prefix}, which holds your home directory, and "
                 f"programs would see all of it; pass python= one that has a directory of its own, or /usr/bin/python3"
