@@ -34,8 +34,8 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """The mean over its trajectories; 0.0 when it was rejected or failed."""
-        return fmean(t.reward for t in self.trajectories) if self.trajectories else 0.0
+        """See episode_reward; 0.0 when it was rejected or failed."""
+        return episode_reward(self.trajectories) if self.trajectories else 0.0
 
     @property
     def is_finished(self) -> bool:
@@ -44,6 +44,19 @@ class Episode:
     @property
     def is_rejected(self) -> bool:
         return not self.trajectories and self.error is None
+
+
+def episode_reward(trajectories: Sequence[Trajectory]) -> float:
+    """The mean over roles: an agent whose transcript branched counts once."""
+    return fmean(rewards_by_role(trajectories).values())
+
+
+def rewards_by_role(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """role -> the mean reward of its trajectories, all of one episode."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        rewards.setdefault(trajectory.role, []).append(trajectory.reward)
+    return {role: fmean(values) for role, values in rewards.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

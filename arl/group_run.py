@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -10,7 +11,7 @@ from statistics import fmean
 from arl.api.config import RolloutConfig
 from arl.api.types import Group, Trajectory
 from arl.buffer import Slot
-from arl.episode import Episode
+from arl.episode import Episode, rewards_by_role
 from arl.ledger import Issue, Outcome
 from arl.over_sampling import most_varied
 from arl.starvation import Fruitless, Reason
@@ -92,7 +93,7 @@ class GroupRun:
         if self.config.keep_episodes == "first" or self.num_finished <= size:
             return sorted(self.in_order[:size])
         finished = sorted(self.in_order)
-        rewards = [_mean_return(self._finished(index)) for index in finished]
+        rewards = [_return(self._finished(index)) for index in finished]
         return [finished[position] for position in most_varied(rewards, size)]
 
     @property
@@ -162,7 +163,7 @@ class GroupRun:
             stamp=self.slot.stamp,
             trajectories=tuple(t for _, t in members),
             episode_indices=tuple(index for index, _ in members),
-            greedy_rewards=_by_role(self.greedy) if self.greedy else {},
+            greedy_rewards=rewards_by_role(self.greedy.trajectories) if self.greedy else {},
         )
 
 
@@ -204,14 +205,8 @@ def _has_process_rewards(trajectory: Trajectory) -> bool:
     return any(trajectory.token_rewards or ()) or any(turn.reward for turn in trajectory.turns)
 
 
-def _mean_return(episode: Episode) -> float:
-    """Of its trajectories: outcome and process rewards, added up."""
-    return fmean(t.total_reward for t in episode.trajectories)
-
-
-def _by_role(episode: Episode) -> dict[str, float]:
-    """role -> the mean reward of its trajectories."""
-    rewards: dict[str, list[float]] = {}
-    for trajectory in episode.trajectories:
-        rewards.setdefault(trajectory.role, []).append(trajectory.reward)
-    return {role: fmean(values) for role, values in rewards.items()}
+def _return(episode: Episode) -> float:
+    """Its reward, and the process rewards of a role's trajectories, which each turn has in one of them alone."""
+    trajectories = episode.trajectories
+    process = math.fsum(t.total_reward - t.reward for t in trajectories)
+    return episode.reward + process / len({t.role for t in trajectories})

@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 
 from arl.api.engine import PublishStats
 from arl.api.types import Group, Trajectory
+from arl.episode import episode_reward
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,8 +21,8 @@ class RunTotals:
 
 
 def episode_rewards(groups: Sequence[Group]) -> list[float]:
-    """One reward for each episode: the mean over its trajectories, where it returned several."""
-    return [fmean(t.reward for t in episode) for episode in _episodes(groups)]
+    """One reward for each episode: the mean over its roles, where it returned several trajectories."""
+    return [episode_reward(episode) for episode in _episodes(groups)]
 
 
 def _episodes(groups: Sequence[Group]) -> list[list[Trajectory]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 from players import Scripted, engine_with_latency
@@ -36,6 +37,11 @@ def test_one_trajectory_or_several_are_kept_in_order() -> None:
     assert episode(lambda _: ONE).trajectories == (ONE,)
     assert episode(lambda _: [other, ONE]).trajectories == (other, ONE)
     assert episode(lambda _: [other, ONE]).reward == 2.0
+
+
+def test_a_role_whose_transcript_branched_counts_once_in_the_episodes_reward() -> None:
+    critic = replace(ONE, role="critic", reward=0.0)
+    assert episode(lambda _: [critic, critic, critic, ONE]).reward == 0.5
 
 
 def test_none_is_a_rejection_and_no_error() -> None:
