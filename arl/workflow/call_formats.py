@@ -100,6 +100,12 @@ class _Llama:
 
     def parse(self, text: str) -> ParsedAnswer:
         """After the tag everything is meant as calls; without it, an answer that is nothing but objects with a name."""
+        before, _, after = text.partition("<|python_tag|>")
+        for content, written in (("", text), (before, after)):
+            calls = tuple(_joined(written))
+            are_calls = _is_call(written.strip()) and not any(isinstance(call, MalformedCall) for call in calls)
+            if are_calls and "<think>" not in content:  # whatever tags stand in their arguments
+                return ParsedAnswer(content=content.strip(), calls=calls)
         thought = _end_of_thoughts(text)
         before, tag, after = text[thought:].partition("<|python_tag|>")
         if tag:

@@ -92,6 +92,15 @@ def test_tags_within_arguments_end_nothing() -> None:
         assert HERMES.parse(text).calls == (call, B)
 
 
+def test_tags_within_the_arguments_of_llamas_calls_end_nothing() -> None:
+    for tag in ("<|python_tag|>", "<think>", "</think>", ";"):
+        calls = (B, ToolCall(name="a", arguments={"text": f"x{tag}y"}))
+        text = "; ".join(json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls)
+        assert LLAMA.parse(text).calls == LLAMA.parse(f"So: <|python_tag|>{text}").calls == calls
+    thought = '<think><|python_tag|>{"name": "b", "parameters": {}}</think>'
+    assert LLAMA.parse(f"{thought} No.").calls == LLAMA.parse(f"{thought[7:]} No.").calls == ()
+
+
 def test_an_unclosed_call_ends_where_the_next_one_begins_or_the_text_does() -> None:
     assert HERMES.parse(f"<tool_call>{WRITTEN_A}<tool_call>{WRITTEN_B}").calls == (A, B)
     half, whole = HERMES.parse(f'<tool_call>{{"name": "a", "argu<tool_call>{WRITTEN_B}</tool_call>').calls
