@@ -6,8 +6,8 @@ Three processes: a server that speaks SGLang's /generate and /v1/chat/completion
 delay; the controller, with the proxy and the engine that asks this server; and the programs, plain aiohttp clients.
 
 Held: every episode makes its call at once, and the server answers when all of them are with it. Added: calls at a fixed
-rate, by turns to the proxy and to the server's own endpoint, a second each; episodes of four turns. The server does not
-render or tokenize, so what the proxy does of these counts as added.
+rate, by turns to the proxy and to the server's own endpoint, a second each; episodes of four turns. There the server
+renders and tokenizes the messages, as every server does; behind the proxy it gets tokens. `--bare` leaves that out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from arl.api.config import ClientConfig
 from arl.engine.descriptors import allow_many_connections
 from arl.engine.sglang import RemoteSGLangEngine
 from arl.engine.tiny import tiny_tokenizer
+from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.proxy import OpenAIProxy
 
 SAID = "The answer to this is forty-two, as far as I can tell."
@@ -38,9 +39,10 @@ NUM_TURNS = 4
 CHAT = "/v1/chat/completions"
 
 
-def serve(delay_s: float) -> None:
+def serve(delay_s: float, *, is_bare: bool) -> None:
     """Answer after the delay, or, where a call asks for it by its temperature 2, when `hold` calls are there."""
     tokenizer = tiny_tokenizer()
+    template = ChatTemplate(tokenizer)
     ids = [*tokenizer.encode(SAID), tokenizer.eos_token_id]
     meta = {
         "finish_reason": {"type": "stop"},
@@ -63,7 +65,9 @@ def serve(delay_s: float) -> None:
         return web.Response(body=generated, content_type="application/json")
 
     async def chat(request: web.Request) -> web.Response:
-        json.loads(await request.read())
+        body = json.loads(await request.read())
+        if not is_bare:
+            template.encode(template.render(body["messages"]))
         await asyncio.sleep(delay_s)
         return web.Response(body=completed, content_type="application/json")
 
@@ -117,7 +121,7 @@ def control(server: str) -> None:
             while line := await asyncio.to_thread(sys.stdin.readline):
                 if line.strip() == "lag":
                     lags.sort()
-                    shares = [1000 * lags[int(len(lags) * share)] for share in (0.5, 0.99)]
+                    shares = [1000 * lags[int(len(lags) * share)] if lags else 0.0 for share in (0.5, 0.99)]
                     print(json.dumps([*shares, time.process_time()]), flush=True)
                     lags.clear()
                     continue
@@ -264,16 +268,19 @@ def main() -> None:
     numbers = {"episodes": 2000, "rate": 200, "seconds": 20, "delay-ms": 50, "prompt-chars": 500}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--bare", action="store_true", help="the server neither renders nor tokenizes")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--control", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        return serve(args.delay_ms / 1000)
+        return serve(args.delay_ms / 1000, is_bare=args.bare)
     if args.control:
         return control(args.control)
     this = [sys.executable, __file__]
     with subprocess.Popen(
-        [*this, "--serve", "--delay-ms", str(args.delay_ms)], stdout=subprocess.PIPE, text=True
+        [*this, "--serve", "--delay-ms", str(args.delay_ms), *(["--bare"] if args.bare else [])],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as server:
         assert server.stdout
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
