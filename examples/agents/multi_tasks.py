@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import math_tasks
+from calculator import calculator
 from warm_start import Demonstration, tool_call
 
 from arl.api import Example
@@ -14,11 +15,11 @@ from arl.workflow.solver_checker import SolverCheckerWorkflow
 from arl.workflow.tools import Tool
 
 NUM_CAREFUL, NUM_MIXED = 6000, 1000
-"""Demonstrations of each role: first careful ones, from which a model learns to copy and compare; then mixed ones."""
+"""Demonstrations of each role: careful ones, from which a model learns to copy; then mixed ones, with bad habits."""
 
 SHARE_HASTY = (0.15, 0.65)
-"""Of both: how many solvers guess, and how many checkers believe them. Some do from the start, since it is from a guess
-that was rejected that trying again is learned."""
+"""Of both: how many solvers guess, and how many checkers do. Some do from the start, since it is from a guess that was
+rejected that trying again is learned."""
 
 
 def short(entries: Sequence[Example]) -> list[Example]:
@@ -44,11 +45,12 @@ class Teacher:
         return [self._lesson(careful, SHARE_HASTY[0]), self._lesson(mixed, SHARE_HASTY[1])]
 
     def _lesson(self, entries: Sequence[Example], hasty: float) -> list[Demonstration]:
-        habits = (self.careful_solver, self.hasty_solver), (self.careful_checker, self.gullible_checker)
+        habits = (self.careful_solver, self.hasty_solver), (self.careful_checker, self.hasty_checker)
         return [role[self._rng.random() < hasty](entry) for entry in entries for role in habits]
 
     def careful_solver(self, entry: Example) -> Demonstration:
-        return self._shown(self._agents.messages(entry), *self._calculated(entry), said(solved(entry)))
+        (expression,) = math_tasks.expressions(entry)
+        return self._shown(self._agents.messages(entry), *self._calculated(expression), said(solved(entry)))
 
     def hasty_solver(self, entry: Example) -> Demonstration:
         """Answers at once; calculates where it was rejected."""
@@ -57,31 +59,36 @@ class Teacher:
         if guess == solved(entry):
             return self._shown(*guessed)
         rejected = told(self._agents.objection("REJECT"))
-        return self._shown(*guessed, rejected, *self._calculated(entry), said(solved(entry)))
+        (expression,) = math_tasks.expressions(entry)
+        return self._shown(*guessed, rejected, *self._calculated(expression), said(solved(entry)))
 
     def careful_checker(self, entry: Example) -> Demonstration:
-        answer = solved(entry)
-        first, second = self._proposed(answer), self._proposed(answer)
-        checked = (self._asked(entry, first, 0), *self._calculated(entry), verdict(first == answer))
-        if first == answer:
+        """Subtracts the answer from what it should be: what is left of a right one is 0."""
+        first, second = self._proposed(entry), self._proposed(entry)
+        checked = (self._asked(entry, first, 0), *self._checked(entry, first))
+        if first == solved(entry):
             return self._shown(*checked)
-        return self._shown(*checked, self._asked(entry, second, 1), verdict(second == answer))
+        return self._shown(*checked, self._asked(entry, second, 1), *self._checked(entry, second))
 
-    def gullible_checker(self, entry: Example) -> Demonstration:
-        """Believes what it is told."""
-        return self._shown(self._asked(entry, self._proposed(solved(entry)), 0), verdict(True))
+    def hasty_checker(self, entry: Example) -> Demonstration:
+        """Says one thing or the other."""
+        return self._shown(self._asked(entry, self._proposed(entry), 0), verdict(self._rng.random() < 0.5))
 
-    def _proposed(self, answer: str) -> str:
-        return math_tasks.garbled(answer, self._rng, 0.7) if self._rng.random() < 0.5 else answer
+    def _proposed(self, entry: Example) -> str:
+        answer = solved(entry)
+        return str(int(math_tasks.garbled(answer, self._rng, 0.7))) if self._rng.random() < 0.5 else answer
 
     def _asked(self, entry: Example, answer: str, attempt: int) -> list[Mapping[str, Any]]:
         question = told(self._agents.to_check(entry, answer, attempt))
         return question if attempt else [self._checker, *question]
 
-    def _calculated(self, entry: Example) -> list[list[Mapping[str, Any]]]:
-        ((expression, result),) = math_tasks.solved(entry).calls
+    def _checked(self, entry: Example, answer: str) -> list[Sequence[Mapping[str, Any]]]:
+        (expression,) = math_tasks.expressions(entry)
+        return [*self._calculated(f"{expression} - {answer}"), verdict(answer == solved(entry))]
+
+    def _calculated(self, expression: str) -> list[Sequence[Mapping[str, Any]]]:
         call = tool_call(self._tool.name, expression=expression)
-        return [said(call), [{"role": "tool", "content": result}]]
+        return [said(call), [{"role": "tool", "content": calculator(expression)}]]
 
     def _shown(self, *parts: Sequence[Mapping[str, Any]]) -> Demonstration:
         return Demonstration(messages=[message for part in parts for message in part], tools=[self._tool])

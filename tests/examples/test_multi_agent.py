@@ -92,11 +92,12 @@ def test_careful_solvers_and_checkers_take_turns_and_are_right(teacher: Teacher)
         proposed = checker.messages[1]["content"].split("Answer:\n")[1].split("\n")[0]
         call, verdict, *again = spoken(checker)
         assert len(parse_tool_calls(call)) == 1
+        assert (checker.messages[3]["content"] == "0") == (proposed == answer)
         assert verdict == ("ACCEPT" if proposed == answer else "REJECT")
         assert bool(again) == (verdict == "REJECT")
         if again:
-            proposed = checker.messages[-2]["content"].split("The next answer:\n")[1].split("\n")[0]
-            assert again == ["ACCEPT" if proposed == answer else "REJECT"]
+            proposed = checker.messages[5]["content"].split("The next answer:\n")[1].split("\n")[0]
+            assert again[1] == ("ACCEPT" if proposed == answer else "REJECT")
 
 
 def test_who_is_hasty_answers_at_once_and_calculates_when_rejected(teacher: Teacher) -> None:
@@ -109,8 +110,9 @@ def test_who_is_hasty_answers_at_once_and_calculates_when_rejected(teacher: Teac
             assert "rejected" in solver.messages[3]["content"]
 
 
-def test_a_gullible_checker_accepts_without_a_look(teacher: Teacher) -> None:
-    assert {tuple(spoken(checker)) for checker in filter(is_hasty, teacher.lessons()[1][1::2])} == {("ACCEPT",)}
+def test_a_hasty_checker_says_either_without_a_look(teacher: Teacher) -> None:
+    said = [tuple(spoken(checker)) for checker in filter(is_hasty, teacher.lessons()[1][1::2])]
+    assert set(said) == {("ACCEPT",), ("REJECT",)}
 
 
 def test_lessons_have_bad_habits_in_the_shares_named(teacher: Teacher) -> None:
