@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -188,6 +189,49 @@ async def test_the_engines_error_is_the_cause_of_a_failed_episode(tokenizer: Pre
     with pytest.raises(EnvironmentFailedError, match="all servers are down") as failure:
         await run(env, ScriptedEngine(fail), tokenizer)
     assert isinstance(failure.value.__cause__, ServerError)
+
+
+async def test_an_episode_that_is_cancelled_leaves_nothing_behind(tokenizer: PreTrainedTokenizerBase) -> None:
+    asked = asyncio.Event()
+
+    async def hang(_: ModelRequest) -> list[int]:
+        asked.set()
+        await asyncio.Event().wait()
+        return []
+
+    env = local_environment({"taskset": {"id": "letters_env"}})
+    workflow = VerifiersWorkflow(env, tokenizer, renderer=RENDERER)
+    rows = workflow.rows(env.taskset)
+    async with workflow:
+        hanging = asyncio.create_task(workflow.arun_episode(ScriptedEngine(hang), rows[0]))
+        await asked.wait()
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        (trajectory,) = await workflow.arun_episode(unevenly("e"), rows[0])
+    assert trained(trajectory) == ["e"]
+
+
+async def test_a_workflow_is_opened_again_after_it_was_left(tokenizer: PreTrainedTokenizerBase) -> None:
+    env = local_environment({"taskset": {"id": "letters_env"}})
+    workflow = VerifiersWorkflow(env, tokenizer, renderer=RENDERER)
+    rows = workflow.rows(env.taskset)
+    for _ in range(2):
+        async with workflow:
+            (trajectory,) = await workflow.arun_episode(unevenly("e"), rows[0])
+        assert trained(trajectory) == ["e"]
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(ArlError, match=r"pip install 'arl\[verifiers\]'"):
+        local_environment({"taskset": {"id": "letters_env"}})
+
+
+def test_what_an_environment_has_chosen_for_its_agents_is_kept() -> None:
+    env = local_environment({"taskset": {"id": "letters_env"}, "agent": {"harness": {"id": "bash"}, "max_turns": 3}})
+    agent = env.config.agent
+    assert (agent.harness.id, agent.runtime.type, agent.max_turns) == ("bash", "subprocess", 3)
 
 
 async def test_a_rollout_that_outgrows_the_context_is_scored_and_truncated(tokenizer: PreTrainedTokenizerBase) -> None:
