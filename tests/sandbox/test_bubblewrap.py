@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from guides import python_blocks
 from sandbox.conftest import PATIENT, go_without
 
 from arl.api.errors import SandboxError
@@ -291,3 +292,10 @@ async def test_tests_of_sandboxes_are_skipped_without_one_but_not_in_continuous_
     with pytest.raises(SandboxError, match="install bubblewrap"):
         go_without(SandboxError("install bubblewrap"))
     assert "export ARL_NEEDS_SANDBOX=1" in (ROOT / ".ci" / "run").read_text()
+
+
+async def test_the_first_program_of_the_guide_prints_what_it_says(bubblewrap: BubblewrapSandbox) -> None:
+    first = next(iter(python_blocks(ROOT / "docs" / "sandbox.md")))
+    running = await asyncio.create_subprocess_exec(sys.executable, "-c", first, stdout=asyncio.subprocess.PIPE)
+    printed, _ = await running.communicate()
+    assert printed == b"exit 0 144\n\ncpu None\n"
