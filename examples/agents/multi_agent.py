@@ -8,6 +8,11 @@ like. The same pair on a real model and data:
 
     python examples/agents/multi_agent.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k \\
         --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+
+Their episodes, read and scored without training:
+
+    arl try examples/agents/multi_agent.py --n 4
+    arl eval examples/agents/multi_agent.py --n 8
 """
 
 from __future__ import annotations

@@ -10,6 +10,10 @@ on questions that take two searches, on two CPU cores in minutes. The same agent
 
 or on a file of that format (`--dataset hotpot_train.jsonl`). What is searched are the paragraphs that come with the
 questions, or whatever a running server has: `--search_url http://127.0.0.1:8000` (search_server.py has the protocol).
+Its episodes, read and scored without training:
+
+    arl try examples/agents/search_agent.py --n 4
+    arl eval examples/agents/search_agent.py --n 8
 """
 
 from __future__ import annotations
