@@ -9,10 +9,12 @@ if __name__ == "__main__":
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import json
 import logging
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+T = TypeVar("T")
 
 TINY = "tiny"
 TRAINED = "trained"
@@ -135,13 +138,30 @@ class Experiment(Generic[ConfigT]):
         be made, and whatever `prepare` raises."""
         await asyncio.to_thread(make_run_dir, config.run_dir)
         await asyncio.to_thread(_hide_progress_bars)
-        try:
-            prepared = await asyncio.to_thread(self.prepare, config)
-        except asyncio.CancelledError:
-            log.warning("what was being prepared goes on to its end; Ctrl-C once more ends it at once")
-            raise
+        prepared = await _stoppable(lambda: self.prepare(config))
         setup = await prepared if inspect.isawaitable(prepared) else prepared
         return config.model_copy(update={"model": setup.model}), setup
+
+
+class _Stopped(BaseException):
+    """Raised within a preparation that is to end; no Exception, so that it is not caught."""
+
+
+async def _stoppable(prepare: Callable[[], T]) -> T:
+    """Call it on a thread, which a cancellation stops before its next instruction of Python code."""
+    threads: list[int] = []
+
+    def call() -> T:
+        threads.append(threading.get_ident())
+        return prepare()
+
+    try:
+        return await asyncio.to_thread(call)
+    except asyncio.CancelledError:
+        log.warning("what was being prepared is stopped, which takes a moment; Ctrl-C once more ends it at once")
+        for thread in threads:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stopped))
+        raise
 
 
 async def _evaluated(trainer: Trainer, *, at_start: bool = False) -> Evaluation | None:

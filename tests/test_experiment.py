@@ -226,23 +226,26 @@ async def test_a_coroutine_function_may_prepare_too(tmp_path: Path) -> None:
     assert (config.model, len(prepared.dataset)) == ("none model", 8)
 
 
-async def test_whoever_stops_while_it_prepares_is_told_that_it_goes_on(
+async def test_whoever_stops_while_it_prepares_stops_it_and_it_cleans_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun, over = asyncio.Event(), threading.Event()
+    begun, cleaned_up = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
     def prepare(config: Config) -> Setup:
         loop.call_soon_threadsafe(begun.set)
-        over.wait(30)
-        return setup()
+        try:
+            while True:
+                sum(range(100))
+        finally:
+            cleaned_up.set()
 
     task = asyncio.create_task(Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path)))
     await begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    over.set()
+    assert await asyncio.to_thread(cleaned_up.wait, 30)
     assert "Ctrl-C once more ends it at once" in caplog.text
 
 
