@@ -82,6 +82,12 @@ class ChatTemplate:
         """
         return self.after_turn([{"role": "user", "content": "?"}], [], add_generation_prompt=False)
 
+    @cached_property
+    def ends_in_special(self) -> bool:
+        """Whether the template ends an assistant's turn with a special token. GLM's does not: what it writes there
+        begins what another says."""
+        return self.begins_with_special(self.encode(self.end_of_turn))
+
     def after_turn(
         self,
         before: Sequence[Message],

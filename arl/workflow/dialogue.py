@@ -230,7 +230,9 @@ class Dialogue:
         The model's own end stays also where the template would have written another.
         """
         ids = self.template.encode(after)
-        is_end = self.template.begins_with_special(ids) or ids[:1] == turn.output_ids[-1:]
+        is_end = ids[:1] == turn.output_ids[-1:] or (
+            self.template.ends_in_special and self.template.begins_with_special(ids)
+        )
         return ids[1:] if turn.has_ended and is_end else ids
 
 

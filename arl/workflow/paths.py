@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from arl.api.errors import TrajectoryError
@@ -66,16 +66,24 @@ def trajectories(
 
 
 def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
-    """In the order in which their leaves were said."""
-    parents = {id(turn.parent) for turn in turns}
-    taken: set[int] = set()
+    """In the order in which their leaves were said. A turn before them that is none of `turns`, as it was forgotten
+    while another was about to follow it, is seen and not trained."""
+    untaken = set(map(id, turns))
+    parents = {id(_nearest(turn.parent, untaken)) for turn in turns}
     for leaf in (turn for turn in turns if id(turn) not in parents):
         path = leaf.path
-        new = [turn for turn in path if id(turn) not in taken]
-        taken.update(map(id, new))
+        new = [turn for turn in path if id(turn) in untaken]
+        untaken.difference_update(map(id, new))
         for temperature in dict.fromkeys(_temperature(turn) for turn in new):
             owned = tuple(turn for turn in new if _temperature(turn) == temperature)
             yield Path(turns=tuple(path[: path.index(owned[-1]) + 1]), owned=owned)
+
+
+def _nearest(turn: Turn | None, among: Container[int]) -> Turn | None:
+    """The turn, or the last one before it whose id is among these."""
+    while turn is not None and id(turn) not in among:
+        turn = turn.parent
+    return turn
 
 
 def _trajectory(

@@ -256,6 +256,21 @@ def test_an_end_stays_where_the_template_writes_none() -> None:
     assert "### Assistant:\n4</s>\n\n### User:" in talk.then(first, user("sure?"))
 
 
+@pytest.mark.parametrize("end", ["<|EOS|>", "<|Assistant|>"])
+def test_where_no_end_is_written_what_begins_another_turn_is_not_taken_for_one(end: str) -> None:
+    """As GLM's template has it, whose model ends its turn with whatever begins the next one."""
+    tokenizer = tokenizer_of("deepseek_r1")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role | capitalize }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+    )
+    talk = Talk(tokenizer)
+    first = talk.say(QUESTION, "4", end=end)
+    assert talk.then(first, user("sure?")) == f"<|User|>?<|Assistant|>4{end}<|User|>sure?<|Assistant|>"
+    first = talk.say(QUESTION, "5", end="<|User|>")
+    assert talk.then(first, user("sure?")) == "<|User|>?<|Assistant|>5<|User|>sure?<|Assistant|>"
+
+
 def test_tools_that_a_template_shows_beside_the_last_user_make_a_branch_when_they_move() -> None:
     talk = Talk(MISTRAL, [SPEC])
     words = '[TOOL_CALLS] [{"name": "look", "arguments": {"word": "é", "n": 1}, "id": "call00000"}]'

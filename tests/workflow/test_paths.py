@@ -111,3 +111,11 @@ def test_a_path_has_all_its_turns_and_owns_those_that_none_before_it_has() -> No
     first, second = paths_of([root, left, right])
     assert (first.turns, first.owned) == ((root, left), (root, left))
     assert (second.turns, second.owned) == ((root, right), (right,))
+
+
+def test_a_turn_that_was_forgotten_is_seen_by_what_follows_it_and_not_trained() -> None:
+    root = turn(None, [5])
+    forgotten = turn(root, [6])
+    (made,) = trajectories([root, turn(forgotten, [7])], 1.0)
+    assert made.token_ids == (0, 0, 5, 0, 0, 6, 0, 0, 7)
+    assert trained(made) == [5, 7]
