@@ -1,8 +1,13 @@
-"""The code in docs/workflows.md runs as it stands; metrics, presets and kinds are explained; links lead somewhere."""
+"""The code in the guides runs as it stands; metrics, presets and kinds are explained; links lead somewhere."""
 
 import ast
 import inspect
 import re
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import torch
 from guides import python_blocks
 from scripted_launch import use_fakes
 
+from arl.__main__ import main as arl_main
 from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.losses.value import ValueLoss
 from arl.api import (
@@ -30,40 +36,120 @@ from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import LogConfig, RolloutConfig
 from arl.api.presets import PRESETS
 from arl.engine.tally import MinibatchTally, mean_of_minibatches
-from arl.engine.tiny import tiny_tokenizer
+from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.launch import launch
 from arl.metrics import read_jsonl
 from arl.workflow.model_server import ModelServer
+from arl.workflow.proxy import anthropic, chat, responses
 from arl.workflow.scoring import TeacherClient
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-async def test_the_code_of_the_workflow_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block after block in one namespace; one that begins with `# name.py` is that file instead. The functions that
-    need the server of a reward model or a teacher are called at the end."""
-    guide = ROOT / "docs" / "workflows.md"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("guide", ["workflows", "endpoint", "running"])
+async def test_the_code_of_a_guide_runs(guide: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch, ScriptedEngine(lambda request: [9, 9]))
-    namespace: dict[str, Any] = {"__name__": "guide"}
-    for block in python_blocks(guide):
-        if file := re.match(r"\s*# (\w+\.py)\n", block):
-            (tmp_path / file[1]).write_text(block)
-            continue
-        code = compile(block, guide, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        if inspect.isawaitable(done := eval(code, namespace)):
-            await done
-    assert len(read_jsonl(Path("runs/adder/metrics.jsonl"))) == 2
+    await namespace_of(guide)
+    if guide == "running":
+        assert len(read_jsonl(Path("runs/adder/metrics.jsonl"))) == 2
+
+
+async def test_the_code_of_the_guide_to_judges_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that need the server of a reward model or a teacher are called at the end."""
+    namespace = await namespace_of("judges")
+    write_tiny_model(place / "model")
     monkeypatch.setattr(ModelServer, "ask", answer_of_a_model)
     for name, algorithm in (("train_judged", preset("decoupled_ppo")), ("distil", preset("distillation"))):
         use_fakes(monkeypatch, ScriptedEngine(lambda request: [9, 9]))
         rollout, run_dir = RolloutConfig(batch_size=4, group_size=2), Path("runs") / name
         log = LogConfig(console=False)
-        config = Config(model="runs/tiny", run_dir=run_dir, steps=1, rollout=rollout, algorithm=algorithm, log=log)
-        await namespace[name](config, [{"a": a, "b": 1, "question": f"{a} + 1 = ?"} for a in range(4)])
+        config = Config(model="model", run_dir=run_dir, steps=1, rollout=rollout, algorithm=algorithm, log=log)
+        await namespace[name](config, [{"question": f"{a} + 1 = ?", "answer": a + 1} for a in range(4)])
         assert len(read_jsonl(run_dir / "metrics.jsonl")) == 1
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory in which a guide may write and import; modules that it imports are gone with it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+
+
+async def namespace_of(guide: str) -> dict[str, Any]:
+    """Runs block after block in one namespace; a block that begins with `# name.py` is that file instead."""
+    document = ROOT / "docs" / f"{guide}.md"
+    namespace: dict[str, Any] = {"__name__": "guide"}
+    for block in python_blocks(document):
+        if file_name(block):
+            write(block)
+            continue
+        if any(word in block and missing for word, missing in MISSING.items()):
+            continue
+        code = compile(block, document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if inspect.isawaitable(done := eval(code, namespace)):
+            await done
+    return namespace
+
+
+def file_name(block: str) -> str:
+    """Of the file that a block is; "" for one to be run."""
+    found = re.match(r"\s*# (\w+\.py)\n", block)
+    return found[1] if found else ""
+
+
+def write(block: str) -> None:
+    Path(file_name(block)).write_text(block)
+
+
+MISSING = {"find_sandbox()": shutil.which("bwrap") is None, "curl ": shutil.which("curl") is None}
+"""What some blocks need, and a machine may lack. Elsewhere tests see to it that it is there."""
+
+
+def test_the_commands_of_the_workflow_guide_print_what_it_says(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of its script; what is printed is the same but for times, and for the width of lines."""
+    guide = ROOT / "docs" / "workflows.md"
+    (script,) = [block for block in python_blocks(guide) if file_name(block) == "adder.py"]
+    write(script)
+    write_tiny_model(place / "model")
+    tokenizer = tiny_tokenizer()
+    sample = tokenizer.encode(f"It is 0.{TURN_END}")
+    flags = ["--model", "model", "--run_dir", "run", "--rollout.batch_size", "4", "--rollout.group_size", "2"]
+    printed: dict[str, str] = {}
+    for line in re.findall(r"^    ((?:arl|python) .*adder\.py .*)$", guide.read_text(), re.MULTILINE):
+        use_fakes(monkeypatch, ScriptedEngine(lambda request: sample))
+        command, *rest = shlex.split(line.replace("--model DIR", "").replace("--steps 50", "--steps 1"))
+        if command == "arl":
+            arl_main([*rest, *flags])
+        else:
+            monkeypatch.delitem(sys.modules, "adder", raising=False)
+            runpy.run_path("adder.py")["experiment"].main([*rest[1:], *flags, "--no-log.console"])
+            shutil.copytree("model", "run/trained", dirs_exist_ok=True)
+        printed[line] = capsys.readouterr().out
+    (tried,) = [out for line, out in printed.items() if line.startswith("arl try")]
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", guide.read_text(), re.DOTALL | re.MULTILINE)
+    assert without_times(tried) == without_times(shown)
+    assert len([line for line in printed if line.startswith("arl eval")]) == 2
+
+
+def without_times(text: str) -> list[str]:
+    lines = [re.sub(r"─+", "─", re.sub(r"[\d.]+ (s|tokens/s)\b", r"N \1", line)) for line in text.splitlines()]
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_every_field_that_the_endpoint_knows_is_in_its_table() -> None:
+    page = (ROOT / "docs" / "endpoint.md").read_text().partition("## What is honoured")[2]
+    known: set[str] = set()
+    for module in (chat, responses, anthropic):
+        for fields in ("_HARMLESS", "_NEUTRAL", "_REFUSED"):
+            known |= set(getattr(module, fields, ()))
+    assert {name for name in known if f"`{name}" not in page and not name.startswith("prompt_cache_")} == set()
 
 
 async def answer_of_a_model(server: ModelServer, path: str, payload: Any = None, **_: object) -> Any:
