@@ -123,7 +123,7 @@ class OpenAIProxy(Shared):
     async def episode(self, engine: InferenceEngine) -> AsyncIterator[EpisodeSession]:
         """An episode, whose calls `engine` answers. Its URL and key are valid within the block."""
         if self._runner is None:
-            raise ArlError("this OpenAIProxy is not open; use it within `async with`")
+            raise ArlError("this OpenAIProxy is not open; enter it by `async with`, or the workflow that has it")
         name = secrets.token_hex(8)
         session = self._sessions[name] = EpisodeSession(f"{self._url}/e/{name}", engine, self._policy)
         try:

@@ -90,7 +90,10 @@ class RewardPool(Shared, Generic[P, ResultT]):
         async with self._replacing:
             pool = self._pool
         if pool is None:
-            raise RewardError(f"the pool of reward function {self._name} is not open; call it within `async with`")
+            raise RewardError(
+                f"the pool of reward function {self._name} is not open; enter it by `async with`, or the workflow that "
+                "was given it"
+            )
         try:
             result, error = await self._run(pool, args, kwargs)
         except (RewardTimeoutError, _WorkerDiedError) as killed:
