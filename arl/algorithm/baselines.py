@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from arl.algorithm.peers import Peers
-from arl.algorithm.spread import spread_of
+from arl.algorithm.spread import Spread, spread_of
 from arl.api.algorithm import ReturnsAdvantage
 from arl.api.errors import TrajectoryError
 
@@ -21,12 +21,22 @@ def scaled(rewards: Sequence[float], peers: Peers, settings: ReturnsAdvantage) -
 
 
 def divisor_of(rewards: Sequence[float], peers: Peers, scale: str) -> float:
-    """group_std: the sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) of episodes' rewards + 1e-6;
+    """group_std: the sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) of n episodes' rewards + 1e-6;
     else 1.
 
+    Trajectories of one episode that have rewards of their own (debaters, say) are a part of an episode each, which
+    counts by its own distance from the mean: where episodes are alike, what is different within them is not scaled up.
     Where all are equal it is 1 too: nothing is scaled up to where a rounding error would count.
     """
-    return spread_of(peers.of_episodes(rewards)).divisor if scale == "group_std" else 1.0
+    if scale != "group_std":
+        return 1.0
+    between = spread_of(peers.of_episodes(rewards))
+    spreads = [spread_of([rewards[i] for i in members]) for members in peers.episodes]
+    within = [s.std**2 * (len(of) - 1) / len(of) for s, of in zip(spreads, peers.episodes, strict=True)]
+    if not any(within):
+        return between.divisor
+    variance = between.std**2 + math.fsum(within) / max(len(within) - 1, 1)
+    return Spread(between.mean, math.sqrt(variance)).divisor
 
 
 def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float]:

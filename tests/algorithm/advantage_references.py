@@ -148,6 +148,16 @@ def _std(numbers: Numbers) -> float:
     return statistics.stdev(numbers) if len(set(numbers)) > 1 else 0.0
 
 
+def _std_of_episodes(values: Numbers, peers: list[Member]) -> float:
+    """Each episode counts once, by the mean squared distance of its trajectories."""
+    if len(set(values)) == 1:
+        return 0.0
+    means = _by_episode(values, peers)
+    middle = statistics.mean(means.values())
+    squares = _by_episode([(v - middle) ** 2 for v in values], peers)
+    return math.sqrt(sum(squares.values()) / max(len(means) - 1, 1))
+
+
 def _scaled(value: float, std: float, scale: str) -> float:
     return value / (std + EPSILON) if scale == "group_std" and std else value
 
@@ -179,11 +189,11 @@ def _returns(place: int, peers: list[Member], config: AlgorithmConfig, settings:
     outcomes = [_outcome(t, config) for _, t, *_ in peers]
     penalties = _summed([sum(_kl(s, config)) for _, _, s, _ in peers], peers)
     totals = [o - p for o, p in zip(outcomes, penalties, strict=True)]
-    std = _std(list(_by_episode(outcomes, peers).values()))
+    std = _std_of_episodes(outcomes, peers)
     if settings.separate_rewards:
         parts = [[t.rewards[name] for _, t, *_ in peers] for name in me.rewards]
         parts.append([-_penalty(t, config) for _, t, *_ in peers])
-        stds = [_std(list(_by_episode(part, peers).values())) for part in parts]
+        stds = [_std_of_episodes(part, peers) for part in parts]
         outcome = sum(
             _scaled(_compared(place, part, peers, settings), of_part, settings.scale)
             for part, of_part in zip(parts, stds, strict=True)
@@ -277,7 +287,7 @@ def _gigpo(place: int, peers: list[Member], config: AlgorithmConfig, settings: G
     totals = _totals(peers, config)
     values = list(_by_episode(totals, peers).values())
     distance = totals[place] - statistics.mean(values) if len(set(totals)) > 1 else 0.0
-    advantages = [_scaled(distance, _std(values), settings.scale)] * len(me.token_ids)
+    advantages = [_scaled(distance, _std_of_episodes(totals, peers), settings.scale)] * len(me.token_ids)
     for j, turn in enumerate(me.turns):
         if turn.state is None:
             continue

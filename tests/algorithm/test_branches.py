@@ -160,6 +160,17 @@ def test_a_branch_with_a_reward_of_its_own_is_compared_with_the_means_of_episode
     assert one_each([mixed], returns("leave_one_out")) == [[1.0, 0.0, -0.5]]
 
 
+@pytest.mark.parametrize(
+    "advantage", [returns("group_mean", "group_std"), {"kind": "gigpo", "scale": "group_std"}], ids=name_of
+)
+@pytest.mark.parametrize("rewards", [(1.0, 0.0, 1.0, 0.001), (0.1 + 0.2, -0.3, 0.5, -0.5)])
+def test_what_differs_within_episodes_is_not_scaled_up_where_episodes_are_alike(
+    advantage: Settings, rewards: tuple[float, ...]
+):
+    debate = group(*map(trajectory, rewards), episodes=(0, 0, 1, 1))
+    assert max(map(abs, one_each([debate], advantage)[0])) < 1.5
+
+
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted"])
 def test_an_episode_that_branched_alone_in_its_group_learns_nothing(baseline: str):
     alone = group(*[trajectory(0.7)] * 3, episodes=(4, 4, 4))
