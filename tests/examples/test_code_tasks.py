@@ -1,0 +1,118 @@
+"""The code agent's little language: what tasks mean, what tests tell, and what is demonstrated."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import Any
+
+import code_tasks
+import pytest
+from code_agent import objection, prompt
+from code_formats import assignment
+from code_tasks import GIVEN_UP, Line, Task, attempts, fenced, held_out, lessons, tasks, training
+from warm_start import Demonstration
+
+from arl.api import Example
+
+STEPS = {step.words: step for of_kind in code_tasks.KINDS.values() for group in of_kind for step in group}
+
+
+def task(*words: str, kind: str = "n", inputs: tuple[Any, ...] = (5, 6, 7, 8), meaning: int = 0) -> Task:
+    lines = tuple(Line(step=STEPS[word], constant=3, meaning=meaning) for word in words)
+    return Task(kind=kind, function="f", argument=kind, lines=lines, inputs=inputs)
+
+
+def test_a_task_is_its_words_its_code_and_its_tests() -> None:
+    shown = task("times {c}", "squared")
+    assert shown.text == "Write f(n): times 3, then squared."
+    assert shown.code == "def f(n):\n    n = n * 3\n    n = n ** 2\n    return n"
+    assert shown.tests[:2] == ["assert f(5) == 225", "assert f(6) == 324"]
+
+
+def test_lists_are_filtered_changed_and_summed_up() -> None:
+    given = ([4, 1, 7, 2],)
+    of_lists = task("those above {c}", "each times {c}", "in order", kind="xs", inputs=given, meaning=0)
+    assert of_lists.tests == ["assert f([4, 1, 7, 2]) == [12, 21]"]
+
+
+@pytest.mark.parametrize("drawn", list(islice(tasks(seed=7), 60)), ids=lambda drawn: drawn.text)
+def test_the_test_that_is_shown_tells_the_meaning_from_every_other(drawn: Task) -> None:
+    passing = [reading for reading in drawn.readings() if drawn.failure(reading.code) is None]
+    assert passing == [drawn]
+    namespace: dict[str, Any] = {}
+    exec("\n".join((drawn.code, *drawn.tests)), namespace)
+    assert len(set(drawn.tests)) == code_tasks.NUM_TESTS
+
+
+def test_half_of_the_tasks_have_two_meanings() -> None:
+    drawn = list(islice(tasks(seed=0), 400))
+    assert sum(len(each.readings()) == 2 for each in drawn) == 200
+    assert sum(each.kind == "xs" for each in drawn) == 200
+
+
+def test_no_task_is_both_held_out_and_trained_on_and_none_comes_twice() -> None:
+    kept = held_out(50)
+    assert held_out(50) == kept
+    made = training(500, kept)
+    texts = {row["text"] for row in made}
+    assert len(texts) == 500
+    assert not texts & {row["text"] for row in kept}
+
+
+def test_slips_are_code_that_differs_in_one_line() -> None:
+    rng = random.Random(0)
+    right = task("times {c}", "minus {c}")
+    for _ in range(40):
+        slip = right.slip(rng)
+        assert sum(a != b for a, b in zip(slip.split("\n"), right.code.split("\n"), strict=True)) <= 1
+
+
+def test_the_careful_mend_what_failed_and_the_others_do_not() -> None:
+    rng = random.Random(0)
+    vague = task("limited by {c}", "plus {c}")
+    for _ in range(30):
+        careful = attempts(vague, "careful", rng)
+        assert vague.failure(careful[-1]) is None
+        assert len(set(careful)) == len(careful)
+        stubborn = attempts(vague, "stubborn", rng)
+        assert len(set(stubborn)) == 1
+        assert stubborn == [vague.code] or vague.failure(stubborn[0]) is None or len(stubborn) == code_tasks.MAX_TURNS
+        quitter = attempts(vague, "quitter", rng)
+        assert set(quitter[1:]) <= {GIVEN_UP}
+
+
+def messages(row: Example) -> list[dict[str, str]]:
+    return prompt(assignment(row, 1))
+
+
+@pytest.fixture
+def taught(monkeypatch: pytest.MonkeyPatch) -> list[list[Demonstration]]:
+    monkeypatch.setattr(code_tasks, "NUM_CAREFUL", 200)
+    monkeypatch.setattr(code_tasks, "NUM_MIXED", 200)
+    return lessons(messages, objection, held_out(50), seed=0)
+
+
+def test_demonstrations_begin_as_episodes_do_and_end_with_the_agent(taught: list[list[Demonstration]]) -> None:
+    careful, mixed = taught
+    assert [len(careful), len(mixed)] == [200, 200]
+    excluded = {messages(row)[1]["content"] for row in held_out(50)}
+    for demonstration in (*careful, *mixed):
+        roles = [message["role"] for message in demonstration.messages]
+        assert roles[:3] == ["system", "user", "assistant"]
+        assert roles[-1] == "assistant"
+        assert demonstration.messages[1]["content"] not in excluded
+
+
+def test_few_of_the_careful_fail_at_the_end_and_many_of_the_others_do(taught: list[list[Demonstration]]) -> None:
+    def share_of_full_length(lesson: list[Demonstration]) -> float:
+        full = 2 + 2 * code_tasks.MAX_TURNS - 1
+        return sum(len(demonstration.messages) == full for demonstration in lesson) / len(lesson)
+
+    careful, mixed = map(share_of_full_length, taught)
+    assert careful < 0.15
+    assert mixed > 0.3
+
+
+def test_what_is_written_is_fenced() -> None:
+    assert fenced("x = 1") == "```python\nx = 1\n```"
