@@ -143,6 +143,13 @@ def without_times(text: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
+def test_every_example_is_in_the_table() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text()
+    scripts = [path for path in (ROOT / "examples" / "agents").glob("*.py") if "\nexperiment = " in path.read_text()]
+    assert len(scripts) > 3
+    assert [path.name for path in scripts if f"| `{path.name}` |" not in page] == []
+
+
 def test_every_field_that_the_endpoint_knows_is_in_its_table() -> None:
     page = (ROOT / "docs" / "endpoint.md").read_text().partition("## What is honoured")[2]
     known: set[str] = set()
