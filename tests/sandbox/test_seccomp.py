@@ -21,6 +21,8 @@ def verdict(program: bytes, arch: int, number: int, *arguments: int) -> int:
         match code:
             case 0x20:
                 (loaded,) = struct.unpack_from("=I", data, operand)
+            case 0x54:
+                loaded &= operand
             case 0x06:
                 assert operand == ALLOWED or operand & 0xFFFF0000 == ERRNO
                 return 0 if operand == ALLOWED else operand & 0xFFFF
@@ -30,7 +32,9 @@ def verdict(program: bytes, arch: int, number: int, *arguments: int) -> int:
 
 
 X86_64 = {"arch": 0xC000003E, "read": 0, "ioctl": 16, "socket": 41, "clone": 56, "mount": 165, "memfd_create": 319}
+X86_64 |= {"mmap": 9, "vmsplice": 278, "sendmsg": 46, "sendmmsg": 307}
 AARCH64 = {"arch": 0xC00000B7, "read": 63, "ioctl": 29, "socket": 198, "clone": 220, "mount": 40, "memfd_create": 279}
+AARCH64 |= {"mmap": 222, "vmsplice": 75, "sendmsg": 211, "sendmmsg": 269}
 
 
 @pytest.mark.parametrize(("machine", "calls"), [("x86_64", X86_64), ("aarch64", AARCH64)])
@@ -42,7 +46,11 @@ def test_calls_that_programs_need_are_allowed_and_others_are_not(machine: str, c
     assert verdict(program, arch, calls["clone"], thread) == 0
     assert verdict(program, arch, calls["clone"], new_user) == errno.EPERM
     assert verdict(program, arch, calls["mount"]) == errno.EPERM
-    assert verdict(program, arch, calls["memfd_create"]) == errno.EPERM
+    for name in ("memfd_create", "vmsplice", "sendmsg", "sendmmsg"):
+        assert verdict(program, arch, calls[name]) == errno.EPERM
+    private, shared, shared_file = 0x22, 0x21, 0x01
+    assert [verdict(program, arch, calls["mmap"], 0, 1, 3, flags) for flags in (private, shared_file)] == [0, 0]
+    assert verdict(program, arch, calls["mmap"], 0, 1, 3, shared | 0x4000) == errno.EPERM
     assert verdict(program, arch, calls["ioctl"], 0, 0x5412) == errno.EPERM
     assert verdict(program, arch, calls["socket"], 40) == errno.EAFNOSUPPORT
     assert verdict(program, arch, 435) == errno.ENOSYS  # clone3

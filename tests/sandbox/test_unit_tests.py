@@ -239,6 +239,11 @@ async def test_modules_that_tests_use_are_not_taken_from_the_answer(bubblewrap: 
     assert await failures(bubblewrap, code, "assert math.isclose(f(), 1.0)") != [None]
 
 
+async def test_an_answer_does_not_end_a_loop_of_the_tests_by_its_exception(bubblewrap: BubblewrapSandbox) -> None:
+    code = "def f(x):\n    raise StopIteration"
+    assert await failures(bubblewrap, code, "assert all(map(lambda x: f(x) == 7 * x, [1, 2]))") != [None]
+
+
 async def test_the_reward_is_the_share_passed_or_all_or_nothing(bubblewrap: BubblewrapSandbox) -> None:
     answer = "I think:\n```python\ndef double(x):\n    return 2 * x if x != 'ab' else None\n```\nDone."
     async with UnitTestsReward(bubblewrap) as share, UnitTestsReward(bubblewrap, grade="all") as all_or_nothing:

@@ -52,7 +52,8 @@ _ENVIRONMENT = {
 }
 _USER = "1000"
 """Who a program is in its own namespace; to the host it is whoever runs arl, or nobody if that is root."""
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+"""Without zero: who maps it shared has memory that is still held when no process maps it any more."""
 _SPARE = 256 << 20
 """Bytes that a process may map beyond memory_bytes: some of what is mapped is never used, so it is no memory."""
 _ARENA = 64 << 20
@@ -176,7 +177,9 @@ def _tree(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
         options += ["--ro-bind", source, path]
     for path in hidden:
         options += ["--tmpfs", path, "--remount-ro", path]
-    options += ["--proc", "/proc", "--tmpfs", "/dev"]
+    # pid 1 is bubblewrap's own: who wrote to its memory would be it, outlive the program, and read what others print.
+    options += ["--proc", "/proc", "--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
+    options += ["--tmpfs", "/dev"]
     for name in _DEVICES:
         options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):

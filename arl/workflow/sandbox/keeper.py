@@ -126,14 +126,17 @@ class Program:
 
     async def _excess(self, first: int, output: Output) -> str:
         """Wait until a limit is exceeded. No event tells of memory, so it is looked at again and again."""
-        namespace = Namespace(first, self._limits)
+        namespace, pause_s = Namespace(first, self._limits), WATCH_S
         try:
             while not self._wake.is_set():
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(WATCH_S):
+                    async with asyncio.timeout(pause_s):
                         await self._wake.wait()
+                began = time.monotonic()
                 if excess := namespace.exceeded():
                     return excess
+                # Where processes share much, a look is slow, and no program is to keep the keeper from the others.
+                pause_s = max(WATCH_S, 10 * (time.monotonic() - began))
             return "output" if output.overflowed else "stopped"
         finally:
             namespace.close()
@@ -142,6 +145,8 @@ class Program:
         """Wait until pid 1 is gone, which the kernel lets go last. bwrap ends before, and leaves it to this process."""
         if self._first is None:
             return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._first, signal.SIGKILL)
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._first, gone.set)
         await gone.wait()

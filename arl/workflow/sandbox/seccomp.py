@@ -1,8 +1,10 @@
 """A second wall within bubblewrap's: system calls that a Python program does not need, refused by the kernel.
 
 Namespaces already keep a program from what is not its own. Refused here are calls that hold memory where no limit
-counts it (memfd, System V), reach past namespaces (vsock, the kernel's keyrings), or have been ways out of a kernel
-(user namespaces, BPF, io_uring and others). The list follows those of Docker and Flatpak.
+counts it (memfd, System V, shared mappings without a file, vmsplice), use up what the kernel counts by user, so for
+all programs and arl together (sendmsg, which passes descriptors), reach past namespaces (vsock, the kernel's
+keyrings), or have been ways out of a kernel (user namespaces, BPF, io_uring and others). The list follows those of
+Docker and Flatpak.
 """
 
 from __future__ import annotations
@@ -28,39 +30,42 @@ _COMMON = {
     "memfd_secret": 447,
 }
 _X86_64 = {
-    "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "clone": 56, "semget": 64, "msgget": 68,
-    "ptrace": 101, "syslog": 103, "personality": 135, "vhangup": 153, "modify_ldt": 154, "pivot_root": 155,
-    "chroot": 161, "acct": 163, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169,
-    "iopl": 172, "ioperm": 173, "init_module": 175, "delete_module": 176, "quotactl": 179, "mq_open": 240,
-    "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298,
-    "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308, "kcmp": 312,
-    "process_vm_readv": 310, "process_vm_writev": 311, "finit_module": 313, "memfd_create": 319,
-    "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+    "mmap": 9, "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "sendmsg": 46, "clone": 56,
+    "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103, "personality": 135, "vhangup": 153,
+    "modify_ldt": 154, "pivot_root": 155, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166, "swapon": 167,
+    "swapoff": 168, "reboot": 169, "iopl": 172, "ioperm": 173, "init_module": 175, "delete_module": 176,
+    "quotactl": 179, "mq_open": 240, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
+    "unshare": 272, "vmsplice": 278, "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303,
+    "open_by_handle_at": 304, "sendmmsg": 307, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311,
+    "kcmp": 312, "finit_module": 313, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
 }  # fmt: skip
 _AARCH64 = {
     "ioctl": 29, "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60,
-    "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106,
-    "syslog": 116, "ptrace": 117, "reboot": 142, "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194,
-    "shmctl": 195, "shmat": 196, "socket": 198, "add_key": 217, "request_key": 218, "keyctl": 219, "clone": 220,
-    "swapon": 224, "swapoff": 225, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
-    "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272,
+    "vmsplice": 75, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105,
+    "delete_module": 106, "syslog": 116, "ptrace": 117, "reboot": 142, "mq_open": 180, "msgget": 186,
+    "semget": 190, "shmget": 194, "shmctl": 195, "shmat": 196, "socket": 198, "sendmsg": 211, "add_key": 217,
+    "request_key": 218, "keyctl": 219, "clone": 220, "mmap": 222, "swapon": 224, "swapoff": 225,
+    "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264, "open_by_handle_at": 265,
+    "setns": 268, "sendmmsg": 269, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272,
     "finit_module": 273, "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
 }  # fmt: skip
 _MACHINES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}
 """Machine -> (AUDIT_ARCH of linux/audit.h, number of each call), from asm/unistd.h."""
 
-_CONDITIONAL = ("clone", "clone3", "ioctl", "socket")
+_CONDITIONAL = ("clone", "clone3", "ioctl", "mmap", "socket")
 _NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX, which type into the terminal."""
+_SHARED_WITHOUT_FILE = 0x21
+"""MAP_SHARED and MAP_ANONYMOUS. Such memory is held also while it is not resident in any process."""
 _SOCKETS = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6, which are within the network namespace."""
 _OTHER_ABI = 0x40000000
 """Numbers from here on are x32's names for the same calls."""
 
-_NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 40
+_LOAD, _MASK, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
@@ -84,6 +89,7 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
         program += _when(_EQUAL, number, [_refuse(errno.EPERM)])
     program += _when(_EQUAL, numbers["clone"], _argument(_FIRST_ARGUMENT, _ANY_BIT, (_NAMESPACES,)))
     program += _when(_EQUAL, numbers["ioctl"], _argument(_SECOND_ARGUMENT, _EQUAL, _TERMINAL_INPUT))
+    program += _when(_EQUAL, numbers["mmap"], _mappings())
     program += _when(_EQUAL, numbers["socket"], _sockets())
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
@@ -110,6 +116,12 @@ def _argument(offset: int, test: int, operands: tuple[int, ...]) -> list[_Instru
     """Refuse where the argument passes the test with any operand, else allow."""
     tests = [step for operand in operands for step in _when(test, operand, [_refuse(errno.EPERM)])]
     return [_load(offset), *tests, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _mappings() -> list[_Instruction]:
+    both = _SHARED_WITHOUT_FILE
+    refusing = _when(_EQUAL, both, [_refuse(errno.EPERM)])
+    return [_load(_FOURTH_ARGUMENT), (_MASK, 0, 0, both), *refusing, (_RETURN, 0, 0, _ALLOW)]
 
 
 def _sockets() -> list[_Instruction]:

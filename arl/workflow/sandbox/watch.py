@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_CPU, _THREADS, _RESIDENT = slice(11, 15), 17, 21
-"""Fields of /proc/PID/stat after the name (proc(5)): user and system ticks, its own and of the children it waited for;
-threads; resident pages."""
+_OWN_CPU, _CPU, _THREADS, _START, _RESIDENT = slice(11, 13), slice(11, 15), 17, 19, 21
+"""Fields of /proc/PID/stat after the name (proc(5)): user and system ticks, its own; and with those of the children it
+waited for; threads; when it started; resident pages."""
 
 
 class Namespace:
@@ -23,6 +23,7 @@ class Namespace:
         self._pid = pid
         self._limits = limits
         self._root: int | None = None
+        self._own_ticks: dict[tuple[str, bytes], int] = {}
 
     def close(self) -> None:
         if self._root is not None:
@@ -38,16 +39,17 @@ class Namespace:
     def _exceeded(self) -> str | None:
         ticks, tasks, pages = 0, 0, 0
         for pid in self._pids():
-            stat = self._read(f"proc/{pid}/stat").rpartition(b")")[2].split()
+            stat = self._read(f"{self._place(pid)}/stat").rpartition(b")")[2].split()
             if not stat:
                 continue
             ticks += sum(map(int, stat[_CPU]))
-            if pid != "1":
-                tasks += int(stat[_THREADS])
-                pages += int(stat[_RESIDENT])
-        if ticks > self._limits["cpu_s"] * _TICKS:
+            self._own_ticks[pid, stat[_START]] = sum(map(int, stat[_OWN_CPU]))
+            tasks += int(stat[_THREADS])
+            pages += int(stat[_RESIDENT])
+        # Children that nobody waited for are in no other process's time: of those, as much as was seen of each.
+        if max(ticks, sum(self._own_ticks.values())) > self._limits["cpu_s"] * _TICKS:
             return "cpu"
-        if tasks > self._limits["processes"]:
+        if tasks > self._limits["processes"] + 1:  # pid 1
             return "processes"
         if pages * _PAGE > self._limits["memory_bytes"] and self._memory() > self._limits["memory_bytes"]:
             return "memory"
@@ -67,14 +69,18 @@ class Namespace:
 
     def _memory(self) -> int:
         """Bytes, each page counted once however many processes share it: a sum of resident sets counts more."""
-        return sum(self._share(pid) for pid in self._pids() if pid != "1")
+        return sum(self._share(self._place(pid)) for pid in self._pids())
 
-    def _share(self, pid: str) -> int:
-        for line in self._read(f"proc/{pid}/smaps_rollup").splitlines():
+    def _share(self, place: str) -> int:
+        for line in self._read(f"{place}/smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) << 10
-        resident = self._read(f"proc/{pid}/statm").split()
+        resident = self._read(f"{place}/statm").split()
         return int(resident[1]) * _PAGE if resident else 0
+
+    def _place(self, pid: str) -> str:
+        """Where a process is described; pid 1 in the host's own /proc, since the program's hides it."""
+        return f"/proc/{self._pid}" if pid == "1" else f"proc/{pid}"
 
     def _pids(self) -> list[str]:
         proc = os.open("proc", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
@@ -97,7 +103,7 @@ class Namespace:
             os.close(file)
 
     def _files(self) -> int:
-        work = os.open("sandbox", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        work = os.open("sandbox", os.O_PATH, dir_fd=self._root)  # whatever rights the program left to it
         try:
             usage = os.fstatvfs(work)
         finally:

@@ -1,11 +1,12 @@
-"""Takes memory that is shared between processes, so that none of them owns it."""
+"""Has memory that its processes share, which counts once."""
 
-import mmap
 import os
 import time
 
-shared = [mmap.mmap(-1, 32 << 20) for _ in range(8)]
-os.fork()
-for piece in shared:
-    piece.write(b"x" * (32 << 20))
-time.sleep(60)
+shared = bytearray(b"x") * (60 << 20)
+if os.fork() == 0 or os.fork() == 0 or os.fork() == 0:
+    time.sleep(0.5)
+    os._exit(shared[-1] != ord("x"))
+for _ in range(3):
+    os.wait()
+print("shared")

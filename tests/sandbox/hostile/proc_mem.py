@@ -2,7 +2,7 @@
 
 import ctypes
 
-attempt("pid 1", lambda: open("/proc/1/mem", "r+b", 0).seek(0x400000) and None or open("/proc/1/mem", "rb", 0).read(1))
+attempt("pid 1", open, "/proc/1/mem", "r+b", 0)
 code = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
 with open("/proc/self/mem", "r+b", 0) as memory:
     memory.seek(code)

@@ -1,0 +1,6 @@
+"""Takes over pid 1, which would outlive it, or reads what other processes print from the pipe that it holds."""
+
+attempt("its memory", open, "/proc/1/mem", "r+b")
+attempt("its threads' memory", open, "/proc/1/task/1/mem", "r+b")
+attempt("its pipe", open, "/proc/1/fd/1")
+attempt("where it is", open, "/proc/1/maps")
