@@ -1,0 +1,175 @@
+"""The order desk behind the endpoint, its questions and its demonstrations, without a model that was trained."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai_sdk_agent
+import pytest
+from agents import add_trace_processor, set_trace_processors
+from agents.models import openai_provider
+from agents.tracing import TracingProcessor
+from openai import DefaultAsyncHttpxClient
+from openai_sdk_agent import KINDS, MIX, OpenAISDKAgentConfig, demonstration, lessons, phrases, program, questions
+from order_desk import shop
+from warm_start import demonstrated, tool_call, warm_start
+
+from arl.api import ModelRequest, SamplingParams, ScriptedEngine, Trajectory
+from arl.cli import load_config
+from arl.engine.model import load_tokenizer
+from arl.engine.tiny import TinyShape, tiny_tokenizer
+from arl.workflow.rewards.answers import NumericMatch
+from arl.workflow.sdk_agent import SDKWorkflow
+
+TOKENIZER = tiny_tokenizer(phrases())
+ROWS = [next(row for row in questions("training") if row["kind"] == kind) for kind in range(len(KINDS))]
+ORDER = tool_call("find_order", number=4821)
+_CERTIFICATES = ssl.create_default_context()
+
+
+@pytest.fixture(autouse=True)
+async def _connections(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """The SDK keeps its connections as long as the process lives, which here outlives the event loop."""
+    async with DefaultAsyncHttpxClient(verify=_CERTIFICATES) as http:
+        monkeypatch.setattr(openai_provider, "_http_client", http)
+        yield
+
+
+def workflow(sampling: SamplingParams | None = None) -> SDKWorkflow:
+    return SDKWorkflow(program, NumericMatch(), TOKENIZER, sampling=sampling or SamplingParams(max_new_tokens=200))
+
+
+async def episode(*answers: str, row: Any = ROWS[0]) -> tuple[Trajectory, str]:
+    """Let the desk be asked, with a model that says `answers`; also the text of all that it saw."""
+    async with workflow() as desk:
+        (trajectory,) = await desk.arun_episode(ScriptedEngine.saying(TOKENIZER, *answers), row)
+    return trajectory, str(TOKENIZER.decode(trajectory.token_ids))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=["price", "days"])
+@pytest.mark.parametrize("habit", MIX)
+async def test_a_demonstration_has_the_very_tokens_of_an_episode(row: Any, habit: str) -> None:
+    shown = demonstration(row, habit, guess="7")
+    token_ids, mask = demonstrated(shown, TOKENIZER)
+    trajectory, _ = await episode(*(m["content"] for m in shown.messages if m["role"] == "assistant"), row=row)
+    assert list(trajectory.token_ids) == list(token_ids)
+    assert list(trajectory.loss_mask) == list(mask)
+    assert trajectory.reward == float(habit == "careful")
+
+
+async def test_what_does_not_exist_and_what_cannot_be_called_is_told_to_the_model() -> None:
+    wrong = [
+        tool_call("find_order", number=17),
+        tool_call("price", item="Moon", quantity=2),
+        tool_call("delivery_days", city="Atlantis"),
+        tool_call("refund", number=17),
+        tool_call("price", item="Moon"),
+    ]
+    trajectory, text = await episode(*wrong, ROWS[0]["answer"])
+    assert trajectory.reward == 1.0
+    for told in ("there is no order 17", "there is no 'Moon'", "no parcels go to 'Atlantis'", "refund", "quantity"):
+        assert any(told in response for response in text.split("<tool_response>")[1:])
+
+
+async def test_a_model_that_never_answers_has_no_reward_and_fails_nothing() -> None:
+    trajectory, _ = await episode(*[ORDER] * 6)
+    assert trajectory.reward == 0.0
+    assert trajectory.metrics["calls"] == 6
+    assert trajectory.metrics["calls_failed"] == 0
+
+
+@pytest.mark.parametrize("said", ["", "<tool_call>\n{", "<tool_call>\nnothing\n</tool_call>"])
+async def test_an_answer_that_says_nothing_is_wrong(said: str) -> None:
+    trajectory, _ = await episode(said)
+    assert trajectory.reward == 0.0
+    assert len(trajectory.turns) == 1
+
+
+async def test_an_answer_that_was_cut_off_is_an_answer() -> None:
+    async with workflow(SamplingParams(max_new_tokens=3)) as desk:
+        (trajectory,) = await desk.arun_episode(ScriptedEngine.saying(TOKENIZER, "It costs nothing."), ROWS[0])
+    assert trajectory.is_truncated
+    assert trajectory.reward == 0.0
+
+
+async def test_episodes_at_once_do_not_mix() -> None:
+    def right(request: ModelRequest) -> list[int]:
+        asked = str(TOKENIZER.decode(list(request.input_ids)))
+        (row,) = (row for row in rows if row["question"] in asked)
+        return [*TOKENIZER.encode(row["answer"]), TOKENIZER.eos_token_id]
+
+    rows = questions("held_out")[:8]
+    async with workflow() as desk:
+        engine = ScriptedEngine(right)
+        episodes = await asyncio.gather(*(desk.arun_episode(engine, row) for row in rows))
+    assert [trajectory.reward for (trajectory,) in episodes] == [1.0] * 8
+
+
+async def test_nothing_is_traced() -> None:
+    class Traced(TracingProcessor):
+        num_begun = 0
+
+        def on_trace_start(self, trace: Any) -> None:
+            self.num_begun += 1
+
+        def on_span_start(self, span: Any) -> None:
+            self.num_begun += 1
+
+        def on_trace_end(self, trace: Any) -> None: ...
+        def on_span_end(self, span: Any) -> None: ...
+        def shutdown(self) -> None: ...
+        def force_flush(self) -> None: ...
+
+    traced = Traced()
+    set_trace_processors([])
+    add_trace_processor(traced)
+    try:
+        await episode(ORDER, "7")
+    finally:
+        set_trace_processors([])
+    assert traced.num_begun == 0
+
+
+def test_no_order_is_in_two_regions_and_the_books_have_the_answers() -> None:
+    regions = {name: questions(name) for name in openai_sdk_agent.SHARES}
+    orders = Counter(number for rows in regions.values() for number in {row["order"] for row in rows})
+    assert set(orders) == set(shop().orders)
+    assert set(orders.values()) == {1}
+    for row in regions["held_out"]:
+        order = shop().orders[row["order"]]
+        assert str(row["order"]) in row["question"]
+        right = shop().prices[order.item] * order.quantity if "cost" in row["question"] else shop().days[order.city]
+        assert row["answer"] == str(right)
+
+
+def test_the_first_lesson_is_careful_and_the_second_is_mixed() -> None:
+    careful, mixed = ([len(shown.messages) for shown in lesson] for lesson in lessons(seed=0))
+    assert set(careful) == {7}
+    shares = {length: count / len(mixed) for length, count in Counter(mixed).items()}
+    assert shares == pytest.approx({3: MIX["guess"], 5: MIX["halfway"], 7: MIX["careful"]}, abs=0.05)
+
+
+def test_the_tiny_models_boilerplate_is_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_sdk_agent, "NUM_CAREFUL", 32)
+    monkeypatch.setattr(openai_sdk_agent, "NUM_MIXED", 32)
+    small = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
+    monkeypatch.setattr(openai_sdk_agent, "TinyShape", lambda: small)
+    monkeypatch.setattr(openai_sdk_agent, "warm_start", partial(warm_start, num_threads=1))
+    setup = openai_sdk_agent.prepare(OpenAISDKAgentConfig(run_dir=tmp_path))
+    tokenizer = load_tokenizer(setup.model)
+    assert [len(tokenizer.encode(text)) for text in (ORDER, "Amber Kettle", "Norwick", "891")] == [4, 1, 1, 2]
+    (ids, _), *_ = (demonstrated(shown, tokenizer) for shown in lessons(seed=0)[0][:1])
+    assert len(ids) < 64
+    assert setup.eval_dataset is not None
+    assert [len(setup.dataset), len(setup.eval_dataset)] == [6300, 96]
+
+
+def test_a_real_model_has_the_ordinary_settings() -> None:
+    assert load_config(OpenAISDKAgentConfig, ["--model", "Qwen/Qwen3-0.6B"]).max_new_tokens == 1024
+    assert load_config(OpenAISDKAgentConfig, []).max_new_tokens == 24
