@@ -193,14 +193,18 @@ class Dialogue:
     def _continued(self, messages: Sequence[Message], tools: ToolSpecs) -> Turn | None:
         """The turn with the longest history that `messages` begin with; of several the one that they name, or the last.
 
-        Answers may be equal but for what clients need not send back: ids of calls, and the model's thinking.
+        Answers may be equal but for what clients need not send back: ids of calls, and the model's thinking. But one
+        that comes back with other thoughts is another.
         """
         found: list[Turn] = []
         key, length = tools_key(tools), 0
         for number, message in enumerate(messages, start=1):
             key = history_key(key, [message])
             if message["role"] == "assistant" and (turns := self._by_key.get(key)):
-                found, length = turns, number
+                alike = [turn for turn in turns if _has_thoughts_of(turn, message)]
+                if not alike:
+                    break
+                found, length = alike, number
         if len(found) < 2:
             return found[0] if found else None
         given = [normalised(message) for message in messages[:length]]
@@ -244,6 +248,12 @@ def _rewritten(shown: Turn | None, said: Turn) -> ModelError:
         "dialogue branch (rewriting='branch'), keep the sampled tokens in view ('keep'), or choose a template that "
         "leaves earlier turns alone"
     )
+
+
+def _has_thoughts_of(turn: Turn, message: Message) -> bool:
+    """Whether the message has the turn's thoughts, or none."""
+    given = str(message.get("reasoning_content") or "").strip()
+    return not given or given == str(turn.message.get("reasoning_content") or "").strip()
 
 
 def _follows(turn: Turn, earlier: Turn) -> bool:

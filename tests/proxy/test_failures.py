@@ -249,6 +249,23 @@ async def test_an_answer_that_nobody_takes_is_forgotten(monkeypatch: pytest.Monk
         assert [turn.text for turn in episode.session.turns()] == ["read"]
 
 
+async def test_an_error_that_nobody_takes_is_no_error_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hang_up(exchange: exchange.Exchange, *rest: object) -> None:
+        raise ConnectionResetError
+
+    def fail(request: ModelRequest) -> list[int]:
+        raise ServerError("gone")
+
+    async with opened(ScriptedEngine(fail)) as episode:
+        monkeypatch.setattr(exchange.Exchange, "respond", hang_up)
+        with pytest.raises(openai.APIConnectionError):
+            await episode.client.with_options(max_retries=0).chat.completions.create(model="m", messages=ASK)
+        assert episode.session.counts.failed == 1
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_stream_that_takes_long_shows_that_it_lives(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model answers when the stream has begun, and an error comes too late to have a status."""

@@ -311,6 +311,14 @@ def response_of(tokenizer: PreTrainedTokenizerFast, words: str) -> ModelResponse
     )
 
 
+def test_thoughts_need_not_come_back_and_others_are_another_branch() -> None:
+    talk = Talk(QWEN3, [SPEC])
+    first = talk.say(QUESTION, THOUGHT + CALL, calling(thought="hm"))
+    for thought, parent in (("hm", first), ("hm\n", first), (None, first), ("", first), ("what else?", None)):
+        assert talk.parent([*QUESTION, calling(thought=thought), result("42")]) is parent
+    assert "what else?" in talk.seen([*QUESTION, calling(thought="what else?"), result("42")])
+
+
 def test_history_that_was_edited_dropped_or_summarised_is_another_branch() -> None:
     talk = Talk(QWEN2_5)
     first = talk.say(QUESTION, "4")

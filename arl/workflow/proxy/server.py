@@ -14,7 +14,7 @@ import logging
 import secrets
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +169,9 @@ async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
     except Exception as error:  # noqa: BLE001
         refusal = refusal_of(error)
         session.note(error, refusal)
-        return await exchange.refuse(refusal, endpoint)
+        with suppress(ConnectionResetError):
+            return await exchange.refuse(refusal, endpoint)
+        return _hung_up(exchange.request)
 
 
 def _hung_up(request: web.Request) -> web.StreamResponse:
