@@ -4,12 +4,13 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from arl.api.errors import SandboxError
-from arl.workflow.sandbox import DockerSandbox, Limits, Outcome
+from arl.workflow.sandbox import DockerSandbox, Limits, Outcome, container
 
 LIMITS = Limits(wall_s=20, output_bytes=10_000)
 
@@ -84,6 +85,15 @@ async def test_a_cancelled_call_removes_its_container_by_name(docker: Path, tmp_
             await call
     *_, run, remove = calls(docker)
     assert remove == ["rm", "--force", run[2]]
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"files": {"a": 9}', b'{"files": {"a": 9}}\nhalf'])
+async def test_a_container_that_is_not_told_all_ends_itself(tmp_path: Path, sent: bytes) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, container.__file__, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=tmp_path
+    )
+    _, complaint = await process.communicate(sent)
+    assert (process.returncode, b"was not sent" in complaint) == (1, True)
 
 
 async def test_a_container_that_the_kernel_killed_ran_out_of_memory(docker: Path) -> None:

@@ -52,6 +52,29 @@ if __name__ == "__main__":
     assert "cannot be read in its worker, as its class must be in a module" in refused
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker ends when its call does")
+async def test_a_worker_in_a_long_call_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from scoring import holds
+from arl.workflow.reward import RewardPool
+
+async def main() -> None:
+    async with RewardPool(holds, workers=1) as reward:
+        await reward(sys.argv[1], {{}})
+
+asyncio.run(main())
+"""
+    os.mkfifo(tmp_path / "held")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, str(tmp_path / "held"))
+    with await asyncio.to_thread(open, tmp_path / "held", "rb", 0) as held:
+        assert await asyncio.to_thread(held.read, 1) == b"x"  # the call has begun
+        process.kill()
+        assert await asyncio.to_thread(held.read, 1) == b""  # nobody holds it any more
+    await process.wait()
+
+
 async def test_queued_calls_have_their_whole_time_limit_once_they_run() -> None:
     async with RewardPool(behaves, timeout_s=1.0, workers=2) as reward:
         assert await asyncio.gather(*(reward("takes a while") for _ in range(10))) == [1.0] * 10

@@ -17,7 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutError
 from arl.workflow.rewards.score import ResultT, Shared, name_of, score_of
-from arl.workflow.rewards.worker_start import context_for
+from arl.workflow.rewards.worker_start import begin, context_for
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
     def _start(self) -> ProcessPool:
         """Start workers and wait until one can run the function. Blocks."""
         context = context_for(self._function, self._prepare)
-        pool = ProcessPool(max_workers=self._workers, initializer=self._prepare, context=context)
+        pool = ProcessPool(max_workers=self._workers, initializer=begin, initargs=(self._prepare,), context=context)
         try:
             pool.schedule(_nothing, args=(self._function,)).result(STARTUP_TIMEOUT_S)
         except Exception as error:

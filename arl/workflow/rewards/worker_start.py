@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
+import sys
 from collections.abc import Callable
 from multiprocessing import spawn
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -27,6 +29,30 @@ def context_for(*functions: Callable[..., Any] | None) -> Any:
         return multiprocessing.get_context("forkserver")
     _install()
     return _Context()
+
+
+def begin(prepare: Callable[[], object] | None) -> None:
+    """In a new worker, before anything else."""
+    if sys.platform == "linux":
+        _end_with_parent()
+    if prepare is not None:
+        prepare()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when arl's ends, however it does: a worker in a long call would not see to it.
+
+    multiprocessing's sentinel is a pipe that only the parent can write to, and never does. SIGIO, which the kernel
+    sends when it is closed, ends a process that does not handle it."""
+    import fcntl
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    pipe = int(parent.sentinel)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if not parent.is_alive():
+        os._exit(1)
 
 
 class _Process(ForkServerProcess):

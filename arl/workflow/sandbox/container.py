@@ -17,14 +17,14 @@ def main() -> None:
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
     line = b""
     while not line.endswith(b"\n"):
-        line += os.read(0, 1)
+        line += received(1)
     header = json.loads(line)
     for path, length in header["files"].items():
         if directory := os.path.dirname(path):
             os.makedirs(directory, exist_ok=True)
         with open(path, "wb") as file:
             while length:
-                length -= file.write(os.read(0, min(length, 1 << 16)))
+                length -= file.write(received(min(length, 1 << 16)))
     started = time.monotonic()
     program = os.posix_spawn(sys.executable, [sys.executable, "-I", "-u", header["main"]], dict(os.environ))
     ended_by, code = wait(program, started + header["wall_s"])
@@ -32,6 +32,11 @@ def main() -> None:
         os.kill(-1, signal.SIGKILL)
     report = {"ended_by": ended_by, "code": code, "wall_s": time.monotonic() - started}
     os.write(2, f"{header['token']} {json.dumps(report)}".encode())
+
+
+def received(most: int) -> bytes:
+    """Ends this process, and so the container, where arl was killed before it had sent all."""
+    return os.read(0, most) or sys.exit("what to run was not sent to its end")
 
 
 def wait(program: int, deadline: float) -> tuple[str, int]:
