@@ -171,7 +171,7 @@ async def test_a_sandbox_can_be_entered_again_while_it_is_open(bubblewrap: Bubbl
     assert (await bubblewrap.run("print(1)")).succeeded
 
 
-async def test_a_keeper_that_dies_is_an_error_and_its_programs_die_with_it(
+async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_another_takes_over(
     bubblewrap: BubblewrapSandbox, pipe: Path
 ) -> None:
     before = descendants(os.getpid())
@@ -184,6 +184,8 @@ async def test_a_keeper_that_dies_is_an_error_and_its_programs_die_with_it(
             assert await asyncio.to_thread(reader.read) == ""
         with pytest.raises(SandboxError, match="keeper died"):
             await call
+        assert [run.stdout for run in await asyncio.gather(*[sandbox.run("print(1)") for _ in range(3)])] == ["1\n"] * 3
+        assert len(descendants(os.getpid()) - before) == 1
 
 
 async def test_everything_ends_with_a_parent_that_is_killed(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -15,6 +16,8 @@ from typing import Self
 from arl.api.errors import SandboxError
 from arl.workflow.sandbox.contract import EndedBy, Limits
 from arl.workflow.sandbox.frames import Frames, Header, frame
+
+log = logging.getLogger(__name__)
 
 START = """
 import sys, types
@@ -51,8 +54,13 @@ class Keeping:
         self._answers: dict[int, asyncio.Future[tuple[Header, list[bytes]]]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.WriteTransport | None = None
+        self._starting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def _start(self) -> None:
         ours, keepers = socket.socketpair()
         names = Path(__file__).parent.parts[-3:]
         packages = "|".join([*names, str(Path(__file__).parents[len(names)])])
@@ -68,22 +76,25 @@ class Keeping:
             )
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(lambda: Frames(self._received, self._lost), sock=ours)
-        return self
 
     async def __aexit__(self, *exc: object) -> None:
         """Ends every program. When this returns, all are gone, and the keeper too."""
         if self._transport is not None and self._process is not None:
-            self._transport.close()
+            transport, self._transport = self._transport, None
+            transport.close()
             await self._process.wait()
-            self._transport = None
 
     async def run(
         self, command: Sequence[str], program: Sequence[str], confined: bytes, stdin: bytes,
         files: Mapping[str, bytes], limits: Limits,
     ) -> Ended:  # fmt: skip
         """Run `command`, with what only the keeper can add to it, and then `program`. Raises SandboxError."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        async with self._starting:
+            if self._transport is not None and self._transport.is_closing():
+                log.warning("the keeper of the sandbox died, maybe for want of memory; another is started")
+                await self._start()
+            transport = self._transport
+        if transport is None:
             raise SandboxError("the sandbox is not open; call it within `async with`")
         number = next(self._numbers)
         request: Header = {"id": number, "command": [*command], "program": [*program], "files": [*files]}
