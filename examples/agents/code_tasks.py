@@ -86,12 +86,12 @@ NUM_TESTS, NUM_SHOWN = 4, 1
 FENCE, FENCE_END = "```python\n", "\n```"
 
 HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1, 2, 3
-NUM_CAREFUL, NUM_MIXED = 12000, 1600
+NUM_CAREFUL, NUM_MIXED = 7000, 1600
 """First mostly careful demonstrations, from which a model learns to write; then mixed ones, for bad habits."""
-MIX = {"careful": 0.3, "stubborn": 0.35, "sloppy": 0.2, "quitter": 0.15}
+MIX = {"careful": 0.2, "stubborn": 0.4, "sloppy": 0.2, "quitter": 0.2}
 """Shares of the habits in mixed demonstrations: to mend what failed, to write the same again, anything else, to give
 up. All but the careful mostly err at first."""
-SLIPS = (0.1, 0.7)
+SLIPS = (0.1, 0.95)
 """How often the careful and the others slip in their first program."""
 GIVEN_UP = "I give up."
 MAX_TURNS = 3
@@ -167,10 +167,11 @@ class Task:
         lines = list(self.lines)
         at = rng.randrange(len(lines))
         line = lines[at]
-        if rng.random() < 0.5:
+        if "{c}" in line.step.words and rng.random() < 0.5:
             lines[at] = replace(line, constant=line.constant + rng.choice((-1, 1)))
         else:
-            lines[at] = _line(rng.choice(KINDS[self.kind][at]), line.constant, rng)
+            others = [step for step in KINDS[self.kind][at] if step != line.step]
+            lines[at] = _line(rng.choice(others), line.constant, rng)
         return replace(self, lines=tuple(lines)).code
 
 
