@@ -130,7 +130,7 @@ class Conversation:
             rewards=rewards,
             turn_rewards=turn_rewards,
             states=states,
-            is_cut=self._is_cut,
+            cut_after=self._last if self._is_cut else None,
         )
 
     def trajectory(

@@ -48,11 +48,13 @@ class Fingerprint:
 class Prompt:
     """What the model is shown next: the tokens of `parent`'s view, then `given_ids`.
 
+    after: the turn that the messages continue; parent, or one behind it where the prompt branches off before.
     messages: the same, as messages. shown: of the text that the template renders of them; None where none was asked.
     key: of the messages and tools, equal for what counts as the same history.
     """
 
     parent: Turn | None
+    after: Turn | None
     given_ids: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: ToolSpecs
@@ -148,7 +150,9 @@ class Dialogue:
                 raise _rewritten(parent, said)
             parent, given_ids = said, self._kept(said, new, messages, specs)
         shown = Fingerprint.of(text)
-        return Prompt(parent=parent, given_ids=given_ids, messages=messages, tools=specs, shown=shown, key=key)
+        return Prompt(
+            parent=parent, after=said, given_ids=given_ids, messages=messages, tools=specs, shown=shown, key=key
+        )
 
     def record(self, prompt: Prompt, response: ModelResponse, message: Message | None = None) -> Turn:
         """Add what the model answered. message: how it will be shown later, if not as its text in `content`."""

@@ -27,14 +27,15 @@ def trajectories(
     rewards: Mapping[str, float] | None = None,
     turn_rewards: Sequence[float] | None = None,
     states: Sequence[str | None] | None = None,
-    is_cut: bool = False,
+    cut_after: Turn | None = None,
 ) -> tuple[Trajectory, ...]:
     """One trajectory for each path; all have the outcome `reward`, which advantages count once for an episode.
 
     A turn that lies on several paths is trained in the first of them alone, with its process reward; in the others its
     tokens have loss_mask 0. Turns of one path that were sampled at different temperatures go to trajectories of their
     own. metrics are on the first trajectory alone, so that they are averaged over episodes.
-    turn_rewards, states: for each of `turns`, in their order; see TurnSpan. is_cut: there was no room for another turn.
+    turn_rewards, states: for each of `turns`, in their order; see TurnSpan. cut_after: the turn that left no room for
+    another.
     Raises TrajectoryError where these are not as many as turns, or nothing was sampled.
     """
     if not turns or any(turn.response is None for turn in turns):
@@ -59,7 +60,7 @@ def trajectories(
                 rewards=rewards or {},
                 metrics=metrics or {} if not made else {},
                 role=role,
-                is_truncated=_is_truncated(last) or (is_cut and last is turns[-1]),
+                is_truncated=_is_truncated(last) or last is cut_after,
             )
         )
     return tuple(made)

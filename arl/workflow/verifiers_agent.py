@@ -177,14 +177,16 @@ def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajecto
     runs = [trace for trace in episode.traces if trace.agent.trainable and session.turns(trace.id)]
     for trace in runs:
         prefix = "" if len(episode.traces) == 1 else f"{trace.agent.name}/"
+        is_cut = trace.is_truncated or trace.calls[-1].error is not None
+        turns = session.turns(trace.id)
         numbers = {f"{prefix}{name}": value for name, value in trace.metrics.items() if value is not None}
         made += trajectories(
-            session.turns(trace.id),
+            turns,
             trace.reward,
             metrics={f"{prefix}turns": trace.num_turns, **numbers},
             role=trace.agent.name,
             rewards={name: part.value for name, part in trace.rewards.items() if part is not None},
-            is_cut=trace.is_truncated or trace.calls[-1].error is not None,
+            cut_after=turns[-1] if is_cut else None,
         )
     if not made:
         ended = ", ".join(str(trace.stop_condition) for trace in episode.traces)

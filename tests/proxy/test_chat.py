@@ -198,7 +198,7 @@ async def test_a_call_is_sampled_as_it_says_and_as_the_proxy_says_where_it_does_
 async def test_a_proxy_that_overrides_sampling_trains_at_one_temperature() -> None:
     engine = saying("a")
     async with opened(engine, sampling=SamplingParams(temperature=0.7), overrides_sampling=True) as episode:
-        await episode.ask(temperature=0, top_p=0.5, max_tokens=4, stop="x", extra_body={"top_k": 5})
+        await episode.ask(temperature=0, seed=3, top_p=0.5, max_tokens=4, stop="x", extra_body={"top_k": 5})
     assert engine.requests[0].sampling == SamplingParams(temperature=0.7, max_new_tokens=4, stop=("x",))
 
 
@@ -209,10 +209,25 @@ async def test_more_tokens_than_the_context_leaves_are_not_asked_for() -> None:
         prompt = len(engine.requests[0].input_ids)
         assert engine.requests[0].sampling.max_new_tokens == 20 - prompt
         with pytest.raises(openai.BadRequestError) as refused:
-            await episode.ask([{"role": "user", "content": "long " * 10}])
+            await episode.ask([*ASK, {"role": "assistant", "content": "a"}, {"role": "user", "content": "long " * 10}])
         (made,) = episode.session.trajectories(1.0)
     assert refused.value.code == "context_length_exceeded"
     assert made.is_truncated
+
+
+async def test_the_line_that_found_no_room_is_truncated_and_no_other() -> None:
+    async with opened(saying("a", "b"), context_length=30) as episode:
+        await episode.ask([{"role": "user", "content": "first"}])
+        await episode.ask([{"role": "user", "content": "second"}])
+        with pytest.raises(openai.BadRequestError):
+            await episode.ask(
+                [
+                    {"role": "user", "content": "first"},
+                    {"role": "assistant", "content": "a"},
+                    {"role": "user", "content": "long " * 10},
+                ]
+            )
+        assert [made.is_truncated for made in episode.session.trajectories(1.0)] == [True, False]
 
 
 async def test_thinking_is_told_apart_and_is_no_part_of_the_history() -> None:

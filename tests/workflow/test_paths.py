@@ -16,7 +16,7 @@ def turn(
     parent: Turn | None, output_ids: Sequence[int], *, temperature: float = 1.0, is_cut: bool = False, given: int = 2
 ) -> Turn:
     """A turn after `given` tokens 0, whose tokens have their own numbers for versions and logprobs."""
-    prompt = Prompt(parent=parent, given_ids=(0,) * given, messages=(), tools=(), shown=None, key=b"")
+    prompt = Prompt(parent=parent, after=parent, given_ids=(0,) * given, messages=(), tools=(), shown=None, key=b"")
     response = ModelResponse(
         output_ids=tuple(output_ids),
         output_logprobs=tuple(-float(i) for i in output_ids),
@@ -90,7 +90,7 @@ def test_the_trajectory_whose_last_turn_a_length_limit_ended_is_truncated() -> N
     root = turn(None, [5], is_cut=True)
     leaves = [turn(root, [6]), turn(root, [7], is_cut=True), turn(root, [8])]
     assert [t.is_truncated for t in trajectories([root, *leaves], 0.0)] == [False, True, False]
-    assert [t.is_truncated for t in trajectories([root, *leaves], 0.0, is_cut=True)] == [False, True, True]
+    assert [t.is_truncated for t in trajectories([root, *leaves], 0.0, cut_after=leaves[0])] == [True, True, False]
 
 
 def test_a_turn_without_a_token_trains_none() -> None:

@@ -16,15 +16,15 @@ from arl.workflow.proxy.spoken import THINK, Reasoning, before_stop, finish_reas
 
 _TAIL = 8
 """How many of a prompt's last tokens hold a <think> that it ends with."""
-_CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+_CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 MAX_SEED = (1 << 31) - 1
 """Every server takes such a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallPolicy:
-    """template: how messages are shown. sampling: for what calls do not say. overrides: temperature, top_p, top_k and
-    min_p are those of `sampling` whatever calls say. context_length: tokens that the model can hold;
+    """template: how messages are shown. sampling: for what calls do not say. overrides: temperature, top_p, top_k,
+    min_p and seed are those of `sampling` whatever calls say. context_length: tokens that the model can hold;
     None: unknown. call_format: how the model writes calls of tools; None: as its chat template asks it to."""
 
     template: ChatTemplate

@@ -64,8 +64,8 @@ class OpenAIProxy(Shared):
                 answer = await program(base_url=session.base_url, api_key=session.api_key)
                 return session.trajectories(reward)
 
-    sampling: for what calls do not say. overrides_sampling: temperature, top_p, top_k and min_p are always those of
-    `sampling`, whatever a program asks for, so that all that is trained was sampled alike. reasoning: whether what
+    sampling: for what calls do not say. overrides_sampling: temperature, top_p, top_k, min_p and seed are always those
+    of `sampling`, whatever a program asks for, so that all that is trained was sampled alike. reasoning: whether what
     stands in <think> is told apart, in `reasoning_content`. context_length: tokens that the model can hold; calls that
     ask for more than is left get what is left. call_format: how the model writes calls of tools, where its chat
     template does not tell. template_options, rewriting: see Conversation.

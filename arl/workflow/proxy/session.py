@@ -133,7 +133,7 @@ class EpisodeSession:
                 metrics={} if made else shown,
                 role=role,
                 rewards=rewards,
-                is_cut=self._speakers[role].is_cut,
+                cut_after=self._speakers[role].cut_after,
             )
         return tuple(made)
 

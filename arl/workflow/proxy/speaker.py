@@ -11,7 +11,7 @@ from arl.api.errors import PromptTooLongError, first_error
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, new_id
 from arl.workflow.dialogue import Prompt, Turn
 from arl.workflow.proxy.calls import Answer, ChatCall, Spoken, TokenCall
-from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.policy import MAX_SEED, CallPolicy
 from arl.workflow.proxy.spoken import finish_reason_of, message_of
 from arl.workflow.proxy.tokens import TokenTurns
 
@@ -22,11 +22,13 @@ _LONG_PROMPT = 20_000
 class Speaker:
     """Calls of one role, answered by the engine and recorded: those of messages in a Dialogue, those of tokens beside.
 
-    is_cut: the last call found no room in the context. All calls go to one server, where their prefixes are cached.
+    is_cut: the last call found no room in the context; cut_after: the turn that it continued, or the last. All calls go
+    to one server, where their prefixes are cached.
     """
 
     def __init__(self, engine: InferenceEngine, policy: CallPolicy) -> None:
         self.is_cut = False
+        self.cut_after: Turn | None = None
         self._engine = engine
         self._policy = policy
         self._session_id = new_id()
@@ -44,21 +46,27 @@ class Speaker:
         policy = self._policy
         policy.check_tools(call)
         prompt = await self._prompt(call)
-        input_ids = prompt.input_ids
-        responses = await self._asample(input_ids, call)
+        responses = await self._asample(prompt, call)
+        num_prompt_tokens = len(prompt.input_ids)
         is_thinking = policy.opens_thinking(prompt)
-        answers: list[Answer] = []
-        for response in responses:
-            text = policy.template.text_of(response.output_ids, response.stop_reason)
-            spoken = policy.spoken(text, response, call, is_thinking=is_thinking)
-            turn = self._dialogue.record(prompt, response, message_of(spoken))
-            answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=len(input_ids)))
-        return answers
+        texts = [policy.template.text_of(response.output_ids, response.stop_reason) for response in responses]
+        read = [
+            policy.spoken(text, response, call, is_thinking=is_thinking)
+            for text, response in zip(texts, responses, strict=True)
+        ]
+        return [  # nothing is kept before all could be read
+            Answer(
+                turn=self._dialogue.record(prompt, response, message_of(spoken)),
+                spoken=spoken,
+                num_prompt_tokens=num_prompt_tokens,
+            )
+            for response, spoken in zip(responses, read, strict=True)
+        ]
 
     async def _acontinue(self, call: TokenCall) -> list[Answer]:
         prompt = self._tokens.prompt(call.input_ids)
         answers: list[Answer] = []
-        for response in await self._asample(call.input_ids, call):
+        for response in await self._asample(prompt, call):
             turn = self._tokens.record(prompt, response)
             ending = finish_reason_of(response.stop_reason)
             spoken = Spoken(content=turn.text, reasoning=None, tool_calls=(), finish_reason=ending)
@@ -75,7 +83,8 @@ class Speaker:
             return self._dialogue.prompt(call.messages, call.tools)
         return await asyncio.to_thread(self._dialogue.prompt, call.messages, call.tools)
 
-    async def _asample(self, input_ids: Sequence[int], call: ChatCall | TokenCall) -> list[ModelResponse]:
+    async def _asample(self, prompt: Prompt, call: ChatCall | TokenCall) -> list[ModelResponse]:
+        input_ids = prompt.input_ids
         try:
             sampling = self._policy.within_context(call.sampling, len(input_ids))
             requests = [
@@ -84,9 +93,9 @@ class Speaker:
             ]
             responses = await _all(self._engine, requests)
         except PromptTooLongError:
-            self.is_cut = True
+            self.is_cut, self.cut_after = True, prompt.after or next(reversed(self.turns), None)
             raise
-        self.is_cut = False
+        self.is_cut, self.cut_after = False, None
         return responses
 
 
@@ -94,7 +103,7 @@ def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
     """The parameters of n samples, which differ by their seeds where one is given."""
     if sampling.seed is None:
         return [sampling] * n
-    return [replace(sampling, seed=sampling.seed + i) for i in range(n)]
+    return [replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)) for i in range(n)]
 
 
 async def _all(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:

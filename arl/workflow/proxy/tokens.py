@@ -33,7 +33,7 @@ class TokenTurns:
             if (turn := self._by_tokens.get(digest)) is not None:
                 parent, start = turn, length
         given_ids = tuple(input_ids[start:])
-        return Prompt(parent=parent, given_ids=given_ids, messages=(), tools=(), shown=None, key=b"")
+        return Prompt(parent=parent, after=parent, given_ids=given_ids, messages=(), tools=(), shown=None, key=b"")
 
     def record(self, prompt: Prompt, response: ModelResponse) -> Turn:
         text = self._template.text_of(response.output_ids, response.stop_reason)
