@@ -53,10 +53,10 @@ class OpenAISDKAgentConfig(ExperimentConfig):
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/openai_sdk_agent",
-        "steps": 40,
+        "steps": 24,
         "rollout": {"batch_size": 8, "group_size": 8, "max_staleness": 2},
-        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 40, "min_lr_ratio": 0.1}},
-        "evaluation": {"every": 20},
+        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 24, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 8},
         "max_new_tokens": 24,
     }
 
