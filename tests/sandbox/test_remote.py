@@ -15,9 +15,12 @@ from arl.workflow.sandbox import BubblewrapSandbox, Limits, Outcome
 from arl.workflow.sandbox.contract import NO_FILES, Files
 from arl.workflow.sandbox.remote import RemoteSandbox
 from arl.workflow.sandbox.serve import application, serve
+from arl.workflow.sandbox.wire import request_from_json
 
 KEY = "key-of-this-test"
-MOST = Limits(wall_s=30)
+MOST = Limits(wall_s=30, processes=8)
+ORDINARY = Limits(processes=8)
+"""What Limits() is under MOST."""
 
 
 class Recorder:
@@ -64,11 +67,16 @@ async def test_what_is_asked_arrives_and_the_outcome_comes_back() -> None:
     recorder = Recorder()
     async with served(recorder) as url, RemoteSandbox(url, api_key=KEY) as sandbox:
         files = {"a": "text ü", "b/c": b"\0\xff"}
-        limits = Limits(memory_bytes=1 << 20, wall_s=1.5)
+        limits = Limits(memory_bytes=1 << 20, wall_s=1.5, processes=8)
         outcome = await sandbox.run("print()", stdin="in", files=files, limits=limits)
         await sandbox.run("print()")
     assert outcome == Outcome(exit_code=None, stdout="\0ü", stderr="e", wall_s=0.5, ended_by="memory")
-    assert recorder.asked == [("print()", "in", files, limits), ("print()", "", {}, MOST)]
+    assert recorder.asked == [("print()", "in", files, limits), ("print()", "", {}, ORDINARY)]
+
+
+def test_limits_that_a_request_does_not_name_are_the_ordinary_ones_as_far_as_they_are_allowed() -> None:
+    asked = request_from_json({"program": "", "limits": {"wall_s": 20}}, MOST)
+    assert asked.limits == Limits(wall_s=20, processes=8)
 
 
 async def test_a_cancelled_call_ends_the_program_at_the_server() -> None:

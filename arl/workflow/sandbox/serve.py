@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from aiohttp import web
 
@@ -27,14 +27,16 @@ from arl.workflow.sandbox.remote import KEY_VARIABLE
 from arl.workflow.sandbox.wire import outcome_to_json, request_from_json
 
 _BODY_BYTES = 64 << 20
+_MOST = Limits(wall_s=600.0, cpu_s=600.0)
+"""What a request may ask for unless flags say otherwise: the tests of an answer run for as long as each of them may."""
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Application:
-    """The server's routes. sandbox: open already. limits: the most that a request may ask for, and what one that asks
-    for none gets. Raises SandboxError for an empty key."""
+    """The server's routes. sandbox: open already. limits: the most that a request may ask for. Raises SandboxError for
+    an empty key."""
     if not api_key:
         raise SandboxError(f"a sandbox is served only with an API key; set {KEY_VARIABLE}")
     expected = f"Bearer {api_key}".encode()
@@ -51,14 +53,11 @@ def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Applic
 
     async def run(request: web.Request) -> web.Response:
         try:
-            asked = request_from_json(await request.json())
-            _check(asked.limits, limits)
+            asked = request_from_json(await request.json(), limits)
         except (SandboxError, json.JSONDecodeError, UnicodeDecodeError) as refusal:
             return web.json_response({"error": str(refusal)}, status=400)
         try:
-            outcome = await sandbox.run(
-                asked.program, stdin=asked.stdin, files=asked.files, limits=asked.limits or limits
-            )
+            outcome = await sandbox.run(asked.program, stdin=asked.stdin, files=asked.files, limits=asked.limits)
         except SandboxError as failure:
             _log.exception("a program could not be run")
             return web.json_response({"error": str(failure)}, status=500)
@@ -84,14 +83,6 @@ async def serve(app: web.Application, host: str, port: int, started: Callable[[i
         await runner.cleanup()
 
 
-def _check(asked: Limits | None, most: Limits) -> None:
-    for field in fields(Limits) if asked else ():
-        if getattr(asked, field.name) > getattr(most, field.name):
-            raise SandboxError(
-                f"limits.{field.name} is {getattr(asked, field.name)}; this server allows {getattr(most, field.name)}"
-            )
-
-
 async def _main(arguments: argparse.Namespace) -> None:
     limits = Limits(**{field.name: getattr(arguments, field.name) for field in fields(Limits)})
     task = asyncio.current_task()
@@ -114,8 +105,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8090, help="0 takes a free one, and says which")
     parser.add_argument("--kind", choices=("auto", "bubblewrap", "docker", "unsafe"), default="auto")
     parser.add_argument("--concurrency", type=int, help="programs at once; one per processor unless given")
-    for field in fields(Limits):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    for name, most in asdict(_MOST).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(most), default=most, help="the most for a request")
     try:
         asyncio.run(_main(parser.parse_args()))
     except asyncio.CancelledError:

@@ -36,8 +36,11 @@ def request_to_json(request: Request) -> dict[str, Any]:
     return encoded
 
 
-def request_from_json(body: Any) -> Request:
-    """Raises SandboxError, which names what is missing, unknown or of the wrong type."""
+def request_from_json(body: Any, most: Limits) -> Request:
+    """The request, with the ordinary limits where it names none, as far as `most` allows them.
+
+    Raises SandboxError, which names what is missing, unknown, of the wrong type, or beyond `most`.
+    """
     given = _mapping(body, "the request", {"program", "stdin", "files", "limits"})
     files, limits = given.get("files", {}), given.get("limits")
     if not isinstance(files, Mapping):
@@ -46,7 +49,7 @@ def request_from_json(body: Any) -> Request:
         program=_text(given.get("program"), "program"),
         stdin=_text(given.get("stdin", ""), "stdin"),
         files={path: _content_from_json(path, content) for path, content in cast("dict[str, Any]", files).items()},
-        limits=None if limits is None else _limits(limits),
+        limits=_limits({} if limits is None else limits, most),
     )
 
 
@@ -65,12 +68,16 @@ def outcome_from_json(body: Any) -> Outcome:
     return outcome
 
 
-def _limits(given: Any) -> Limits:
+def _limits(given: Any, most: Limits) -> Limits:
+    allowed = asdict(most)
     numbers = _mapping(given, "limits", _LIMITS)
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int if not name.endswith("_s") else int | float):
             raise SandboxError(f"limits.{name} is {number!r:.100}; it must be a number")
-    return Limits(**numbers)
+        if number > allowed[name]:
+            raise SandboxError(f"limits.{name} is {number}; this server allows {allowed[name]}")
+    ordinary = {name: min(number, allowed[name]) for name, number in asdict(Limits()).items()}
+    return Limits(**{**ordinary, **numbers})
 
 
 def _mapping(given: Any, name: str, known: set[str]) -> dict[str, Any]:
