@@ -24,8 +24,8 @@ class RemoteSandbox(Shared):
         async with RemoteSandbox("http://10.0.0.7:8090", api_key=key) as sandbox:
 
     api_key: $ARL_SANDBOX_KEY unless given. limits: of a run that names none; the ordinary ones unless given. The server
-    has a most for each, and refuses what asks for more. concurrency: requests under way at once. timeout_s: the longest that a call may
-    take, the time it waits at the server for a place included.
+    has a most for each, and refuses what asks for more. concurrency: requests under way at once. timeout_s: the longest
+    that a call may take, the time it waits at the server for a place included.
 
     Entering asks the server whether it is there and knows the key. Raises SandboxError. Leaving, or cancelling a call,
     closes its connection, on which the server ends the program.
