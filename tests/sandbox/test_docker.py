@@ -72,6 +72,16 @@ async def test_a_program_cannot_write_its_own_report(docker: Path) -> None:
         assert (await sandbox.run(program)).exit_code == 5
 
 
+async def test_a_program_sees_nothing_of_the_containers_environment(
+    docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The docker client puts the user's proxies there, whose addresses may hold a password."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
+    async with DockerSandbox() as sandbox:
+        outcome = await sandbox.run("import os\nprint(sorted(set(os.environ) - {'LC_CTYPE'}))")
+    assert outcome.stdout == "[]\n"
+
+
 async def test_a_cancelled_call_removes_its_container_by_name(docker: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     program = f"import os, time\nos.write(os.open('{tmp_path}/pipe', os.O_WRONLY), b'running\\n')\ntime.sleep(600)"

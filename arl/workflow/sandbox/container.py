@@ -26,7 +26,7 @@ def main() -> None:
             while length:
                 length -= file.write(received(min(length, 1 << 16)))
     started = time.monotonic()
-    program = os.posix_spawn(sys.executable, [sys.executable, "-I", "-u", header["main"]], dict(os.environ))
+    program = os.posix_spawn(sys.executable, [sys.executable, "-I", "-u", header["main"]], {})
     ended_by, code = wait(program, started + header["wall_s"])
     if os.getpid() == 1:
         os.kill(-1, signal.SIGKILL)
