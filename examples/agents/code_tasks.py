@@ -86,13 +86,15 @@ NUM_TESTS, NUM_SHOWN = 4, 1
 FENCE, FENCE_END = "```python\n", "\n```"
 
 HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1, 2, 3
-NUM_CAREFUL, NUM_MIXED = 7000, 1600
+NUM_CAREFUL, NUM_MIXED = 9000, 2000
 """First mostly careful demonstrations, from which a model learns to write; then mixed ones, for bad habits."""
 MIX = {"careful": 0.2, "stubborn": 0.4, "sloppy": 0.2, "quitter": 0.2}
 """Shares of the habits in mixed demonstrations: to mend what failed, to write the same again, anything else, to give
 up. All but the careful mostly err at first."""
 SLIPS = (0.1, 0.95)
 """How often the careful and the others slip in their first program."""
+MISREADS = 0.8
+"""How often the careful first take an ambiguous task for what it does not mean, as from that they show how to mend."""
 GIVEN_UP = "I give up."
 MAX_TURNS = 3
 
@@ -278,8 +280,11 @@ def lessons(prompt: Prompt, objection: Objection, excluded: Sequence[Example], s
 def attempts(task: Task, habit: str, rng: random.Random) -> list[str]:
     """What is written for a task, one after another, until the test that is shown passes or there have been enough."""
     readings = [reading.code for reading in task.readings()]
-    slips = rng.random() < SLIPS[habit != "careful"]
-    written = [task.slip(rng) if slips else rng.choice(readings)]
+    misread = [code for code in readings if code != task.code]
+    if rng.random() < SLIPS[habit != "careful"]:
+        written = [task.slip(rng)]
+    else:
+        written = [rng.choice(misread) if misread and rng.random() < MISREADS else task.code]
     while task.failure(written[-1]) is not None and len(written) < MAX_TURNS:
         match habit:
             case "careful":

@@ -15,7 +15,7 @@ from guides import python_blocks
 from sandbox.conftest import PATIENT, go_without
 
 from arl.api.errors import SandboxError
-from arl.workflow.sandbox import BubblewrapSandbox, Limits, Outcome
+from arl.workflow.sandbox import BubblewrapSandbox, Limits, Outcome, keeping, watch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -186,6 +186,46 @@ async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_anoth
             await call
         assert [run.stdout for run in await asyncio.gather(*[sandbox.run("print(1)") for _ in range(3)])] == ["1\n"] * 3
         assert len(descendants(os.getpid()) - before) == 1
+
+
+BLINDFOLD = """
+import signal
+from arl.workflow.sandbox import watch
+told = []
+signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+def exceeded(self, look=watch.Namespace.exceeded):
+    if told:
+        raise PermissionError(f"cannot see because of {told.pop()}")
+    return look(self)
+watch.Namespace.exceeded = exceeded
+"""
+"""Lets a keeper's next look fail, when it is sent a signal."""
+
+
+async def test_a_program_that_cannot_be_watched_is_ended_and_its_place_is_free(
+    bubblewrap: BubblewrapSandbox, pipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "START", keeping.START.removesuffix("main()\n") + BLINDFOLD + "main()\n")
+    before = descendants(os.getpid())
+    async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
+        (keeper,) = descendants(os.getpid()) - before
+        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
+        with await asyncio.to_thread(pipe.open) as reader:
+            assert await asyncio.to_thread(reader.readline) == "running\n"
+            os.kill(keeper, signal.SIGUSR1)
+            assert await asyncio.to_thread(reader.read) == ""
+        with pytest.raises(SandboxError, match=f"because of {signal.SIGUSR1.value}"):
+            await call
+        assert descendants(keeper) == set()
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+async def test_a_namespace_that_is_never_set_up_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = watch.Namespace(os.getpid(), {})  # in no namespace of its own
+    assert namespace.exceeded() is None
+    monkeypatch.setattr(watch, "SET_UP_S", 0.0)
+    with pytest.raises(PermissionError, match=f"/proc/{os.getpid()}/root, a program's, could not be looked into"):
+        namespace.exceeded()
 
 
 async def test_everything_ends_with_a_parent_that_is_killed(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:

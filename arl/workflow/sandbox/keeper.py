@@ -66,13 +66,18 @@ class Program:
         status = asyncio.StreamReader()
         process = await self._start(status)
         output = Output(int(self._limits["output_bytes"]), self._wake)
-        async with asyncio.TaskGroup() as group:
-            reading = [group.create_task(output.read(stream)) for stream in (process.stdout, process.stderr)]
-            group.create_task(feed(process.stdin, self._stdin))
-            watching = group.create_task(self._watch(process, status, output, started))
+        try:
+            async with asyncio.TaskGroup() as group:
+                reading = [group.create_task(output.read(stream)) for stream in (process.stdout, process.stderr)]
+                group.create_task(feed(process.stdin, self._stdin))
+                watching = group.create_task(self._watch(status, output, started))
+                watching.add_done_callback(lambda _: self._kill(process))  # also one that failed
+                await process.wait()
+                watching.cancel()
+        finally:
+            self._kill(process)
             await process.wait()
-            watching.cancel()
-        await self._bury()
+            await self._bury()
         if self._ended_by == "exit" and output.overflowed:
             self._ended_by = "output"
         written = [task.result() for task in reading]
@@ -106,10 +111,8 @@ class Program:
                 env={},  # the program can read that of its namespace's pid 1, which is of bwrap's
             )
 
-    async def _watch(
-        self, process: asyncio.subprocess.Process, status: asyncio.StreamReader, output: Output, started: float
-    ) -> None:
-        """Kill the program at the first limit that it exceeds. Cancelled when it has ended by itself."""
+    async def _watch(self, status: asyncio.StreamReader, output: Output, started: float) -> None:
+        """Until the program exceeds a limit, at which it is killed. Cancelled when it has ended by itself."""
         try:
             async with asyncio.timeout(started + self._limits["wall_s"] - time.monotonic()):
                 report = await status.readline()
@@ -118,6 +121,8 @@ class Program:
                     self._ended_by = await self._excess(json.loads(report)["child-pid"], output)
         except TimeoutError:
             self._ended_by = "timeout"
+
+    def _kill(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self._first is None:
                 process.kill()
@@ -145,8 +150,6 @@ class Program:
         """Wait until pid 1 is gone, which the kernel lets go last. bwrap ends before, and leaves it to this process."""
         if self._first is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._first, signal.SIGKILL)
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._first, gone.set)
         await gone.wait()
@@ -190,10 +193,16 @@ class Keeper:
             try:
                 header, blobs = await self._programs[number].run()
             except Exception as error:  # noqa: BLE001 - reported to arl, which raises it
-                header, blobs = {"error": repr(error)}, []
+                header, blobs = {"error": _first_cause(error)}, []
         del self._programs[number]
         if self._transport and not self._transport.is_closing():
             self._transport.write(frame({**header, "id": number}, blobs))
+
+
+def _first_cause(error: Exception) -> str:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return repr(error)
 
 
 def _readable(content: bytes, inherited: contextlib.ExitStack) -> int:

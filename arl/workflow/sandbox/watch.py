@@ -6,8 +6,13 @@ cgroups, which few users may write to.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Mapping
+
+SET_UP_S = 20.0
+"""How long bubblewrap may take until a program's namespace can be looked into. It takes milliseconds."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -22,6 +27,7 @@ class Namespace:
     def __init__(self, pid: int, limits: Mapping[str, float]) -> None:
         self._pid = pid
         self._limits = limits
+        self._began = time.monotonic()
         self._root: int | None = None
         self._own_ticks: dict[tuple[str, bytes], int] = {}
 
@@ -30,10 +36,13 @@ class Namespace:
             os.close(self._root)
 
     def exceeded(self) -> str | None:
-        """The limit that the program exceeds now, if any; none while it is being started, and once it has ended."""
+        """The limit that the program exceeds now, if any; none while it is being started, and once it has ended.
+
+        Raises OSError where that cannot be seen: the program is not to go on unwatched.
+        """
         try:
             return self._exceeded() if self._is_set_up() else None
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return None
 
     def _exceeded(self) -> str | None:
@@ -58,14 +67,19 @@ class Namespace:
     def _is_set_up(self) -> bool:
         """Whether pid 1 has gone from the host's root to the program's, which alone has all that is looked at here."""
         if self._root is None:
-            root = os.open(f"/proc/{self._pid}/root", os.O_RDONLY | os.O_DIRECTORY)
-            if os.path.samestat(os.fstat(root), os.stat("/")) or not {"proc", "usr", "sandbox"} <= set(
-                os.listdir(root)
-            ):
-                os.close(root)
-                return False
-            self._root = root
-        return True
+            with contextlib.suppress(PermissionError):  # while pid 1 changes what it is
+                self._root = self._opened_root()
+            if self._root is None and time.monotonic() - self._began > SET_UP_S:
+                raise PermissionError(f"/proc/{self._pid}/root, a program's, could not be looked into for {SET_UP_S} s")
+        return self._root is not None
+
+    def _opened_root(self) -> int | None:
+        root = os.open(f"/proc/{self._pid}/root", os.O_RDONLY | os.O_DIRECTORY)
+        is_hosts = os.path.samestat(os.fstat(root), os.stat("/"))
+        if is_hosts or not {"proc", "usr", "sandbox"} <= set(os.listdir(root)):
+            os.close(root)
+            return None
+        return root
 
     def _memory(self) -> int:
         """Bytes, each page counted once however many processes share it: a sum of resident sets counts more."""
@@ -90,17 +104,15 @@ class Namespace:
             os.close(proc)
 
     def _read(self, path: str) -> bytes:
-        """What such a file says; nothing once its process has ended."""
+        """What such a file says; nothing once its process has ended, or has closed its memory to others."""
         try:
             file = os.open(path, os.O_RDONLY, dir_fd=self._root)
-        except OSError:
+            try:
+                return os.read(file, 1 << 14)
+            finally:
+                os.close(file)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             return b""
-        try:
-            return os.read(file, 1 << 14)
-        except OSError:
-            return b""
-        finally:
-            os.close(file)
 
     def _files(self) -> int:
         work = os.open("sandbox", os.O_PATH, dir_fd=self._root)  # whatever rights the program left to it
