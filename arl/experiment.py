@@ -125,10 +125,10 @@ class Experiment(Generic[ConfigT]):
             keep=setup.keep,
             curriculum=setup.curriculum,
         ) as trainer:
-            before = await _evaluated(trainer, at_start=True)
+            before = await _evaluated(trainer, 0)
             async for _ in trainer:
                 pass
-            after = await _evaluated(trainer)
+            after = await _evaluated(trainer, trainer.version)
             await trainer.export(config.run_dir / TRAINED)
         result = await asyncio.to_thread(_write_results, config, trainer.summary(), before, after)
         sys.stdout.write(result + "\n")
@@ -164,10 +164,11 @@ async def _stoppable(prepare: Callable[[], T]) -> T:
         raise
 
 
-async def _evaluated(trainer: Trainer, *, at_start: bool = False) -> Evaluation | None:
+async def _evaluated(trainer: Trainer, version: int) -> Evaluation | None:
+    """That of a version, if there was one; else one of what is served now."""
     if trainer.evaluator is None:
         return None
-    return (trainer.evaluations.get(0) if at_start else None) or await trainer.evaluate()
+    return trainer.evaluations.get(version) or await trainer.evaluate()
 
 
 def _write_results(

@@ -163,13 +163,20 @@ def test_main_takes_its_settings_from_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("engine")
-async def test_what_the_model_was_before_is_known_to_a_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_model_was_is_known_to_a_rerun_and_evaluated_where_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def rewards(**changes: Any) -> tuple[float, float]:
+        await experiment.train(settings(tmp_path).model_copy(update=changes))
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        return summary["eval_reward_before"], summary["eval_reward_after"]
+
     experiment = Experiment(config=Config, prepare=lambda _: setup())
-    await experiment.train(settings(tmp_path))
+    trained = await rewards()
     use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
-    await experiment.train(settings(tmp_path))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["eval_reward_before"], summary["eval_reward_after"]) == (0.0, 1.0)
+    assert await rewards() == trained == (0.0, 0.5)
+    use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
+    assert await rewards(steps=3) == (0.0, 1.0)
 
 
 @pytest.mark.usefixtures("engine")

@@ -12,7 +12,8 @@ from arl.api.workflow import RolloutWorkflow
 from arl.workflow.conversation import Conversation, Turn
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
-from arl.workflow.reward import RewardLike, Score, Shared, as_reward
+from arl.workflow.reward import RewardLike, Score, as_reward
+from arl.workflow.shared import Shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import aiohttp
+from yarl import URL
 
 from arl.api.errors import ConfigError, RequestTimeoutError, ServerError
 
@@ -73,7 +74,8 @@ class JsonServer:
             )
         if requests_per_minute is not None and not requests_per_minute > 0:
             raise ConfigError(f"requests_per_minute is {requests_per_minute}; it must be above 0, or None for no limit")
-        self.url = url.rstrip("/")
+        self._url = url.rstrip("/")
+        self.url = str(URL(self._url).with_user(None)).rstrip("/")  # to be told: a password is for the server alone
         self._api_key = api_key
         self._max_concurrent = max_concurrent
         self._gap_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
@@ -102,7 +104,7 @@ class JsonServer:
         raise AssertionError("unreachable")
 
     async def _ask_once(self, path: str, payload: Mapping[str, Any] | None) -> Any:
-        kept, url = self._in_loop(), f"{self.url}{path}"
+        kept, url, shown = self._in_loop(), f"{self._url}{path}", f"{self.url}{path}"
         method = "GET" if payload is None else "POST"
         async with kept.places:
             await self._turn(kept)
@@ -110,17 +112,17 @@ class JsonServer:
                 async with asyncio.timeout(self._timeout_s), kept.session.request(method, url, json=payload) as answer:
                     status, headers, raw = answer.status, answer.headers, await answer.read()
             except TimeoutError:
-                raise RequestTimeoutError(f"{url} did not answer within timeout_s = {self._timeout_s:g} s") from None
+                raise RequestTimeoutError(f"{shown} did not answer within timeout_s = {self._timeout_s:g} s") from None
             except (aiohttp.ClientError, OSError) as error:
                 raise _FailedError(
-                    f"{url} could not be reached: {str(error) or type(error).__name__}; is its server running?"
+                    f"{shown} could not be reached: {str(error) or type(error).__name__}; is its server running?"
                 ) from error
         if status != 200:
-            raise self._refusal(url, status, headers, raw)
+            raise self._refusal(shown, status, headers, raw)
         try:
             return json.loads(raw)
         except ValueError as error:
-            raise ServerError(f"{url} answered what is not JSON: {raw[:200]!r}") from error
+            raise ServerError(f"{shown} answered what is not JSON: {raw[:200]!r}") from error
 
     async def _turn(self, kept: _InLoop) -> None:
         """Wait until the next request may begin."""

@@ -17,7 +17,7 @@ Ready-made ones are in arl.workflow.rewards.
 from arl.workflow.rewards.adapt import RewardLike, WorkflowReward, as_reward
 from arl.workflow.rewards.direct import AsyncReward, InlineReward
 from arl.workflow.rewards.pool import RewardPool
-from arl.workflow.rewards.score import Reward, Score, Shared, score_of
+from arl.workflow.rewards.score import Reward, Score, score_of
 from arl.workflow.rewards.thread import ThreadReward
 from arl.workflow.rewards.weighted import WeightedReward
 
@@ -28,7 +28,6 @@ __all__ = [
     "RewardLike",
     "RewardPool",
     "Score",
-    "Shared",
     "ThreadReward",
     "WeightedReward",
     "WorkflowReward",

@@ -18,7 +18,8 @@ from arl.api.errors import ConfigError, ProgramError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
-from arl.workflow.reward import RewardLike, Shared, as_reward
+from arl.workflow.reward import RewardLike, as_reward
+from arl.workflow.shared import Shared
 from arl.workflow.tool_threads import ToolThreads
 
 if TYPE_CHECKING:

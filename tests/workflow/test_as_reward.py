@@ -25,12 +25,12 @@ from arl.workflow.reward import (
     InlineReward,
     RewardPool,
     Score,
-    Shared,
     ThreadReward,
     WeightedReward,
     as_reward,
     score_of,
 )
+from arl.workflow.shared import Shared
 
 
 async def judge(answer: str, data: Example) -> float:

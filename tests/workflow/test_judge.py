@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,16 @@ async def test_the_key_is_never_told(
     kept = "".join(entry.read_text() for entry in files_in(tmp_path))
     assert kept
     assert KEY not in f"{raised.value!r} {raised.value.__cause__!r} {caplog.text} {kept} {server!r} {judge!r}"
+
+
+async def test_a_password_in_the_url_is_sent_and_never_told() -> None:
+    async with says((400, {"error": {"message": "no such model"}})) as served:
+        server = ChatServer(served.url.replace("//", "//me:hush@") + "v1", "judge-1")
+        async with JudgeReward(server) as judge:
+            with pytest.raises(RewardError, match="no such model") as raised:
+                await judge("4", EXAMPLE)
+    assert served.keys == ["Basic " + b64encode(b"me:hush").decode()]
+    assert "hush" not in f"{raised.value!r} {raised.value.__cause__!r} {server!r}"
 
 
 async def test_what_a_server_fails_at_is_a_reward_error_that_says_what_to_do() -> None:

@@ -34,7 +34,7 @@ from arl.workflow.proxy.routes import ENDPOINTS, UNKNOWN
 from arl.workflow.proxy.session import AGENT, EpisodeSession, is_role
 from arl.workflow.proxy.shared import SharedURL
 from arl.workflow.proxy.spoken import Reasoning
-from arl.workflow.reward import Shared
+from arl.workflow.shared import Shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,9 @@ from arl.api.errors import ConfigError
 from arl.api.types import Example
 from arl.workflow.rewards.direct import AsyncReward
 from arl.workflow.rewards.pool import RewardPool, is_typed_in
-from arl.workflow.rewards.score import Reward, Score, Shared, name_of, score_of
+from arl.workflow.rewards.score import Reward, Score, name_of, score_of
 from arl.workflow.rewards.thread import ThreadReward
+from arl.workflow.shared import Shared
 
 log = logging.getLogger(__name__)
 

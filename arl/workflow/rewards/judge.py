@@ -13,7 +13,8 @@ from arl.api.errors import ConfigError, RequestTimeoutError, RewardError, Reward
 from arl.api.types import Example
 from arl.workflow.json_server import JsonServer, NoSuchPathError
 from arl.workflow.rewards.answer_cache import AnswerCache
-from arl.workflow.rewards.score import Score, Shared, shown
+from arl.workflow.rewards.score import Score, shown
+from arl.workflow.shared import Shared
 
 PROMPT = """\
 Grade the response to the question below. Compare it with the reference answer; what matters is whether it is right, \

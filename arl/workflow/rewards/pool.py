@@ -16,8 +16,9 @@ from typing import Any, Generic, ParamSpec, cast
 from pebble import ProcessExpired, ProcessPool
 
 from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutError
-from arl.workflow.rewards.score import ResultT, Shared, name_of, score_of
+from arl.workflow.rewards.score import ResultT, name_of, score_of
 from arl.workflow.rewards.worker_start import begin, context_for
+from arl.workflow.shared import Shared
 
 log = logging.getLogger(__name__)
 

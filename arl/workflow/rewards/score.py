@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from arl.api.errors import RewardError
 from arl.api.types import Example
@@ -74,36 +72,6 @@ def name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", None) or type(function).__name__
-
-
-class Shared(ABC):
-    """What is opened by the first `async with` and closed by the last, however many use it at the same time.
-
-    So a workflow can enter a reward that it was given: whoever opened it before keeps it open.
-    """
-
-    def __init__(self) -> None:
-        self._num_users = 0
-        self._entering = asyncio.Lock()
-
-    async def __aenter__(self) -> Self:
-        async with self._entering:
-            if not self._num_users:
-                await self._open()
-            self._num_users += 1
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        async with self._entering:
-            self._num_users -= 1
-            if not self._num_users:
-                await self._close()
-
-    @abstractmethod
-    async def _open(self) -> None: ...
-
-    @abstractmethod
-    async def _close(self) -> None: ...
 
 
 def _named(field_name: str, numbers: Mapping[str, float]) -> dict[str, float]:

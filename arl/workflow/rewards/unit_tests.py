@@ -22,8 +22,9 @@ from typing import Literal
 from arl.api.errors import ConfigError, DatasetError, RewardError, SandboxError, first_error
 from arl.api.types import Example
 from arl.workflow.rewards import examiner
-from arl.workflow.rewards.score import Score, Shared
+from arl.workflow.rewards.score import Score
 from arl.workflow.sandbox.contract import Limits, Outcome, Sandbox
+from arl.workflow.shared import Shared
 
 _EXAMINER = Path(examiner.__file__).read_text(encoding="utf-8")
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)

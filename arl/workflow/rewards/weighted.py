@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError, first_error
 from arl.api.types import Example
 from arl.workflow.rewards.adapt import RewardLike, WorkflowReward, as_reward
-from arl.workflow.rewards.score import Score, Shared
+from arl.workflow.rewards.score import Score
+from arl.workflow.shared import Shared
 
 
 class WeightedReward(Shared):

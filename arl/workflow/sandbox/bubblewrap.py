@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from arl.api.errors import SandboxError
-from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox.contract import MAIN, NO_FILES, Files, Limits, Outcome, laid_out
 from arl.workflow.sandbox.interpreter import Interpreter, interpreter_at
 from arl.workflow.sandbox.keeper import STAGE
 from arl.workflow.sandbox.keeping import Ended, Keeping
 from arl.workflow.sandbox.seccomp import seccomp_filter
+from arl.workflow.shared import Shared
 
 WORK = "/sandbox"
 INSTALL = (

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from arl.api.errors import SandboxError
-from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox import container
 from arl.workflow.sandbox.contract import MAIN, NO_FILES, EndedBy, Files, Limits, Outcome, laid_out
 from arl.workflow.sandbox.output import finish
+from arl.workflow.shared import Shared
 
 IMAGE = "python:3.11-slim"
 _FIRST_PROCESS = Path(container.__file__).read_text(encoding="utf-8")

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 from typing import Literal
 
 from arl.api.errors import SandboxError
-from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
 from arl.workflow.sandbox.contract import NO_FILES, Files, Limits, Outcome, Sandbox
 from arl.workflow.sandbox.docker import DockerSandbox
 from arl.workflow.sandbox.unsafe import UnsafeSandbox
+from arl.workflow.shared import Shared
 
 Kind = Literal["auto", "bubblewrap", "docker", "unsafe"]
 

@@ -7,9 +7,9 @@ import os
 from typing import TYPE_CHECKING
 
 from arl.api.errors import SandboxError
-from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox.contract import NO_FILES, Files, Limits, Outcome
 from arl.workflow.sandbox.wire import Request, outcome_from_json, request_to_json
+from arl.workflow.shared import Shared
 
 if TYPE_CHECKING:
     import aiohttp

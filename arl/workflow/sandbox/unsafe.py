@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import cast
 
 from arl.api.errors import SandboxError
-from arl.workflow.rewards.score import Shared
 from arl.workflow.sandbox.contract import MAIN, NO_FILES, EndedBy, Files, Limits, Outcome, laid_out
 from arl.workflow.sandbox.output import finish
+from arl.workflow.shared import Shared
 
 _LAUNCH = """
 import json, os, resource, sys
