@@ -36,10 +36,11 @@ from arl.data import load_examples
 from arl.engine.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
 from arl.workflow.multi_turn import MultiTurnWorkflow
-from arl.workflow.reward import Score, Shared
+from arl.workflow.reward import Score
 from arl.workflow.rewards.unit_tests import CallTests, UnitTestReport, code_of, run_unit_tests
 from arl.workflow.sandbox import Sandbox, find_sandbox
 from arl.workflow.sandbox.find import Kind
+from arl.workflow.shared import Shared
 from arl.workflow.tool_output import cut
 
 SYSTEM = "Write a Python function in a ```python block. If a test fails, mend the function and write all of it again."
@@ -55,7 +56,7 @@ class CodeAgentConfig(ExperimentConfig):
         "run_dir": "runs/code",
         "steps": 40,
         "rollout": {"batch_size": 16, "group_size": 8, "max_staleness": 2},
-        "train": {"optimizer": {"lr": 1e-4, "schedule": "linear", "total_steps": 40, "min_lr_ratio": 0.1}},
+        "train": {"optimizer": {"lr": 2e-4, "schedule": "linear", "total_steps": 40, "min_lr_ratio": 0.1}},
         "evaluation": {"every": 20},
         "max_new_tokens": 64,
     }

@@ -14,10 +14,10 @@ from arl.api import Example
 from arl.workflow.solver_checker import SolverCheckerWorkflow
 from arl.workflow.tools import Tool
 
-NUM_CAREFUL, NUM_MIXED = 6000, 1000
+NUM_CAREFUL, NUM_MIXED = 6000, 1500
 """Demonstrations of each role: careful ones, from which a model learns to copy; then mixed ones, with bad habits."""
 
-SHARE_HASTY = (0.15, 0.65)
+SHARE_HASTY = (0.15, 0.85)
 """Of both: how many solvers guess, and how many checkers do. Some do from the start, since it is from a guess that was
 rejected that trying again is learned."""
 
