@@ -39,6 +39,32 @@ def load_examples(
     return rows
 
 
+def load_with_held_out(
+    source: str,
+    held_out_source: str | None = None,
+    *,
+    num_held_out: int,
+    split: str = "test",
+    subset: str | None = None,
+    columns: Sequence[str] = (),
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Rows to train on, and at most `num_held_out` to evaluate on: the first of `split`.
+
+    held_out_source: where that split is, if not in `source`. A single file without one gives its last rows, which then
+    are not trained on. Else as load_examples. Raises DatasetError.
+    """
+    rows = load_examples(source, subset=subset, columns=columns)
+    if held_out_source is None and Path(source).is_file():
+        if len(rows) <= num_held_out:
+            raise DatasetError(
+                f"{source} has {len(rows)} rows, of which num_held_out={num_held_out} are held out; lower it, or name "
+                "an eval_dataset"
+            )
+        return rows[:-num_held_out], rows[-num_held_out:]
+    held_out = load_examples(held_out_source or source, split=split, subset=subset, columns=columns)
+    return rows, [held_out[i] for i in range(min(num_held_out, len(held_out)))]
+
+
 def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]

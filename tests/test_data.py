@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from arl.api.errors import DatasetError
-from arl.data import load_examples
+from arl.data import load_examples, load_with_held_out
 
 ROWS = [
     {"question": "Half of 84?", "answer": "84 / 2 = <<84/2=42>>42\n#### 42"},
@@ -71,6 +71,23 @@ def test_a_broken_file_is_an_error_that_says_where(tmp_path: Path, name: str, co
     (tmp_path / name).write_text(content)
     with pytest.raises(DatasetError, match=complaint):
         load_examples(str(tmp_path / name), columns=COLUMNS)
+
+
+def test_of_a_single_file_the_last_rows_are_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"n": {n}}}\n' for n in range(5)))
+    training, held_out = load_with_held_out(str(file), num_held_out=2)
+    assert ([row["n"] for row in training], [row["n"] for row in held_out]) == ([0, 1, 2], [3, 4])
+    assert len(load_with_held_out(str(file), str(file), num_held_out=9)[1]) == 5
+    with pytest.raises(DatasetError, match="has 5 rows, of which num_held_out=5 are held out; lower it"):
+        load_with_held_out(str(file), num_held_out=5)
+
+
+def test_of_a_directory_the_first_rows_of_another_split_are_held_out(tmp_path: Path) -> None:
+    for split, first in (("train", 0), ("test", 10)):
+        (tmp_path / f"{split}.jsonl").write_text("".join(f'{{"n": {first + n}}}\n' for n in range(5)))
+    training, held_out = load_with_held_out(str(tmp_path), num_held_out=2)
+    assert ([row["n"] for row in training], [row["n"] for row in held_out]) == ([0, 1, 2, 3, 4], [10, 11])
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:

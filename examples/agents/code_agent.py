@@ -31,8 +31,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from warm_start import Demonstration, warm_start
 
 from arl.api import Example, SamplingParams
-from arl.api.errors import DatasetError
-from arl.data import load_examples
+from arl.data import load_with_held_out
 from arl.engine.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
 from arl.workflow.multi_turn import MultiTurnWorkflow
@@ -168,16 +167,9 @@ def tasks(config: CodeAgentConfig) -> tuple[Sequence[Example], Sequence[Example]
     if config.dataset == REASONING_GYM:
         held_out = gym_rows("held_out", config.num_held_out)
         return gym_rows("training", config.num_tasks, held_out), held_out
-    training = load_examples(config.dataset, subset=config.subset)
-    if config.eval_dataset is None and Path(config.dataset).is_file():
-        if len(training) <= config.num_held_out:
-            raise DatasetError(
-                f"{config.dataset} has {len(training)} rows, of which num_held_out={config.num_held_out} are held out; "
-                "lower it, or name an eval_dataset"
-            )
-        return training[: -config.num_held_out], training[-config.num_held_out :]
-    held_out = load_examples(config.eval_dataset or config.dataset, split="test", subset=config.subset)
-    return training, [held_out[i] for i in range(min(config.num_held_out, len(held_out)))]
+    return load_with_held_out(
+        config.dataset, config.eval_dataset, num_held_out=config.num_held_out, subset=config.subset
+    )
 
 
 async def prepare(config: CodeAgentConfig) -> Setup:

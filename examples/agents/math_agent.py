@@ -16,10 +16,8 @@ Its episodes, read and scored without training:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,12 +27,12 @@ from pydantic import PositiveFloat, PositiveInt
 from warm_start import warm_start
 
 from arl.api import Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
-from arl.api.errors import DatasetError
-from arl.data import load_examples
+from arl.data import load_with_held_out
 from arl.engine.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
 from arl.workflow.conversation import Conversation
 from arl.workflow.reward import InlineReward
+from arl.workflow.rewards.answers import NumericMatch
 from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ class MathAgent(RolloutWorkflow):
     """Speaks until it answers without calling a tool; the answer's score is the reward."""
 
     tokenizer: PreTrainedTokenizerBase
-    score: InlineReward[[str, Example], float]
+    score: Callable[[str, Example], Awaitable[float]]
     sampling: SamplingParams
     max_turns: int
     calculator: Tool = CALCULATOR
@@ -91,7 +89,7 @@ class MathAgent(RolloutWorkflow):
             turn = await conversation.agenerate(engine, self.sampling)
             calls = parse_tool_calls(turn.text)
             if not calls:
-                reward = await self.score(final_answer(turn.text), data)
+                reward = await self.score(turn.text, data)
                 break
             num_calls += len(calls)
             conversation.add(*await acall_tools(calls, [self.calculator]))
@@ -102,19 +100,9 @@ def prompt(question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
-def final_answer(text: str) -> str:
-    """The last number in the text, without thousands separators; the text itself where there is none."""
-    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)
-    return numbers[-1].replace(",", "") if numbers else text.strip()
-
-
-def numeric_match(answer: str, data: Example) -> float:
-    """1 when the answer equals the number that the reference ends with, as in gsm8k's `... #### 42`."""
-    expected = final_answer(str(data["answer"]).rpartition("####")[2])
-    try:
-        return float(Decimal(answer) == Decimal(expected))
-    except ArithmeticError:
-        return float(answer == expected)
+def answer_score(config: MathAgentConfig) -> Callable[[str, Example], Awaitable[float]]:
+    """1 where the last number of an answer is the right one."""
+    return InlineReward(math_tasks.score) if config.dataset == "reasoning-gym" else NumericMatch()
 
 
 def questions(config: MathAgentConfig) -> tuple[Sequence[Example], Sequence[Example]]:
@@ -122,19 +110,9 @@ def questions(config: MathAgentConfig) -> tuple[Sequence[Example], Sequence[Exam
     if config.dataset == "reasoning-gym":
         held_out = math_tasks.held_out(config.num_held_out)
         return math_tasks.training(config.num_questions, held_out), held_out
-    columns = ("question", "answer")
-    training = load_examples(config.dataset, columns=columns)
-    if config.eval_dataset is None and Path(config.dataset).is_file():
-        held_out = training[-config.num_held_out :]
-        training = training[: -config.num_held_out]
-        if not training:
-            raise DatasetError(
-                f"{config.dataset} has {len(held_out)} rows, of which num_held_out={config.num_held_out} are held "
-                "out; lower it, or name an eval_dataset"
-            )
-        return training, held_out
-    held_out = load_examples(config.eval_dataset or config.dataset, split="test", columns=columns)
-    return training, [held_out[i] for i in range(min(config.num_held_out, len(held_out)))]
+    return load_with_held_out(
+        config.dataset, config.eval_dataset, num_held_out=config.num_held_out, columns=("question", "answer")
+    )
 
 
 def tiny_model(directory: Path, held_out: Sequence[Example], seed: int) -> Path:
@@ -149,7 +127,7 @@ def prepare(config: MathAgentConfig) -> Setup:
         model = str(tiny_model(config.run_dir / "model", math_tasks.held_out(config.num_held_out), config.seed))
     agent = MathAgent(
         tokenizer=load_tokenizer(model),
-        score=InlineReward(math_tasks.score if config.dataset == "reasoning-gym" else numeric_match),
+        score=answer_score(config),
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
         max_turns=config.max_turns,
     )

@@ -14,6 +14,7 @@ from calculator import calculator
 from warm_start import Demonstration, tool_call
 
 from arl.api import Example
+from arl.workflow.rewards.answers import last_number
 from arl.workflow.tools import Tool, ToolError
 
 GENERATORS: dict[str, dict[str, Any]] = {
@@ -53,8 +54,11 @@ def training(size: int, held_out: Sequence[Example], seed: int = TRAIN_SEED) -> 
 
 
 def score(answer: str, data: Example) -> float:
-    """What the question's own generator gives for the answer, 0 to 1."""
-    return float(_generator(data["metadata"]["source_dataset"]).score_answer(answer, data))
+    """What the question's own generator gives for the answer's last number, 0 to 1; 0 where there is none."""
+    number = last_number(answer)
+    if number is None:
+        return 0.0
+    return float(_generator(data["metadata"]["source_dataset"]).score_answer(f"{number:f}", data))
 
 
 def _questions(seed: int, size: int, excluded: frozenset[str]) -> list[Entry]:

@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import math_agent
-import math_tasks
 import multi_tasks
-from math_agent import CALCULATOR, MathAgentConfig, final_answer, numeric_match
+from math_agent import CALCULATOR, MathAgentConfig
 from multi_tasks import Teacher
 from pydantic import PositiveInt
 from warm_start import warm_start
@@ -33,7 +32,7 @@ from arl.api import Example, SamplingParams
 from arl.engine.model import load_tokenizer
 from arl.engine.tiny import tiny_tokenizer
 from arl.experiment import Experiment, Setup
-from arl.workflow.reward import InlineReward, Score
+from arl.workflow.reward import Score
 from arl.workflow.solver_checker import SolverCheckerWorkflow
 from arl.workflow.team import Member
 
@@ -74,15 +73,15 @@ class SolverAndChecker(SolverCheckerWorkflow):
 
 
 def pair(config: MultiAgentConfig, tokenizer: PreTrainedTokenizerBase) -> SolverAndChecker:
-    score = math_tasks.score if config.dataset == "reasoning-gym" else numeric_match
+    score = math_agent.answer_score(config)
 
-    def solver_reward(answer: str, data: Example) -> Score:
-        value = score(final_answer(answer), data)
+    async def solver_reward(answer: str, data: Example) -> Score:
+        value = await score(answer, data)
         return Score(value, metrics={"solver_reward": value})
 
     return SolverAndChecker(
         tokenizer,
-        InlineReward(solver_reward),
+        solver_reward,
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature),
         system=SOLVER,
         checker_system=CHECKER,

@@ -35,7 +35,7 @@ from warm_start import Demonstration, warm_start
 
 from arl.api import Example, SamplingParams
 from arl.api.errors import DatasetError
-from arl.data import load_examples
+from arl.data import load_with_held_out
 from arl.engine.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
 from arl.workflow.conversation import Turn
@@ -163,17 +163,14 @@ def questions(config: SearchAgentConfig) -> tuple[Sequence[Example], Sequence[Ex
     if config.dataset == GENERATED:
         return search_tasks.questions("training"), search_tasks.questions("held_out")[: config.num_held_out]
     columns = ("question", "answer") if config.search_url else ("question", "answer", "context")
-    rows = load_examples(config.dataset, subset=config.subset, columns=columns)
-    if config.eval_dataset is None and Path(config.dataset).is_file():
-        if len(rows) <= config.num_held_out:
-            raise DatasetError(
-                f"{config.dataset} has {len(rows)} rows, of which num_held_out={config.num_held_out} are held out; "
-                "lower it, or name an eval_dataset"
-            )
-        return rows[: -config.num_held_out], rows[-config.num_held_out :]
-    source = config.eval_dataset or config.dataset
-    held_out = load_examples(source, split=config.eval_split, subset=config.subset, columns=columns)
-    return rows, [held_out[i] for i in range(min(config.num_held_out, len(held_out)))]
+    return load_with_held_out(
+        config.dataset,
+        config.eval_dataset,
+        num_held_out=config.num_held_out,
+        split=config.eval_split,
+        subset=config.subset,
+        columns=columns,
+    )
 
 
 def documents(rows: Iterable[Example]) -> list[Document]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import math_agent
 import math_tasks
 import pytest
-from math_agent import MathAgent, MathAgentConfig, final_answer, numeric_match, questions
+from math_agent import MathAgent, MathAgentConfig, answer_score, questions
 
 from arl.api import SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import ConfigError, DatasetError
@@ -73,17 +73,12 @@ async def test_what_the_model_said_is_trained_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("42", "42"),
-        ("It is -1,234.50 dollars.", "-1234.50"),
-        ("<think>7</think> so 8", "8"),
-        ("none", "none"),
-        ("", ""),
-    ],
+    ("text", "reward"),
+    [("42", 1.0), ("It is 42.", 1.0), ("<think>7</think> so 42", 1.0), ("42, no, 7", 0.0), ("none", 0.0), ("", 0.0)],
 )
-def test_the_answer_is_the_last_number(text: str, answer: str) -> None:
-    assert final_answer(text) == answer
+def test_the_answer_is_the_last_number(text: str, reward: float) -> None:
+    entry = {"question": "?", "answer": "42", "metadata": {"source_dataset": "chain_sum"}}
+    assert math_tasks.score(text, entry) == reward
 
 
 @pytest.mark.parametrize(
@@ -97,8 +92,9 @@ def test_the_answer_is_the_last_number(text: str, answer: str) -> None:
         ("5", "5", 1.0),
     ],
 )
-def test_gsm8ks_answers_are_matched_as_numbers(answer: str, reference: str, reward: float) -> None:
-    assert numeric_match(answer, {"question": "?", "answer": reference}) == reward
+async def test_gsm8ks_answers_are_matched_as_numbers(answer: str, reference: str, reward: float) -> None:
+    score = answer_score(MathAgentConfig(model="none", dataset="openai/gsm8k"))
+    assert await score(answer, {"question": "?", "answer": reference}) == reward
 
 
 def test_the_tiny_models_settings_yield_to_flags_one_by_one() -> None:
