@@ -35,6 +35,7 @@ async def test_a_program_runs_in_a_container_of_its_own(docker: Path) -> None:
         "--memory": str((512 + 64) << 20),
         "--memory-swap": str((512 + 64) << 20),
         "--pids-limit": "33",
+        "--cpus": "1",
     }.items():
         assert run[run.index(option) + 1] == value
     assert "--read-only" in run

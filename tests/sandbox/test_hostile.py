@@ -50,7 +50,6 @@ CASES = {
     "zombie_flood": Case(ended_by="processes", code=None),
     "memory_bomb": Case(ended_by="memory", code=None),
     "memory_of_children": Case(ended_by="memory", code=None),
-    "memory_shared": Case(says=("shared",)),
     "memory_unmapped": Case(
         says=(
             "refused: memfd:",

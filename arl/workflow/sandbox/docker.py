@@ -149,6 +149,7 @@ def _options(limits: Limits, runtime: str | None) -> list[str]:
         *("--rm", "--interactive", "--network", "none", "--read-only", "--cap-drop", "ALL", "--user", _NOBODY),
         *("--security-opt", "no-new-privileges", "--ipc", "private", "--hostname", "sandbox", "--log-driver", "none"),
         *("--memory", str(memory), "--memory-swap", str(memory), "--pids-limit", str(limits.processes + 1)),
+        *("--cpus", "1"),  # so that all processes together have no more processor seconds than wall_s
         *("--ulimit", f"cpu={cpu_s}:{cpu_s + 1}", "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0"),
         *("--ulimit", f"fsize={limits.disk_bytes}", "--tmpfs", f"/sandbox:{tmpfs}", "--tmpfs", f"/tmp:{tmpfs}"),
         *(
