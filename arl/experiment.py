@@ -153,7 +153,10 @@ async def _stoppable(prepare: Callable[[], T]) -> T:
 
     def call() -> T:
         threads.append(threading.get_ident())
-        return prepare()
+        try:
+            return prepare()
+        except StopIteration as error:  # no future takes it: whoever awaits one would wait for ever
+            raise RuntimeError(f"prepare raised {error!r}") from error
 
     try:
         return await asyncio.to_thread(call)

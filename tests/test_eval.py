@@ -17,6 +17,7 @@ from arl.api import ModelRequest, Trajectory
 from arl.commands.episodes import Run, Work
 from arl.commands.scores import Estimate, Scores
 from arl.episode import Episode
+from arl.stats import mean_rewards
 
 script = pytest.fixture(commands)
 
@@ -95,6 +96,15 @@ def test_a_file_that_is_there_is_not_overwritten(script: Commands) -> None:
     assert f"--out {out} is there already" in err
     assert out.read_text() == "an hour's work\n"
     assert script.requests == []
+
+
+def test_a_start_that_fails_leaves_no_file_in_the_way(script: Commands) -> None:
+    out = script.directory / "episodes.jsonl"
+    for _ in range(2):
+        code, _, err = script.run("eval", "--out", str(out), "--model", "no/such/directory")
+        assert code == 1
+        assert "is there already" not in err
+    assert not out.exists()
 
 
 def test_failures_are_counted_and_the_first_is_shown(script: Commands) -> None:
@@ -210,6 +220,18 @@ def test_no_threshold_makes_a_rejected_episode_pass() -> None:
     made.add(Run(work=Work(index=0, number=1), episode=Episode(elapsed_s=1.0, error=ValueError()), calls=()))
     assert made.estimates()["pass@1"].mean == 0.0
     assert (made.num_rejected, made.num_failed, made.means()) == (1, 1, {})
+
+
+def test_an_episode_that_branched_counts_once_in_the_means_as_it_does_in_training() -> None:
+    made = Scores(ks=[1], pass_reward=1.0)
+    branched = (*[trajectory(1.0, role="solver", rewards={"right": 1.0})] * 3, trajectory(0.5, role="checker"))
+    plain = (trajectory(0.0, role="solver", rewards={"right": 0.0}), trajectory(0.5, role="checker"))
+    for index, trajectories in enumerate((branched, plain)):
+        episode = Episode(trajectories=trajectories, elapsed_s=1.0)
+        made.add(Run(work=Work(index=index, number=0), episode=episode, calls=()))
+    means = made.means()
+    assert (means["reward/right"], means["reward of solver"], means["reward of checker"]) == (0.5, 0.5, 0.5)
+    assert means["reward/right"] == mean_rewards([branched, plain])["reward/right"]
 
 
 def test_roles_parts_and_metrics_have_their_means() -> None:

@@ -126,6 +126,12 @@ def test_a_script_may_have_plain_settings_without_a_tiny_model() -> None:
         load_config(Config, [])
 
 
+async def test_a_preparation_that_finds_nothing_more_is_an_error(tmp_path: Path) -> None:
+    empty = iter(())
+    with pytest.raises(RuntimeError, match="prepare raised StopIteration"):
+        await Experiment(config=Config, prepare=lambda _: next(empty)).train(settings(tmp_path))
+
+
 # Training --------------------------------------------------------------------------------------------------------
 
 

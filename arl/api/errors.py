@@ -93,6 +93,10 @@ class ToolError(ArlError):
     """A tool cannot do what the model asked; the message is for the model to read. Also: a function that is no tool."""
 
 
+class ToolsHungError(ArlError):
+    """So many calls of tools hang in threads of this process that no other is begun: no model could mend that."""
+
+
 class SandboxError(ArlError):
     """A program could not be run apart from everything else; or limits or files that no sandbox can have."""
 

@@ -10,7 +10,8 @@ from statistics import fmean, stdev
 
 from arl.algorithm.pass_at_k import pass_at_k
 from arl.commands.episodes import Run, Work
-from arl.episode import Episode
+from arl.episode import Episode, rewards_by_role
+from arl.stats import mean_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +101,12 @@ class Scores:
 
 
 def _numbers(episode: Episode) -> dict[str, list[float]]:
-    trajectories, found = episode.trajectories, dict[str, list[float]]()
-    has_roles = len({trajectory.role for trajectory in trajectories}) > 1
+    trajectories = episode.trajectories
+    of_roles = rewards_by_role(trajectories) if len({t.role for t in trajectories}) > 1 else {}
+    own = {**mean_rewards([trajectories]), **{f"reward of {role}": value for role, value in of_roles.items()}}
+    found = {name: [value] for name, value in own.items()}
     for trajectory in trajectories:
-        named = {f"reward/{name}": value for name, value in trajectory.rewards.items()}
-        of_role = {f"reward of {trajectory.role}": trajectory.reward} if has_roles else {}
-        for name, value in {**named, **of_role, **trajectory.metrics}.items():
+        for name, value in trajectory.metrics.items():
             found.setdefault(name, []).append(value)
     found["trained tokens"] = [sum(trajectory.num_trained_tokens for trajectory in trajectories)]
     found["cut by a limit"] = [any(trajectory.is_truncated for trajectory in trajectories)]

@@ -211,8 +211,12 @@ def _opened(path: Path | None) -> Iterator[TextIO | None]:
         raise ConfigError(f"--out {path} is there already; remove it, or give another name") from None
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+    finally:
+        if not path.stat().st_size:  # nothing was run
+            path.unlink()
 
 
 def _counts(text: str) -> list[int]:

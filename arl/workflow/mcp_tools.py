@@ -134,11 +134,11 @@ class _Connection:
         self._owner = owner = asyncio.create_task(self._own(is_open), name=f"owner of {self._name}")
         try:
             await asyncio.wait([owner, is_open], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if self.client is None:
-                owner.cancel()
-                await asyncio.wait([owner])
+        except BaseException:
+            await _ended(owner)
+            raise
         if self.client is None:
+            await _ended(owner)
             raise self._failure(timeout_s)
 
     async def aclose(self) -> None:
@@ -228,6 +228,11 @@ class _Connection:
         elif error.code not in (INTERNAL_ERROR, METHOD_NOT_FOUND, PARSE_ERROR):
             return ToolError(error.message)
         return ServerError(f"{self._name} failed in a call of {tool}: {error.message}{self._words}")
+
+
+async def _ended(owner: asyncio.Task[None]) -> None:
+    owner.cancel()
+    await asyncio.wait([owner])
 
 
 class _LastWords(asyncio.Protocol):

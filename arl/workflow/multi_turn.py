@@ -55,12 +55,18 @@ class MultiTurnWorkflow(AgentWorkflow):
     async def _open(self) -> None:
         await super()._open()
         if self._turn_score is not None:
-            await self._turn_score.__aenter__()
+            try:
+                await self._turn_score.__aenter__()
+            except BaseException:
+                await super()._close()
+                raise
 
     async def _close(self) -> None:
-        if self._turn_score is not None:
-            await self._turn_score.__aexit__()
-        await super()._close()
+        try:
+            if self._turn_score is not None:
+                await self._turn_score.__aexit__()
+        finally:
+            await super()._close()
 
     async def afeedback(self, answer: str, data: Example, attempt: int) -> str | None:
         """What the user says to an answer; None when it needs no other. attempt: how many answers came before it."""

@@ -216,4 +216,5 @@ class SDKWorkflow(Shared, RolloutWorkflow):
             return await program.arun(session, data)
         call = functools.partial(program, session.base_url, session.api_key, data)
         is_async = inspect.iscoroutinefunction(program) or inspect.iscoroutinefunction(type(program).__call__)
-        return await (call() if is_async else _THREADS.acall(call))
+        said = await (call() if is_async else _THREADS.acall(call))
+        return await said if inspect.isawaitable(said) else said

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.types import Example, Trajectory
 from arl.workflow.agent import AgentWorkflow
 from arl.workflow.messages import Message, text_content
@@ -83,7 +83,10 @@ class SolverCheckerWorkflow(AgentWorkflow):
             if answer is None:
                 break
             answers.append(answer)
-            verdict = await team.ask(checker.name, self.to_check(data, answer, len(answers) - 1))
+            try:
+                verdict = await team.ask(checker.name, self.to_check(data, answer, len(answers) - 1))
+            except PromptTooLongError:  # the first answer alone fills its context
+                verdict = None
             if verdict is None:
                 break
             verdicts.append(self.accepts(verdict))

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from arl.api.errors import ToolError
+from arl.api.errors import ToolError, ToolsHungError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ToolThreads:
         """What `function` returns or raises, from a thread that has this task's context variables.
 
         timeout_s: counted from when it begins to run, however long it was queued. Raises ToolError when it takes
-        longer, and when too many calls hang.
+        longer; ToolsHungError when too many calls hang, or no thread can be had.
         """
         loop = asyncio.get_running_loop()
         call = _Call(
@@ -90,12 +90,19 @@ class ToolThreads:
     def _submit(self, call: _Call) -> None:
         with self._changed:
             if self._num_hung >= self._max_hung:
-                raise ToolError(f"{self._num_hung} earlier calls of tools hang, so no other is begun")
+                raise ToolsHungError(
+                    f"{self._num_hung} earlier calls of tools hang, so no other is begun: the tools need a limit of "
+                    "their own, or to be async, or to run in a sandbox"
+                )
             self._queue.append(call)
             if self._num_idle >= len(self._queue):
                 self._changed.notify()
             elif self._num_threads - self._num_hung < self._max_threads:
-                self._start_thread(call)
+                try:
+                    self._start_thread()
+                except ToolsHungError:
+                    self._queue.remove(call)
+                    raise
 
     def _abandon(self, call: _Call, patience_s: float) -> None:
         """Its episode was cancelled. It is not begun; or it has some time to end by itself before it counts as hung."""
@@ -113,22 +120,26 @@ class ToolThreads:
             call.state = "given up"
             self._num_hung += 1
             if self._queue and not self._num_idle:
-                self._start_thread(self._queue[0])
+                try:
+                    self._start_thread()
+                except ToolsHungError as error:
+                    first = self._queue.popleft()
+                    _tell(first, first.began, None)
+                    _tell(first, first.ended, (None, error))
         log.warning(
             "a call of a tool hangs, and its thread is left behind; %d do now, and from %d on no other is begun",
             self._num_hung,
             self._max_hung,
         )
 
-    def _start_thread(self, call: _Call) -> None:
+    def _start_thread(self) -> None:
         """For a call in the queue. Where the system has no more threads, it waits for one that there is."""
         try:
             threading.Thread(target=self._work, name="arl-tool", daemon=True).start()
         except RuntimeError as error:
             if self._num_threads > self._num_hung:
                 return
-            self._queue.remove(call)
-            raise ToolError(f"no thread could be started ({error})") from error
+            raise ToolsHungError(f"no thread could be started for a tool ({error})") from error
         self._num_threads += 1
 
     def _work(self) -> None:

@@ -49,7 +49,7 @@ def asks_and_waits(base_url: str, api_key: str, data: Example) -> str:
         return client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
 
 
-@pytest.mark.parametrize("program", [asks, asks_and_waits])
+@pytest.mark.parametrize("program", [asks, asks_and_waits, lambda url, key, data: asks(url, key, data)])
 async def test_a_function_is_called_as_it_is_and_rewarded_for_what_it_returns(program: Any) -> None:
     engine = saying("Yes.")
     (made,) = await run(program, engine)

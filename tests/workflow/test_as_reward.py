@@ -173,6 +173,8 @@ async def test_what_is_no_finite_number_is_an_error_that_names_function_and_valu
 def test_numbers_of_other_libraries_are_numbers_and_mappings_are_pointed_to_scores() -> None:
     assert score_of(np.float32(0.5)) == Score(0.5)
     assert score_of(True) == Score(1.0)
+    score = Score(np.float32(0.5), {"a": np.int64(1)}, {"b": np.float64(2)})  # pyright: ignore[reportArgumentType]
+    assert {type(number) for number in (score.value, *score.parts.values(), *score.metrics.values())} == {float}
     with pytest.raises(RewardError, match=r"return Score\(value, parts\) for several named ones"):
         score_of({"a": 1.0})
     with pytest.raises(ValueError, match=r"parts\['a'\] is nan"):
@@ -215,6 +217,21 @@ async def test_threads_that_cannot_be_stopped_are_an_error_until_they_end() -> N
     go.set()
     await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in stuck))
     assert await reward("", {}) == 1.0
+
+
+async def test_calls_that_are_cancelled_within_their_time_do_not_count_as_hung() -> None:
+    go = threading.Event()
+    reward = ThreadReward(lambda answer, data: go.wait(60) if answer == "slow" else 1.0, workers=1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reward("slow", {}), 0.05)
+    assert await reward("", {}) == 1.0
+    go.set()
+
+
+async def test_a_thread_that_finds_nothing_more_is_an_error() -> None:
+    empty = iter(())
+    with pytest.raises(RewardError, match="StopIteration"):
+        await ThreadReward(lambda answer, data: next(empty))("", {})
 
 
 async def test_what_a_thread_raises_names_the_function() -> None:

@@ -231,6 +231,14 @@ async def test_equal_questions_are_asked_once_and_kept_for_other_processes(tmp_p
         assert len(served.asked) == 4
 
 
+async def test_text_that_no_encoding_has_is_kept_all_the_same(tmp_path: Path) -> None:
+    async with says('{"score": 3}') as served:
+        for _ in range(2):
+            async with JudgeReward(server_at(served), cache=tmp_path) as judge:
+                await judge("half a character: \ud83d", EXAMPLE)
+        assert len(served.asked) == 1
+
+
 async def test_nonsense_and_failures_are_not_kept(tmp_path: Path) -> None:
     async with says("Hm.", "Hm.", (400, {}), '{"score": 3}') as served:
         judge = JudgeReward(server_at(served), cache=tmp_path)
@@ -252,7 +260,14 @@ async def test_a_damaged_or_foreign_entry_is_asked_for_again(tmp_path: Path) -> 
     assert await cache.answer({"a": "ü"}, ask) == "answer 1"
     (entry,) = files_in(tmp_path)
     whole = entry.read_text()
-    for damaged in (whole[:-5], "", "[]", "null", '{"request": {"a": "ü"}, "answer": 3}', whole.replace("ü", "u")):
+    for damaged in (
+        whole[:-5],
+        "",
+        "[]",
+        "null",
+        '{"request": {"a": "ü"}, "answer": 3}',
+        whole.replace("\\u00fc", "u"),
+    ):
         entry.write_text(damaged)
         before = asked
         assert await AnswerCache(tmp_path).answer({"a": "ü"}, ask) == f"answer {before + 1}"

@@ -11,6 +11,7 @@ from arl.api import Example
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.workflow.multi_turn import MultiTurnWorkflow
 from arl.workflow.reward import Score
+from arl.workflow.shared import Shared
 
 QUESTION = {"question": "2 + 2 = ?", "answer": "4"}
 
@@ -52,6 +53,34 @@ async def test_the_last_answer_gets_no_feedback() -> None:
     workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=feedback, max_turns=2)
     (trajectory,) = await workflow.arun_episode(saying("5", "6"), QUESTION)
     assert (asked, trajectory.reward) == ([0], 0.0)
+
+
+class Opened(Shared):
+    """A reward that is opened and closed; `error` is raised by either."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.is_open = False
+        self._error = error
+
+    async def __call__(self, answer: str, data: Example) -> float:
+        return 0.0
+
+    async def _open(self) -> None:
+        if self._error:
+            raise self._error
+        self.is_open = True
+
+    async def _close(self) -> None:
+        self.is_open = False
+
+
+async def test_when_one_of_its_rewards_cannot_be_opened_the_other_is_closed() -> None:
+    reward = Opened()
+    workflow = MultiTurnWorkflow(TOKENIZER, reward, feedback=try_again, turn_reward=Opened(ValueError("no disk")))
+    with pytest.raises(ValueError, match="no disk"):
+        await workflow.__aenter__()
+    assert not reward.is_open
 
 
 async def test_each_retry_discounts_the_reward_and_its_parts() -> None:

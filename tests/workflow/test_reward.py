@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,16 @@ async def test_a_dead_worker_is_an_error_and_is_replaced() -> None:
             with pytest.raises(RewardError, match="died"):
                 await reward("dies")
         assert await reward("works") == 1.0
+
+
+async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced() -> None:
+    async with RewardPool(worker_id, workers=1) as reward:
+        for _ in range(2):
+            os.kill(int(await reward(None)), signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while reward._pool is not None and reward._pool.active:  # noqa: ASYNC110 - a thread notices it
+                    await asyncio.sleep(0.01)
+            assert len(set(await asyncio.gather(*(reward(None) for _ in range(3))))) == 1
 
 
 async def test_a_cancelled_call_gives_its_worker_back() -> None:

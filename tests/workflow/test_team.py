@@ -165,6 +165,13 @@ async def test_the_checker_is_paid_for_being_right(
     assert (solver.reward, checker.reward) == (solver_reward, solver_reward)
 
 
+async def test_an_answer_too_long_for_the_checker_is_rewarded_all_the_same() -> None:
+    workflow = SolverCheckerWorkflow(TOKENIZER, exact)
+    (solver,) = await workflow.arun_episode(saying("4", too_long()), QUESTION)
+    assert (solver.role, solver.reward) == ("solver", 1.0)
+    assert (solver.metrics["attempts"], solver.metrics["accepted"]) == (1, 0)
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="debaters is 1"):
         DebateWorkflow(TOKENIZER, exact, debaters=1)

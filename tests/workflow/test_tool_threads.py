@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from arl.api.errors import ToolError
+from arl.api.errors import ToolError, ToolsHungError
 from arl.workflow.tool_threads import ToolThreads
 
 
@@ -77,7 +77,7 @@ async def test_when_too_many_hang_no_other_is_begun_until_one_returns(release: t
     threads = ToolThreads(max_hung=2)
     await hang(threads, release)
     await hang(threads, release)
-    with pytest.raises(ToolError, match="2 earlier calls of tools hang"):
+    with pytest.raises(ToolsHungError, match="2 earlier calls of tools hang"):
         await threads.acall(lambda: 1)
     release.set()
     async with asyncio.timeout(60):

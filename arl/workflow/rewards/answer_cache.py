@@ -75,5 +75,5 @@ def _read(path: Path, request: str) -> str | None:
 def _write(path: Path, request: str, answer: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(f".{uuid.uuid4().hex}.new")
-    new.write_text(json.dumps({"request": json.loads(request), "answer": answer}, ensure_ascii=False), encoding="utf-8")
+    new.write_text(json.dumps({"request": json.loads(request), "answer": answer}), encoding="utf-8")
     os.replace(new, path)

@@ -88,6 +88,8 @@ class RewardPool(Shared, Generic[P, ResultT]):
             await self._stop(pool)
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        if self._pool is not None and not self._pool.active:  # a worker died while none was called
+            await self._replace(self._pool)
         async with self._replacing:
             pool = self._pool
         if pool is None:

@@ -33,6 +33,9 @@ class Score:
         for name, number in named.items():
             if not is_finite(number):
                 raise ValueError(f"{name} is {shown(number)}; a reward must be a finite number")
+        object.__setattr__(self, "value", float(self.value))
+        object.__setattr__(self, "parts", {name: float(number) for name, number in self.parts.items()})
+        object.__setattr__(self, "metrics", {name: float(number) for name, number in self.metrics.items()})
 
 
 Reward = Callable[[str, Example], Awaitable[float | Score]]

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec
 
@@ -35,12 +36,12 @@ class ThreadReward(Generic[P, ResultT]):
         self._timeout_s = timeout_s
         self._workers = workers
         self._places = asyncio.Semaphore(workers)
-        self._left_behind = set[threading.Thread]()
+        self._left_behind = dict[threading.Thread, float]()
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         async with self._places:
-            self._left_behind = {thread for thread in self._left_behind if thread.is_alive()}
-            if len(self._left_behind) >= self._workers:
+            self._left_behind = {thread: end for thread, end in self._left_behind.items() if thread.is_alive()}
+            if sum(end <= time.monotonic() for end in self._left_behind.values()) >= self._workers:
                 raise RewardError(
                     f"{self._workers} calls of reward function {self._name} hang in threads that cannot be stopped; "
                     "define it in a module, so that a RewardPool can kill its workers"
@@ -52,6 +53,7 @@ class ThreadReward(Generic[P, ResultT]):
         # A daemon, since one that cannot be stopped must not keep the interpreter from ending.
         thread = threading.Thread(target=_call, args=(call, self._function, args, kwargs), daemon=True)
         call.set_running_or_notify_cancel()
+        end = time.monotonic() + self._timeout_s  # a call that is cancelled before then does not hang
         limit = asyncio.timeout(self._timeout_s)
         thread.start()
         try:
@@ -64,7 +66,7 @@ class ThreadReward(Generic[P, ResultT]):
             raise RewardError(f"reward function {self._name} failed: {error!r}") from error
         finally:
             if not call.done():
-                self._left_behind.add(thread)
+                self._left_behind[thread] = end
                 _stop(thread)
 
 
@@ -78,6 +80,8 @@ def _call(
     try:
         try:
             result = function(*args, **kwargs)
+        except StopIteration as error:  # asyncio's futures do not take it
+            call.set_exception(RuntimeError(f"it raised {error!r}"))
         except Exception as error:  # noqa: BLE001 - crosses to the caller
             call.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - `exit()` in a reward ends that call and nothing else
