@@ -26,7 +26,12 @@ Main = Callable[[Experiment[Any], Config], Awaitable[None]]
 
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog=f"arl {name}", description=description, epilog=EPILOG, allow_abbrev=False, add_help=False
+        prog=f"arl {name}",
+        usage="%(prog)s FILE [options] [FILE's settings]",
+        description=description,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        add_help=False,
     )
 
 

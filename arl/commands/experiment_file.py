@@ -41,7 +41,9 @@ def users_traceback(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    if frames is None and not isinstance(error, SyntaxError):  # which says itself where it is
+        frames = error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def _is_ours(filename: str) -> bool:

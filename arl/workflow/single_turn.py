@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class SingleTurnWorkflow(AgentWorkflow):
     """Asks once and rewards the answer.
 
-        workflow = SingleTurnWorkflow(tokenizer, math_reward, sampling=SamplingParams(max_new_tokens=512))
+        workflow = SingleTurnWorkflow(tokenizer, math_reward(), sampling=SamplingParams(max_new_tokens=512))
 
     An example that does not fit into the model's context fails its episode (PromptTooLongError).
     """

@@ -63,7 +63,7 @@ class ToolAgentWorkflow(AgentWorkflow):
             \"\"\"Divide a by b.\"\"\"
             return a / b
 
-        workflow = ToolAgentWorkflow(tokenizer, math_reward, tools=[divide], max_turns=6)
+        workflow = ToolAgentWorkflow(tokenizer, math_reward(), tools=[divide], max_turns=6)
 
     tools: shared by all episodes; among them may be sources such as MCPTools, which are open as long as the workflow
     is. open_tools: from an example to a source that is opened for its episode alone and closed at its end, however it

@@ -6,7 +6,8 @@ builds a tiny model, warm-starts it on demonstrations, and trains it on reasonin
 same agent on a real model and data:
 
     python examples/agents/math_agent.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k \\
-        --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+        --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
+        --train.device cuda --train.dtype bfloat16 --run_dir runs/gsm8k
 
 Its episodes, read and scored without training:
 

@@ -7,7 +7,8 @@ cores in minutes. The solver is paid for right answers, the checker for right ve
 like. The same pair on a real model and data:
 
     python examples/agents/multi_agent.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k \\
-        --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+        --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
+        --train.device cuda --train.dtype bfloat16 --run_dir runs/gsm8k_pair
 
 Their episodes, read and scored without training:
 

@@ -6,7 +6,8 @@ builds a tiny model, warm-starts it on demonstrations, and trains it behind the 
 calls go to an endpoint that looks like OpenAI's, and records the tokens of each. The same desk with a real model:
 
     python examples/agents/openai_sdk_agent.py --model Qwen/Qwen3-0.6B \\
-        --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+        --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
+        --train.device cuda --train.dtype bfloat16 --run_dir runs/orders
 
 Its episodes, read and scored without training:
 

@@ -6,7 +6,8 @@ builds a tiny model and an invented encyclopedia, serves the encyclopedia's BM25
 on questions that take two searches, on two CPU cores in minutes. The same agent on a real model and HotpotQA:
 
     python examples/agents/search_agent.py --model Qwen/Qwen3-0.6B --dataset hotpotqa/hotpot_qa --subset distractor \\
-        --eval_split validation --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+        --eval_split validation --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
+        --train.device cuda --train.dtype bfloat16 --run_dir runs/hotpotqa
 
 or on a file of that format (`--dataset hotpot_train.jsonl`). What is searched are the paragraphs that come with the
 questions, or whatever a running server has: `--search_url http://127.0.0.1:8000` (search_server.py has the protocol).

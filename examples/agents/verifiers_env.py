@@ -6,7 +6,8 @@ builds a tiny model, warm-starts it on demonstrations, and trains it in the envi
 cores in minutes. Any environment that is installed, with a real model:
 
     python examples/agents/verifiers_env.py --model Qwen/Qwen3-0.6B --env '{"taskset": {"id": "gsm8k-v1"}}' \\
-        --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+        --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
+        --train.device cuda --train.dtype bfloat16 --run_dir runs/gsm8k_env
 
 Its episodes, read and scored without training:
 
