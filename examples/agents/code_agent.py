@@ -7,7 +7,8 @@ it writes runs in a sandbox (docs/sandbox.md); where there is none, it says what
 model and MBPP:
 
     python examples/agents/code_agent.py --model Qwen/Qwen3-0.6B --dataset google-research-datasets/mbpp \\
-        --subset full --engine.kind sglang --engine.addresses http://127.0.0.1:30000
+        --subset full --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
+        --train.device cuda --train.dtype bfloat16 --run_dir runs/mbpp
 
 or on a file in the form of MBPP or HumanEval (`--dataset tasks.jsonl`), or on rules that are to be found from examples
 (`--dataset reasoning-gym`). Its episodes, read and scored without training:
@@ -53,10 +54,10 @@ class CodeAgentConfig(ExperimentConfig):
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/code",
-        "steps": 40,
+        "steps": 32,
         "rollout": {"batch_size": 16, "group_size": 8, "max_staleness": 2},
-        "train": {"optimizer": {"lr": 2e-4, "schedule": "linear", "total_steps": 40, "min_lr_ratio": 0.1}},
-        "evaluation": {"every": 20},
+        "train": {"optimizer": {"lr": 2e-4, "schedule": "linear", "total_steps": 32, "min_lr_ratio": 0.1}},
+        "evaluation": {"every": 16},
         "max_new_tokens": 64,
     }
 

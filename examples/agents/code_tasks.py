@@ -86,9 +86,9 @@ NUM_TESTS, NUM_SHOWN = 4, 1
 FENCE, FENCE_END = "```python\n", "\n```"
 
 HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1, 2, 3
-NUM_CAREFUL, NUM_MIXED = 9000, 2000
+NUM_CAREFUL, NUM_MIXED = 9000, 4000
 """First mostly careful demonstrations, from which a model learns to write; then mixed ones, for bad habits."""
-MIX = {"careful": 0.2, "stubborn": 0.4, "sloppy": 0.2, "quitter": 0.2}
+MIX = {"careful": 0.1, "stubborn": 0.45, "sloppy": 0.2, "quitter": 0.25}
 """Shares of the habits in mixed demonstrations: to mend what failed, to write the same again, anything else, to give
 up. All but the careful mostly err at first."""
 SLIPS = (0.1, 0.95)
