@@ -246,8 +246,8 @@ async def test_whoever_stops_while_it_prepares_stops_it_and_it_cleans_up(
     loop = asyncio.get_running_loop()
 
     def prepare(config: Config) -> Setup:
-        loop.call_soon_threadsafe(begun.set)
         try:
+            loop.call_soon_threadsafe(begun.set)
             while True:
                 sum(range(100))
         finally:

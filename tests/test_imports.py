@@ -131,7 +131,7 @@ def test_the_command_arl_imports_contracts_and_its_commands() -> None:
 
 
 def test_commands_see_experiments_and_episodes_and_no_trainer() -> None:
-    parts = ("arl.commands", "arl.experiment", "arl.launch", "arl.cli", "arl.algorithm.pass_at_k")
+    parts = ("arl.commands", "arl.experiment", "arl.launch", "arl.cli", "arl.stats", "arl.algorithm.pass_at_k")
     assert breaches("arl.commands", allowed=("arl.api", *FLOW, *parts)) == []
 
 

@@ -205,7 +205,7 @@ async def test_a_teacher_that_does_not_tell_its_vocabulary_is_compared_by_a_toke
 def test_a_client_serves_one_event_loop_after_another() -> None:
     async def once(teacher: TeacherClient) -> None:
         async with language_model() as served:
-            teacher.url = served.url.rstrip("/")
+            teacher._url = served.url.rstrip("/")
             assert len(await teacher.logprobs(TOKENS)) == 4
             await teacher.aclose()
             await teacher.aclose()
