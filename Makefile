@@ -20,7 +20,7 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/agents/math_agent.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow' -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow' -n $(TEST_WORKERS) --dist loadgroup
 
 # What programs that a model wrote run in; the tests that need it are skipped without it.
 bubblewrap:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from conftest import Models
+from conformance.conftest import Models
 from protocol_client import Client, fresh_rid, spans
 
 PROMPT = [10, 11, 12, 13]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from conftest import Models
+from conformance.conftest import Models
 from protocol_client import Client
 
 HI = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
-from conftest import write_reward_model
+from conformance.conftest import write_reward_model
 from protocol_client import Client
 from servers import Server
 from transformers import AutoModelForSequenceClassification

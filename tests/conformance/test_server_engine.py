@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from conftest import Models
+from conformance.conftest import Models
 from protocol_client import Client
 from reference import logprobs_across
 from servers import Server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import CONTEXT_LENGTH, Models
+from conformance.conftest import CONTEXT_LENGTH, Models
 from protocol_client import Client
 
 

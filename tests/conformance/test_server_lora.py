@@ -12,7 +12,7 @@ import pytest
 import torch
 from adapter_files import write_adapter
 from agent_script import SayDigits
-from conftest import Models
+from conformance.conftest import Models
 from protocol_client import Client, fresh_rid, spans
 from reference import Reference
 from servers import Server

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Models
+from conformance.conftest import Models
 from protocol_client import Client, fresh_rid, spans
 from reference import logprobs_across
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Models
+from conformance.conftest import Models
 from protocol_client import Client
 from servers import Server
 

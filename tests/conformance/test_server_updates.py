@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Models
+from conformance.conftest import Models
 from protocol_client import Client, fresh_rid, spans
 from safetensors.torch import load_file
 from servers import free_port
