@@ -74,12 +74,14 @@ class Namespace:
         return self._root is not None
 
     def _opened_root(self) -> int | None:
-        root = os.open(f"/proc/{self._pid}/root", os.O_RDONLY | os.O_DIRECTORY)
-        is_hosts = os.path.samestat(os.fstat(root), os.stat("/"))
-        if is_hosts or not {"proc", "usr", "sandbox"} <= set(os.listdir(root)):
-            os.close(root)
-            return None
-        return root
+        root, is_programs = os.open(f"/proc/{self._pid}/root", os.O_RDONLY | os.O_DIRECTORY), False
+        try:
+            is_hosts = os.path.samestat(os.fstat(root), os.stat("/"))
+            is_programs = not is_hosts and {"proc", "usr", "sandbox"} <= set(os.listdir(root))
+            return root if is_programs else None
+        finally:
+            if not is_programs:
+                os.close(root)
 
     def _memory(self) -> int:
         """Bytes, each page counted once however many processes share it: a sum of resident sets counts more."""
