@@ -58,6 +58,7 @@ def batch_metrics(
         "replayed_groups": len(replayed),
         "equal_groups": fmean(map(_is_equal, groups)),
         "truncated": fmean(t.is_truncated for t in trajectories),
+        "branches": fmean(len(own) - len({t.role for t in own}) for own in _episodes(groups)),
         "length/tokens": fmean(len(t.token_ids) for t in trajectories),
         "length/tokens_max": max(len(t.token_ids) for t in trajectories),
         "length/trained_tokens": fmean(t.num_trained_tokens * is_trained(t) for t in trajectories),

@@ -207,6 +207,12 @@ def test_a_step_tells_how_rewards_are_spread_and_which_groups_teach_nothing() ->
     assert numbers["truncated"] == 0.25
 
 
+def test_a_step_tells_how_many_trajectories_an_episode_has_beyond_one_for_each_role() -> None:
+    branched = trajectory(), trajectory(), replace(trajectory(), role="checker")
+    made = group(*branched, trajectory(), episodes=(0, 0, 0, 1))
+    assert batch_metrics([made], version=6)["branches"] == 0.5
+
+
 def test_trajectories_that_truncation_masks_are_not_among_the_trained() -> None:
     cut = replace(trajectory(versions=(-1, 0, 0)), is_truncated=True)
     numbers = batch_metrics([group(trajectory(versions=(-1, 5, 5)), cut)], version=6, mask_truncated=True)
