@@ -149,6 +149,8 @@ class ToolThreads:
             error: BaseException | None = None
             try:
                 result = call.context.run(call.function)
+            except KeyboardInterrupt as raised:  # the function's own: Ctrl-C reaches the main thread alone
+                error = RuntimeError(f"it raised {raised!r}")
             except BaseException as raised:  # noqa: BLE001 - it is raised where the call is awaited
                 error = raised
             with self._changed:

@@ -86,6 +86,16 @@ async def test_when_too_many_hang_no_other_is_begun_until_one_returns(release: t
     assert await threads.acall(lambda: 1) == 1
 
 
+async def test_what_ends_a_program_elsewhere_ends_the_call_alone() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    threads = ToolThreads()
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        await threads.acall(interrupted)
+    assert await threads.acall(lambda: 1) == 1
+
+
 async def test_a_call_that_is_cancelled_counts_as_hung_only_after_its_time(release: threading.Event) -> None:
     threads = ToolThreads(max_hung=1)
     began = threading.Event()
