@@ -96,6 +96,8 @@ class RayLease:
 
     def _connect(self, address: str) -> None:
         host, _, port = address.rpartition(":")
+        # One try, where `auto` finds what is left of a cluster that has ended: Ray itself would try for minutes.
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
         try:
             if port.isdigit():  # Ray itself would try for minutes
                 socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHING_TIMEOUT_S).close()
