@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 from pydantic import model_validator
 
 from arl.api.config import Config
-from arl.api.curriculum import Curriculum
+from arl.api.curriculum_contract import Curriculum
 from arl.api.settings import TAGS
 from arl.api.types import Group
 from arl.api.workflow import RolloutWorkflow
 from arl.cli import run
-from arl.episode import check_workflow
-from arl.metrics import Evaluation, make_run_dir, plot_run, write_atomically
-from arl.rollout import Dataset
+from arl.rollout.controller import Dataset
+from arl.rollout.episode import check_workflow
+from arl.training.metrics import Evaluation, make_run_dir, plot_run, write_atomically
 
 if TYPE_CHECKING:
-    from arl.trainer import Trainer
+    from arl.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Experiment(Generic[ConfigT]):
 
         Run again on the same run_dir, it continues; what the model was before any training is then known already.
         """
-        from arl.launch import launch
+        from arl.assembly import launch
 
         config, setup = await self.aprepare(config)
         async with launch(

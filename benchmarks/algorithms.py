@@ -44,14 +44,14 @@ from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import ArlError
 from arl.api.presets import PRESETS
 from arl.api.types import Group
-from arl.buffer import ReplayBuffer
+from arl.assembly import launch
 from arl.cli import load_config
-from arl.engine.model import load_tokenizer
-from arl.launch import launch
-from arl.metrics import read_jsonl, write_atomically
-from arl.trainer import Trainer
-from arl.workflow.distillation import DistillationWorkflow
-from arl.workflow.reward import InlineReward
+from arl.engine.fsdp.model import load_tokenizer
+from arl.rewards.reward import InlineReward
+from arl.rollout.buffer import ReplayBuffer
+from arl.training.metrics import read_jsonl, write_atomically
+from arl.training.trainer import Trainer
+from arl.workflow.teachers import DistillationWorkflow
 
 LAST = 5
 """Steps at the end of a run, of which means are told."""

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from arl.api import ModelRequest, SamplingParams
 from arl.api.config import ClientConfig
-from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.client.sglang import RemoteSGLangEngine
 
 
 def serve() -> None:

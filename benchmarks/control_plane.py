@@ -30,9 +30,9 @@ from arl.api import (
     Trajectory,
 )
 from arl.api.config import RolloutConfig
-from arl.buffer import ReplayBuffer
-from arl.lag import LagMonitor
-from arl.rollout import RolloutController
+from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.controller import RolloutController
+from arl.rollout.watches import LagMonitor
 
 GROUP_SIZE, BATCH_SIZE = 8, 32
 

@@ -44,10 +44,10 @@ from arl.algorithm.losses import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.types import TrainSequence
-from arl.engine import delta
-from arl.engine.fsdp import FSDPTrainEngine
-from arl.engine.model import load_tokenizer
-from arl.engine.replica import Replica, delta_package, patched_block, spans, survey
+from arl.engine.fsdp.model import load_tokenizer
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.weights import package as delta
+from arl.engine.weights.replica import Replica, delta_package, patched_block, spans, survey
 
 BATCH_SIZE = 64
 T = TypeVar("T")

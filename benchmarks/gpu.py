@@ -45,12 +45,12 @@ from arl.api.algorithm import preset
 from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import WeightTransport
 from arl.api.types import ModelRequest, SamplingParams, TrainSequence
-from arl.engine.fsdp import FSDPTrainEngine
-from arl.engine.logprobs import token_logprobs
-from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.fsdp.logprobs import token_logprobs
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
-from arl.engine.transport.disk import DiskTransport
-from arl.engine.transport.distributed import DistributedTransport
+from arl.engine.weights.disk import DiskTransport
+from arl.engine.weights.distributed import DistributedTransport
 
 PARTS = ("train", "logprobs", "publish", "serve")
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}

@@ -27,7 +27,7 @@ from arl.algorithm.prefix_tree import prefix_order
 from arl.api.algorithm import preset
 from arl.api.config import TrainConfig
 from arl.api.types import TrainSequence
-from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 
 VOCABULARY = 256

@@ -28,9 +28,9 @@ import aiohttp
 from aiohttp import web
 
 from arl.api.config import ClientConfig
-from arl.engine.descriptors import allow_many_connections
-from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.tiny import tiny_tokenizer
+from arl.web.descriptors import allow_many_connections
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.proxy import OpenAIProxy
 

@@ -34,12 +34,12 @@ from arl.api.config import (
     TrainConfig,
 )
 from arl.api.engine import PackedTokens
-from arl.engine.fsdp import FSDPTrainEngine
-from arl.engine.processes import local_servers, sglang_servers
-from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.client.processes import local_servers, sglang_servers
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.engine.transport.disk import DiskTransport
-from arl.engine.transport.distributed import DistributedTransport
+from arl.engine.weights.disk import DiskTransport
+from arl.engine.weights.distributed import DistributedTransport
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = TinyShape(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=32)

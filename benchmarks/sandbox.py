@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from arl.lag import LagMonitor
-from arl.workflow.rewards.unit_tests import CallTests, run_unit_tests
-from arl.workflow.sandbox import Sandbox, find_sandbox
+from arl.rewards.unit_tests import CallTests, run_unit_tests
+from arl.rollout.watches import LagMonitor
+from arl.sandbox import Sandbox, find_sandbox
 
 PROGRAM = "print(sum(range(1000)))"
 CODE = "def double(x):\n    return x + x"

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from arl.api import SamplingParams
+from arl.assembly import launch
 from arl.cli import load_config
-from arl.engine.model import load_tokenizer
-from arl.launch import launch
-from arl.metrics import read_jsonl, write_atomically
-from arl.workflow.reward import InlineReward
+from arl.engine.fsdp.model import load_tokenizer
+from arl.rewards.reward import InlineReward
+from arl.training.metrics import read_jsonl, write_atomically
 
 WINDOW = 5
 ROOT = Path(__file__).parents[1]

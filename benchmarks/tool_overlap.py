@@ -20,10 +20,10 @@ from rich.table import Table
 
 from arl.api import Example, ModelRequest, ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
-from arl.episode import EpisodeRunner
-from arl.lag import LagMonitor
+from arl.rewards.reward import InlineReward, ThreadReward
+from arl.rollout.episode import EpisodeRunner
+from arl.rollout.watches import LagMonitor
 from arl.workflow.agent import AgentWorkflow
-from arl.workflow.reward import InlineReward, ThreadReward
 from arl.workflow.single_turn import SingleTurnWorkflow
 from arl.workflow.tool_agent import ToolAgentWorkflow
 

@@ -3,9 +3,9 @@
 import sys
 
 from arl.api import Config, Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
+from arl.assembly import launch
 from arl.cli import run
 from arl.engine.tiny import tiny_tokenizer
-from arl.launch import launch
 from arl.workflow.conversation import Conversation
 
 TOKENIZER = tiny_tokenizer(["Say a number"])

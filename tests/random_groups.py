@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from arl.algorithm.sequences import Batch, to_sequences
+from arl.algorithm.batch import Batch, to_sequences
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.types import Group, TrainSequence, Trajectory, TurnSpan
 

@@ -21,7 +21,7 @@ SCRIPT = '''
 from sibling import SYSTEM
 
 from arl.api import RolloutWorkflow, SamplingParams
-from arl.engine.model import load_tokenizer
+from arl.engine.fsdp.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
 from arl.workflow.conversation import Conversation
 

@@ -4,7 +4,7 @@ from typing import Self
 
 import pytest
 
-import arl.launch
+import arl.assembly
 from arl.api import ScriptedEngine, ScriptedTrainEngine
 
 
@@ -30,7 +30,7 @@ async def _no_addresses(*args: object) -> tuple[list[str], None]:
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine) -> None:
     """Let `launch` compose everything as it does, but for the two engines."""
-    monkeypatch.setattr(arl.launch, "RemoteSGLangEngine", ScriptedServers(engine))
-    monkeypatch.setattr(arl.launch, "FSDPTrainEngine", lambda *args: ScriptedTrainEngine())
-    monkeypatch.setattr(arl.launch, "_addresses", _no_addresses)
-    monkeypatch.setattr(arl.launch, "end_token_ids", lambda name: frozenset())
+    monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", ScriptedServers(engine))
+    monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: ScriptedTrainEngine())
+    monkeypatch.setattr(arl.assembly, "_addresses", _no_addresses)
+    monkeypatch.setattr(arl.assembly, "end_token_ids", lambda name: frozenset())

@@ -35,10 +35,10 @@ from arl.api import (
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import LogConfig, RolloutConfig
 from arl.api.presets import PRESETS
-from arl.engine.tally import MinibatchTally, mean_of_minibatches
+from arl.assembly import launch
+from arl.engine.fsdp.tally import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
-from arl.launch import launch
-from arl.metrics import read_jsonl
+from arl.training.metrics import read_jsonl
 from arl.workflow.model_server import ModelServer
 from arl.workflow.proxy import anthropic, chat, responses
 from arl.workflow.scoring import TeacherClient

@@ -16,8 +16,8 @@ from arl.algorithm.pass_at_k import pass_at_k
 from arl.api import ModelRequest, Trajectory
 from arl.commands.episodes import Run, Work
 from arl.commands.scores import Estimate, Scores
-from arl.episode import Episode
-from arl.stats import mean_rewards
+from arl.rollout.episode import Episode
+from arl.training.stats import mean_rewards
 
 script = pytest.fixture(commands)
 

@@ -13,7 +13,7 @@ import pytest
 from pydantic import PositiveInt
 from scripted_launch import use_fakes
 
-import arl.launch
+import arl.assembly
 from arl.api import (
     Config,
     Example,
@@ -27,11 +27,11 @@ from arl.api import (
 )
 from arl.api.config import LocalEngineConfig, SGLangEngineConfig
 from arl.api.errors import ConfigError, EngineClosedError
+from arl.assembly import launch, serve
 from arl.cli import load_config
-from arl.engine.processes import local_servers
+from arl.engine.client.processes import local_servers
 from arl.engine.tiny import write_tiny_model
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.launch import launch, serve
 
 EXAMPLES = [{"number": number} for number in range(8)]
 QUICK = {"steps": 2, "rollout": {"batch_size": 2, "group_size": 2}, "log": {"console": False, "trajectories": 0}}
@@ -285,7 +285,7 @@ async def test_servers_that_do_not_train_have_logs_of_their_own(
         logs.append(directory)
         return [], None
 
-    monkeypatch.setattr(arl.launch, "_addresses", addresses)
+    monkeypatch.setattr(arl.assembly, "_addresses", addresses)
     async with serve(settings(tmp_path)) as engine:
         response = await engine.agenerate(ModelRequest(input_ids=(1,)))
     assert response.output_ids == (7,)

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError
+from arl.assembly import _check_critics_tokens, launch
 from arl.engine.tiny import write_tiny_model
-from arl.launch import _check_critics_tokens, launch
-from arl.metrics import read_jsonl
-from arl.workflow.distillation import DistillationWorkflow
+from arl.training.metrics import read_jsonl
+from arl.workflow.teachers import DistillationWorkflow
 from tests.agent_script import SayDigits
 
 SCRIPT = Path(__file__).with_name("agent_script.py")

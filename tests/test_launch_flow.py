@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_launch import use_fakes
 
-import arl.launch
+import arl.assembly
 from arl.api import (
     Config,
     Example,
@@ -25,8 +25,8 @@ from arl.api import (
     TurnSpan,
 )
 from arl.api.errors import ConfigError, StarvedError
-from arl.launch import launch
-from arl.metrics import read_jsonl
+from arl.assembly import launch
+from arl.training.metrics import read_jsonl
 
 EXAMPLES = [{"number": number} for number in range(12)]
 
@@ -57,7 +57,7 @@ class Run:
         self.run_dir = run_dir
         self.asked: list[SamplingParams] = []
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(arl.launch, "_decoder", lambda config: None)
+        monkeypatch.setattr(arl.assembly, "_decoder", lambda config: None)
 
     def _answer(self, request: ModelRequest) -> Sequence[int]:
         self.asked.append(request.sampling)

@@ -90,7 +90,7 @@ def test_an_error_has_the_traceback_of_the_scripts_code_and_is_told_once(
     assert "⟦raise⟧" in out
     assert 'raise RuntimeError("the tool broke")' in out
     assert str(script.script) in out
-    assert "arl/episode.py" not in out
+    assert "arl/rollout/episode.py" not in out
     assert "Traceback" not in err
     assert (out + err).count("RuntimeError: the tool broke") == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from arl.algorithm.peers import Peers, kl_penalties
-from arl.algorithm.process_rewards import TrainedTokens, discounted_sums, token_rewards, turn_rewards
+from arl.algorithm.returns import TrainedTokens, discounted_sums, token_rewards, turn_rewards
 from arl.api.algorithm import GAEAdvantage, KLConfig
 from arl.api.types import TrainSequence, Trajectory
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from arl.algorithm.sequences import Batch, flat
+from arl.algorithm.batch import Batch, flat
 from arl.api.algorithm import KLConfig, OverlongConfig
 from arl.api.types import Group, TrainSequence, Trajectory
 

@@ -2,7 +2,7 @@
 
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config
-from arl.api.curriculum import Curriculum, ExampleRecord
+from arl.api.curriculum_contract import Curriculum, ExampleRecord
 from arl.api.engine import (
     DiskWeights,
     Head,

@@ -135,8 +135,8 @@ class DeltaWeightsConfig(Section):
 
     transport: Literal["delta"] = "delta"
     mirrors: dict[str, str] = Field(default_factory=dict)
-    """Server address -> address of the mirror on its machine, started there by `python -m arl.engine.mirror`. A server
-    without one has to see this machine's directory, as with disk."""
+    """Server address -> address of the mirror on its machine, started by `python -m arl.engine.weights.mirror`.
+    A server without one has to see this machine's directory, as with disk."""
     api_key: str | None = None
     """Sent to the mirrors as a bearer token, if they ask for one."""
     directory: Path | None = None

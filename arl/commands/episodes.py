@@ -24,10 +24,10 @@ from arl.api.errors import ConfigError, first_error
 from arl.api.workflow import RolloutWorkflow
 from arl.commands.timed_engine import EngineCall, TimedEngine
 from arl.commands.transcript import Decode
-from arl.episode import Episode, EpisodeRunner
 from arl.experiment import TRAINED, Experiment
-from arl.rollout import Dataset
-from arl.steered_engine import SteeredEngine
+from arl.rollout.controller import Dataset
+from arl.rollout.episode import Episode, EpisodeRunner
+from arl.rollout.steered_engine import SteeredEngine
 
 Split = Literal["held-out", "train"]
 
@@ -128,7 +128,7 @@ class Stage:
 @asynccontextmanager
 async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice) -> AsyncGenerator[Stage]:
     """Prepare the experiment, enter its workflow, serve its model. Raises the ArlError of whatever could not start."""
-    from arl.launch import decoder, serve
+    from arl.assembly import decoder, serve
 
     weights = _trained(config, choice) if choice.trained is not None else None
     _say(f"preparing {choice.file}")
@@ -179,7 +179,7 @@ def _say(doing: str) -> None:
 @contextmanager
 def _failures_shown_once() -> Iterator[None]:
     """The commands show them; without this, so would the log, where nobody has set one up."""
-    silent, logger = logging.NullHandler(), logging.getLogger("arl.episode")
+    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.episode")
     logger.addHandler(silent)
     try:
         yield

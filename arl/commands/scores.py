@@ -10,8 +10,8 @@ from statistics import fmean, stdev
 
 from arl.algorithm.pass_at_k import pass_at_k
 from arl.commands.episodes import Run, Work
-from arl.episode import Episode, rewards_by_role
-from arl.stats import mean_rewards
+from arl.rollout.episode import Episode, rewards_by_role
+from arl.training.stats import mean_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

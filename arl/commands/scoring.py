@@ -27,8 +27,8 @@ from arl.commands.command import counted, parse, parser_of, positive, run_comman
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.commands.experiment_file import users_traceback
 from arl.commands.scores import Outcome, Scores
-from arl.episode import FailureBudget
 from arl.experiment import Experiment
+from arl.rollout.episode import FailureBudget
 
 ABOUT = (
     "Score the model of the experiment in FILE, or one that it trained, on held-out examples: mean reward, pass@k, and "

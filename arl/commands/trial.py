@@ -23,8 +23,8 @@ from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.commands.experiment_file import users_traceback
 from arl.commands.timed_engine import EngineCall
 from arl.commands.transcript import Passage, legend, passage_of, passages_of, rendered
-from arl.episode import Episode
 from arl.experiment import Experiment
+from arl.rollout.episode import Episode
 
 ABOUT = (
     "Run episodes of the experiment in FILE without training, one for each of the first examples, and print what the "

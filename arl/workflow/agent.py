@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from arl.api.errors import DatasetError
+from arl.api.shared import Shared
 from arl.api.types import Example, SamplingParams
 from arl.api.workflow import RolloutWorkflow
+from arl.rewards.reward import RewardLike, Score, as_reward
 from arl.workflow.conversation import Conversation, Turn
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
-from arl.workflow.reward import RewardLike, Score, as_reward
-from arl.workflow.shared import Shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

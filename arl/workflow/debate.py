@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from arl.api.errors import ConfigError
 from arl.api.types import Example, Trajectory
+from arl.rewards.reward import Score
 from arl.workflow.agent import AgentWorkflow
-from arl.workflow.reward import Score
 from arl.workflow.team import Member, Team, TeamSettings
 from arl.workflow.together import together
 

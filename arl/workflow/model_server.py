@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from arl.api.errors import ArlError, ModelError, ServerError
-from arl.workflow.json_server import JsonServer, NoSuchPathError
+from arl.web.json_server import JsonServer, NoSuchPathError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.types import Example, Trajectory
+from arl.rewards.reward import RewardLike, as_reward
 from arl.workflow.agent import AgentWorkflow
-from arl.workflow.reward import RewardLike, as_reward
 from arl.workflow.together import together
 from arl.workflow.tool_threads import THREADS
 

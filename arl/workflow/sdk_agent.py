@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ConfigError, ProgramError
+from arl.api.shared import Shared
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
+from arl.rewards.reward import RewardLike, as_reward
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
-from arl.workflow.reward import RewardLike, as_reward
-from arl.workflow.shared import Shared
 from arl.workflow.tool_threads import ToolThreads
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.types import SamplingParams, Trajectory
+from arl.rewards.reward import Score, score_of
 from arl.workflow.agent import with_system
 from arl.workflow.call_formats import CallFormat, call_format_of
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.messages import Message
-from arl.workflow.reward import Score, score_of
 from arl.workflow.together import together
 from arl.workflow.tool_agent import ToolEpisode, ToolSpeaker
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits

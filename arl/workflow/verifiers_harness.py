@@ -2,7 +2,7 @@
 
 verifiers' own `bash` and `null` harnesses run a program for each rollout, in an environment that uv fetches from the
 network. This one needs neither, so many rollouts share one event loop; it executes nothing itself. Environments name it
-`arl-chat` (arl.workflow.verifiers_agent.local_environment makes the name known).
+`arl-chat` (arl.workflow.verifiers_workflow.local_environment makes the name known).
 """
 
 from __future__ import annotations

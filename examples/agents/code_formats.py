@@ -18,8 +18,8 @@ from typing import Any
 
 from arl.api import Example
 from arl.api.errors import DatasetError
-from arl.workflow.rewards.gym import reasoning_gym_examples
-from arl.workflow.rewards.unit_tests import CallTests, unit_tests_of
+from arl.rewards.gym import reasoning_gym_examples
+from arl.rewards.unit_tests import CallTests, unit_tests_of
 
 GYM_SEEDS = {"held_out": 1, "training": 2}
 _PAIR = re.compile(r"^Input \d+: (\[.*\])\nOutput \d+: (\[.*\])$", re.MULTILINE)

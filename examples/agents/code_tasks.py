@@ -156,7 +156,7 @@ class Task:
         return [_result(_defined(code)[self.function], given) for given in inputs]
 
     def failure(self, code: str) -> str | None:
-        """What is wrong with `code` by the test that is shown, in the words of arl.workflow.rewards.unit_tests."""
+        """What is wrong with `code` by the test that is shown, in the words of arl.rewards.unit_tests."""
         if code == GIVEN_UP:
             return "SyntaxError: invalid syntax (<answer>, line 1)"
         expected, found = (self.results(tried, self.inputs[:NUM_SHOWN])[0] for tried in (self.code, code))

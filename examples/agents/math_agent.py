@@ -29,11 +29,11 @@ from warm_start import warm_start
 
 from arl.api import Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
 from arl.data import load_with_held_out
-from arl.engine.model import load_tokenizer
+from arl.engine.fsdp.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.rewards.answers import NumericMatch
+from arl.rewards.reward import InlineReward
 from arl.workflow.conversation import Conversation
-from arl.workflow.reward import InlineReward
-from arl.workflow.rewards.answers import NumericMatch
 from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
 
 if TYPE_CHECKING:

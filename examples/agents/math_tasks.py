@@ -14,7 +14,7 @@ from calculator import calculator
 from warm_start import Demonstration, tool_call
 
 from arl.api import Example
-from arl.workflow.rewards.answers import last_number
+from arl.rewards.answers import last_number
 from arl.workflow.tools import Tool, ToolError
 
 GENERATORS: dict[str, dict[str, Any]] = {

@@ -30,10 +30,10 @@ from pydantic import PositiveInt
 from warm_start import warm_start
 
 from arl.api import Example, SamplingParams
-from arl.engine.model import load_tokenizer
+from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.tiny import tiny_tokenizer
 from arl.experiment import Experiment, Setup
-from arl.workflow.reward import Score
+from arl.rewards.reward import Score
 from arl.workflow.solver_checker import SolverCheckerWorkflow
 from arl.workflow.team import Member
 

@@ -33,10 +33,10 @@ from pydantic import PositiveFloat, PositiveInt
 from warm_start import Demonstration, tool_call, warm_start
 
 from arl.api import Example, SamplingParams
-from arl.engine.model import load_tokenizer
+from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.tiny import TinyShape
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.workflow.rewards.answers import NumericMatch
+from arl.rewards.answers import NumericMatch
 from arl.workflow.sdk_agent import SDKWorkflow
 from arl.workflow.tools import Tool
 

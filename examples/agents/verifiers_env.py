@@ -28,9 +28,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from warm_start import Demonstration, warm_start
 
 from arl.api import SamplingParams
-from arl.engine.model import load_tokenizer
+from arl.engine.fsdp.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.workflow.verifiers_agent import VerifiersWorkflow, local_environment
+from arl.workflow.verifiers_workflow import VerifiersWorkflow, local_environment
 
 NUM_CAREFUL, NUM_MIXED = 10000, 1000
 """First only careful demonstrations, from which a model learns to spell; then mixed ones, for bad habits."""
@@ -53,7 +53,7 @@ class VerifiersEnvConfig(ExperimentConfig):
 
     env: dict[str, Any] = Field(default={"taskset": {"id": "backwards_env"}})
     """A config of verifiers': {"taskset": {"id": NAME}, ...}. NAME is an installed environment's. Agents run here, as
-    arl.workflow.verifiers_agent.local_environment says, where it does not say otherwise."""
+    arl.workflow.verifiers_workflow.local_environment says, where it does not say otherwise."""
     num_tasks: PositiveInt = 1024
     """How many of the environment's tasks to train on: the first."""
     num_held_out: PositiveInt = 96

@@ -21,9 +21,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from arl.api.config import OptimizerConfig, TrainConfig
-from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, frequent_phrases, tiny_tokenizer, write_tiny_model
-from arl.sft import finetune
+from arl.training.finetuning import finetune
 from arl.workflow.chat_template import ChatTemplate, Message
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool

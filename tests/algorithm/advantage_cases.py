@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.sequences import Batch, to_sequences
+from arl.algorithm.batch import Batch, to_sequences
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.types import Group, Trajectory, TurnSpan
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 
-from arl.algorithm.sequences import Batch
+from arl.algorithm.batch import Batch
 from arl.api.algorithm import (
     AlgorithmConfig,
     DistillationAdvantage,

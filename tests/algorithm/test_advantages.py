@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.sequences import Batch, to_sequences
+from arl.algorithm.batch import Batch, to_sequences
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.types import Group
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.process_rewards import discounted_sums
-from arl.algorithm.sequences import to_sequences
+from arl.algorithm.batch import to_sequences
+from arl.algorithm.returns import discounted_sums
 from arl.api.types import TrainSequence, Trajectory, TurnSpan
 
 VALUES = (9.0, 0.5, 9.0, 0.25, 9.0, 2.0)

@@ -12,10 +12,10 @@ from random_groups import MAX_STALENESS, VERSION, random_groups, reordered, seen
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.batch import flat, regrouped
 from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.selection import select_tokens
 from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
-from arl.algorithm.selection import select_tokens
-from arl.algorithm.sequences import flat, regrouped
 from arl.api.algorithm import AlgorithmConfig, PPOLossConfig, preset
 from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
 from arl.api.presets import PRESETS
@@ -49,7 +49,7 @@ def loss_of(config: AlgorithmConfig) -> TokenLoss:
 
 @dataclass
 class Tally:
-    """What microbatches report, added up in plain numbers, as arl.engine.tally says that it is to be read."""
+    """What microbatches report, added up in plain numbers, as arl.engine.fsdp.tally says that it is to be read."""
 
     reports: list[tuple[TokenLosses, torch.Tensor]]
 

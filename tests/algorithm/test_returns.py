@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.sequences import to_sequences
+from arl.algorithm.batch import to_sequences
 from arl.api.errors import TrajectoryError
 from arl.api.types import Group, Trajectory, TurnSpan
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arl.algorithm.selection import select_tokens
+from arl.algorithm.losses.selection import select_tokens
 from arl.api.algorithm import (
     ClipCovSelection,
     KLCovSelection,

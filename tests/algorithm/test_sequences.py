@@ -4,7 +4,7 @@ import pytest
 import torch
 from advantage_cases import group, trajectory
 
-from arl.algorithm.sequences import flat, regrouped, to_sequences
+from arl.algorithm.batch import flat, regrouped, to_sequences
 from arl.api.algorithm import OverlongConfig
 
 

@@ -30,7 +30,7 @@ assert trajectory.reward == 1.0
 assert trajectory.versions == (-1, -1, 3)
 assert engine.requests[0].sampling.max_new_tokens == 4
 
-from arl.rollout import run_examples
+from arl.rollout.controller import run_examples
 
 (episode,) = asyncio.run(
     run_examples(engine, Guess(), [{"prompt": [1, 2], "answer": (4,)}], max_concurrent=1, timeout_s=5)

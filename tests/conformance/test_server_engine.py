@@ -14,7 +14,7 @@ from servers import Server
 from arl.api import DiskWeights, ModelRequest, SamplingParams
 from arl.api.config import ClientConfig, PauseMode
 from arl.api.errors import PromptTooLongError
-from arl.engine.sglang import RemoteSGLangEngine
+from arl.engine.client.sglang import RemoteSGLangEngine
 
 PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]
 NUM_TOKENS = {"embedded": 1000, "sglang": 100}

@@ -20,8 +20,8 @@ from servers import Server
 from arl.api import Config, ModelRequest, SamplingParams
 from arl.api.config import ClientConfig
 from arl.api.engine import AdapterWeights
-from arl.engine.sglang import RemoteSGLangEngine
-from arl.launch import launch
+from arl.assembly import launch
+from arl.engine.client.sglang import RemoteSGLangEngine
 
 SERVERS = ["embedded", pytest.param("sglang-lora", marks=pytest.mark.sglang)]
 pytestmark = pytest.mark.parametrize("server", SERVERS, indirect=True)

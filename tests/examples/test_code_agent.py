@@ -23,8 +23,8 @@ from arl.api import Example, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import DatasetError, SandboxError
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+from arl.sandbox import BubblewrapSandbox, Outcome, Sandbox
 from arl.workflow.multi_turn import MultiTurnWorkflow
-from arl.workflow.sandbox import BubblewrapSandbox, Outcome, Sandbox
 
 TOKENIZER = tiny_tokenizer()
 MBPP = {"text": "Write double(x).", "test_list": ["assert double(2) == 4", "assert double('ab') == 'abab'"]}

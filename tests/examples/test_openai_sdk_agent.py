@@ -22,9 +22,9 @@ from warm_start import demonstrated, tool_call, warm_start
 
 from arl.api import ModelRequest, SamplingParams, ScriptedEngine, Trajectory
 from arl.cli import load_config
-from arl.engine.model import load_tokenizer
+from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.tiny import TinyShape, tiny_tokenizer
-from arl.workflow.rewards.answers import NumericMatch
+from arl.rewards.answers import NumericMatch
 from arl.workflow.sdk_agent import SDKWorkflow
 
 TOKENIZER = tiny_tokenizer(phrases())

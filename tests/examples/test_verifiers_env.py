@@ -14,7 +14,7 @@ from verifiers_env import VerifiersEnvConfig, lessons, slip, spelling
 from arl.api import SamplingParams, ScriptedEngine, Trajectory
 from arl.cli import load_config
 from arl.engine.tiny import tiny_tokenizer
-from arl.workflow.verifiers_agent import VerifiersWorkflow, local_environment
+from arl.workflow.verifiers_workflow import VerifiersWorkflow, local_environment
 
 TOKENIZER = tiny_tokenizer()
 ENV = {"taskset": {"id": "backwards_env"}}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.train_models import MakeEngine, write_model
+from engine.fsdp.train_models import MakeEngine, write_model
 
 from arl.api.config import OptimizerConfig, TrainConfig
-from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 HERE = Path(__file__).parent
 

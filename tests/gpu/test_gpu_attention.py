@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from arl.engine.attention import packed_attention
-from arl.engine.packed_layout import PackedLayout
+from arl.engine.fsdp.attention import packed_attention
+from arl.engine.fsdp.packed_layout import PackedLayout
 
 LENGTHS = (1, 200, 37, 130, 64)
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import torch
-from train.train_models import MakeEngine
-from train.train_sequences import random_sequences
+from engine.fsdp.train_models import MakeEngine
+from engine.fsdp.train_sequences import random_sequences
 
 from arl.algorithm.losses import PolicyLoss
 from arl.api.algorithm import preset
-from arl.engine import checkpoint
+from arl.engine.fsdp import saving as checkpoint
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from train.train_models import MakeEngine
-from train.train_sequences import random_sequences
+from engine.fsdp.train_models import MakeEngine
+from engine.fsdp.train_sequences import random_sequences
 
 from arl.algorithm.losses import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
-from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)

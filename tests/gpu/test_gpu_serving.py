@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.train_models import MakeEngine
-from train.train_sequences import random_sequences
+from engine.fsdp.train_models import MakeEngine
+from engine.fsdp.train_sequences import random_sequences
 
 from arl.algorithm.losses import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
 from arl.api.engine import WeightTransport
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
-from arl.engine.fsdp import FSDPTrainEngine
-from arl.engine.sglang import RemoteSGLangEngine
-from arl.engine.transport.disk import DiskTransport
-from arl.engine.transport.distributed import DistributedTransport
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.weights.disk import DiskTransport
+from arl.engine.weights.distributed import DistributedTransport
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 PROMPT = [30, 40, 50, 60]

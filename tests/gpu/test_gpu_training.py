@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine.fsdp.train_models import MakeEngine, load_twin, write_model
+from engine.fsdp.train_sequences import random_sequences
 from torch.utils import _pytree as pytree
-from train.train_models import MakeEngine, load_twin, write_model
-from train.train_sequences import random_sequences
 
 from arl.algorithm.losses import PolicyLoss
 from arl.api.algorithm import preset
-from arl.engine.fsdp import FSDPTrainEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from scripted_launch import use_fakes
 
-import arl.launch
+import arl.assembly
 from arl.api import (
     Config,
     Example,
@@ -141,10 +141,10 @@ def config(run_dir: Path, steps: int) -> Config:
 
 async def live(run_dir: Path, steps: int) -> None:
     use_fakes(pytest.MonkeyPatch(), slow_engine())
-    arl.launch.FSDPTrainEngine = lambda *args: Remembering()  # type: ignore[assignment]
-    arl.launch._decoder = lambda config: None
+    arl.assembly.FSDPTrainEngine = lambda *args: Remembering()  # type: ignore[assignment]
+    arl.assembly._decoder = lambda config: None
     examples = [{"number": n} for n in range(NUM_EXAMPLES)]
-    async with arl.launch.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:
+    async with arl.assembly.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:
         async for _ in trainer:
             pass
 

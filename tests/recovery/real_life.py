@@ -5,8 +5,8 @@ import sys
 from agent_script import SayDigits
 
 from arl.api import Config
+from arl.assembly import launch
 from arl.cli import run
-from arl.launch import launch
 
 NUM_EXAMPLES = 9
 

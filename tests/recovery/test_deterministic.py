@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import arl.launch
+import arl.assembly
 from arl.api import (
     Config,
     Example,
@@ -26,7 +26,7 @@ from arl.api import (
     WeightUpdate,
 )
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.metrics import read_jsonl
+from arl.training.metrics import read_jsonl
 
 STEPS, GROUP_SIZE = 7, 3
 
@@ -111,8 +111,8 @@ async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     async def no_addresses(*args: object) -> tuple[list[str], None]:
         return [], None
 
-    monkeypatch.setattr(arl.launch, "RemoteSGLangEngine", lambda *args, **kwargs: DirectSampler())
-    monkeypatch.setattr(arl.launch, "_addresses", no_addresses)
+    monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", lambda *args, **kwargs: DirectSampler())
+    monkeypatch.setattr(arl.assembly, "_addresses", no_addresses)
     config = Config.model_validate(
         {
             "model": str(model),
@@ -126,7 +126,7 @@ async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
         }
     )
     examples = [{"number": n} for n in range(11)]
-    async with arl.launch.launch(config, workflow=OneTurn(), dataset=examples) as trainer:
+    async with arl.assembly.launch(config, workflow=OneTurn(), dataset=examples) as trainer:
         yield trainer
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from arl.api import Group
-from arl.checkpoint import Checkpoints
-from arl.group_file import read_groups
-from arl.metrics import read_jsonl
+from arl.training.checkpoint import Checkpoints
+from arl.training.group_file import read_groups
+from arl.training.metrics import read_jsonl
 
 HERE = Path(__file__).parent
 NUM_EXAMPLES = 17

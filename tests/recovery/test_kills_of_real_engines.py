@@ -13,10 +13,10 @@ import pytest
 from real_life import NUM_EXAMPLES
 from test_kills import check_ledger
 
-from arl.checkpoint import Checkpoints
 from arl.engine.tiny import write_tiny_model
-from arl.group_file import read_groups
-from arl.metrics import read_jsonl
+from arl.training.checkpoint import Checkpoints
+from arl.training.group_file import read_groups
+from arl.training.metrics import read_jsonl
 
 HERE = Path(__file__).parent
 MARK = "ARL_TEST_RUN"

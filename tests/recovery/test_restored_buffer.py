@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arl.api import Group, Trajectory
-from arl.buffer import ReplayBuffer
+from arl.rollout.buffer import ReplayBuffer
 
 
 def group(group_id: int, version: int) -> Group:

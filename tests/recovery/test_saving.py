@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from scripted_launch import use_fakes
 
-import arl.launch
+import arl.assembly
 from arl.api import Config, Example, InferenceEngine, RolloutWorkflow, ScriptedEngine, ScriptedTrainEngine, Trajectory
 from arl.api.errors import CheckpointError, ServerError
-from arl.checkpoint import Checkpoints
-from arl.trainer import Trainer
+from arl.training.checkpoint import Checkpoints
+from arl.training.trainer import Trainer
 
 
 class Immediate(RolloutWorkflow):
@@ -58,7 +58,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
 
     def start(act: Callable[[int], Any], *, steps: int = 6, every: int = 1) -> Any:
         use_fakes(monkeypatch, ScriptedEngine(lambda request: [1]))
-        monkeypatch.setattr(arl.launch, "FSDPTrainEngine", lambda *args: Engine(act))
+        monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: Engine(act))
         config = Config.model_validate(
             {
                 "model": "none",
@@ -69,7 +69,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
                 "log": {"console": False, "trajectories": 0},
             }
         )
-        return arl.launch.launch(config, workflow=Immediate(), dataset=[{"number": n} for n in range(40)])
+        return arl.assembly.launch(config, workflow=Immediate(), dataset=[{"number": n} for n in range(40)])
 
     return start
 

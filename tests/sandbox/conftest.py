@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from arl.api.errors import SandboxError
-from arl.workflow.sandbox import BubblewrapSandbox, Limits
+from arl.sandbox import BubblewrapSandbox, Limits
 
 FAKE_DOCKER = Path(__file__).parent / "fake_docker.py"
 PATIENT = Limits(wall_s=60, cpu_s=30, memory_bytes=128 << 20, processes=12, disk_bytes=8 << 20, files=200)

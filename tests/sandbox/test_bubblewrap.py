@@ -15,7 +15,7 @@ from guides import python_blocks
 from sandbox.conftest import PATIENT, go_without
 
 from arl.api.errors import SandboxError
-from arl.workflow.sandbox import BubblewrapSandbox, Limits, Outcome, keeping, watch
+from arl.sandbox import BubblewrapSandbox, Limits, Outcome, keeping, watch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -190,7 +190,7 @@ async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_anoth
 
 BLINDFOLD = """
 import signal
-from arl.workflow.sandbox import watch
+from arl.sandbox import watch
 told = []
 signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
 def exceeded(self, look=watch.Namespace.exceeded):
@@ -231,7 +231,7 @@ async def test_a_namespace_that_is_never_set_up_cannot_be_watched(monkeypatch: p
 async def test_everything_ends_with_a_parent_that_is_killed(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:
     script = f"""
 import asyncio
-from arl.workflow.sandbox import BubblewrapSandbox
+from arl.sandbox import BubblewrapSandbox
 async def main():
     async with BubblewrapSandbox(read_only=[{str(pipe.parent)!r}]) as sandbox:
         await sandbox.run({sleeper(pipe)!r})

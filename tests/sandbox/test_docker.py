@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from arl.api.errors import SandboxError
-from arl.workflow.sandbox import DockerSandbox, Limits, Outcome, container
+from arl.sandbox import DockerSandbox, Limits, Outcome, container
 
 LIMITS = Limits(wall_s=20, output_bytes=10_000)
 

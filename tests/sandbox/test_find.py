@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from arl.api.errors import SandboxError
-from arl.workflow.sandbox import BubblewrapSandbox, Limits, UnsafeSandbox, find_sandbox
+from arl.sandbox import BubblewrapSandbox, Limits, UnsafeSandbox, find_sandbox
 
 
 @pytest.mark.asyncio(loop_scope="session")

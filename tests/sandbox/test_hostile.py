@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from sandbox.conftest import PATIENT
 
-from arl.workflow.sandbox import BubblewrapSandbox, EndedBy, Limits, Outcome
+from arl.sandbox import BubblewrapSandbox, EndedBy, Limits, Outcome
 
 HERE = Path(__file__).parent
 PROGRAMS = {path.stem: path for path in sorted((HERE / "hostile").glob("*.py"))}

@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 
 from arl.api.errors import SandboxError
-from arl.workflow.sandbox import BubblewrapSandbox, Limits, Outcome
-from arl.workflow.sandbox.contract import NO_FILES, Files
-from arl.workflow.sandbox.remote import RemoteSandbox
-from arl.workflow.sandbox.serve import application, serve
-from arl.workflow.sandbox.wire import request_from_json
+from arl.sandbox import BubblewrapSandbox, Limits, Outcome
+from arl.sandbox.contract import NO_FILES, Files
+from arl.sandbox.remote import RemoteSandbox
+from arl.sandbox.serve import application, serve
+from arl.sandbox.wire import request_from_json
 
 KEY = "key-of-this-test"
 MOST = Limits(wall_s=30, processes=8)
@@ -157,7 +157,7 @@ async def test_a_server_that_is_none_of_ours_is_told_of() -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_command_serves_a_sandbox(bubblewrap: BubblewrapSandbox) -> None:
     server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "arl.workflow.sandbox.serve", "--port", "0", "--wall-s", "20"),
+        *(sys.executable, "-m", "arl.sandbox.serve", "--port", "0", "--wall-s", "20"),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "ARL_SANDBOX_KEY": KEY},
     )

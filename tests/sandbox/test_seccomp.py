@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from arl.workflow.sandbox.seccomp import seccomp_filter
+from arl.sandbox.seccomp import seccomp_filter
 
 ALLOWED, ERRNO = 0x7FFF0000, 0x00050000
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from scoring import length
+from rewards.scoring import length
 from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_long
 
 from arl.api import Example, SamplingParams
 from arl.api.errors import ConfigError, DatasetError, PromptTooLongError, RewardError
+from arl.rewards.reward import InlineReward, RewardPool, Score
 from arl.workflow.conversation import Turn
-from arl.workflow.reward import InlineReward, RewardPool, Score
 from arl.workflow.single_turn import SingleTurnWorkflow
 
 QUESTION = {"question": "2 + 2 = ?", "answer": "4"}

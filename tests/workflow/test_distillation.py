@@ -28,10 +28,10 @@ from arl.api import (
 )
 from arl.api.config import LogConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from arl.api.errors import ConfigError, ServerError
+from arl.assembly import launch
 from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
-from arl.launch import launch
-from arl.workflow.distillation import DistillationWorkflow
 from arl.workflow.scoring import TeacherClient
+from arl.workflow.teachers import DistillationWorkflow
 
 STUDENT = ScriptedEngine(lambda request: [0])
 

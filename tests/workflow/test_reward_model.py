@@ -9,7 +9,7 @@ import pytest
 from served import BREAK, language_model, reward_model
 
 from arl.api.errors import ModelError, RewardError, RewardTimeoutError
-from arl.workflow import json_server
+from arl.web import json_server
 from arl.workflow.scoring import RewardModelClient
 
 

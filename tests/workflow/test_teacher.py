@@ -11,7 +11,7 @@ from served import BREAK, Served, language_model, reward_model
 
 from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, ServerError
 from arl.engine.tiny import tiny_tokenizer
-from arl.workflow import json_server
+from arl.web import json_server
 from arl.workflow.scoring import TeacherClient
 
 TOKENS = (7, 8, 9, 10)

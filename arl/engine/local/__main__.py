@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arl.api.errors import ArlError, ConfigError, ModelError
-from arl.engine.local.listening import bind, is_loopback, watch_parent
+from arl.web.listening import bind, is_loopback, watch_parent
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -151,7 +151,7 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> int:
 
 def _application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflight) -> web.Application:
     from arl.engine.local.app import build_app
-    from arl.engine.local.http import Serving
+    from arl.engine.local.endpoint import Serving
     from arl.engine.local.protocol import Limits
     from arl.engine.local.text import Text
 

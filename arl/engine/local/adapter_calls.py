@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from arl.engine.local.body import MalformedError
-from arl.engine.local.http import Serving, json_response, read_body
-from arl.engine.local.weights import WeightsError
+from arl.engine.local.endpoint import Serving, json_response, read_body
+from arl.engine.local.received_weights import WeightsError
 
 
 class AdapterCalls:

@@ -11,8 +11,7 @@ from aiohttp import web
 from arl.engine.local.adapter_calls import AdapterCalls
 from arl.engine.local.classify import Classify, refusing
 from arl.engine.local.control import Control, Weights
-from arl.engine.local.generate import Generate
-from arl.engine.local.http import (
+from arl.engine.local.endpoint import (
     MAX_BODY_BYTES,
     Handler,
     Serving,
@@ -22,9 +21,10 @@ from arl.engine.local.http import (
     not_found_as_json,
     openai_error,
 )
+from arl.engine.local.generate import Generate
 from arl.engine.local.info import Info
-from arl.engine.local.listening import require_key
 from arl.engine.local.openai import OpenAI
+from arl.web.listening import require_key
 
 Paths = Mapping[str, Handler]
 

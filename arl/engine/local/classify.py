@@ -9,7 +9,7 @@ from aiohttp import web
 
 from arl.api.types import SamplingParams
 from arl.engine.local.body import ApiError
-from arl.engine.local.http import Handler, Serving, json_response, read_body
+from arl.engine.local.endpoint import Handler, Serving, json_response, read_body
 from arl.engine.local.job import Job
 from arl.engine.local.protocol import raise_if_failed, read_prompts, read_rids
 

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from arl.api.config import PauseMode
 from arl.engine.local.body import ApiError, Body, MalformedError, shown
-from arl.engine.local.http import Serving, json_response, read_body
+from arl.engine.local.endpoint import Serving, json_response, read_body
+from arl.engine.local.received_weights import WeightsError, named, read_directory
 from arl.engine.local.weight_group import GroupAddress, WeightReceiver
-from arl.engine.local.weights import WeightsError, named, read_directory
 
 _HARMLESS = frozenset((
     "http_worker_ipc", "is_async", "keep_pause", "recapture_cuda_graph", "rid", "selector", "token_step",

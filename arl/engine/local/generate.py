@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from arl.engine.local.body import ApiError
-from arl.engine.local.http import EventStream, Serving, json_response, read_body
+from arl.engine.local.endpoint import EventStream, Serving, json_response, read_body
 from arl.engine.local.job import Job
 from arl.engine.local.protocol import (
     GenerateRequest,

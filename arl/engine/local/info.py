@@ -12,7 +12,7 @@ from aiohttp import web
 
 from arl.api.types import SamplingParams
 from arl.engine.local.body import ApiError
-from arl.engine.local.http import Serving, json_response
+from arl.engine.local.endpoint import Serving, json_response
 from arl.engine.local.job import Job
 
 _HEALTH_TIMEOUT_S = 20.0

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from arl.engine.local.body import ApiError, Body, MalformedError, shown
-from arl.engine.local.http import EventStream, Serving, json_response, openai_error, read_body
+from arl.engine.local.endpoint import EventStream, Serving, json_response, openai_error, read_body
 from arl.engine.local.inflight import Following
 from arl.engine.local.job import Job
 from arl.engine.local.openai_answers import ChatForm, Form, OpenAIRequest, PlainForm

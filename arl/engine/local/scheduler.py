@@ -20,10 +20,10 @@ import torch
 from arl.api.config import PauseMode
 from arl.api.errors import EngineClosedError
 from arl.engine.local.adapters import Adapter, Adapters
-from arl.engine.local.batch import Batch
 from arl.engine.local.job import Job
+from arl.engine.local.received_weights import StoredForm
 from arl.engine.local.runner import ModelRunner, NamedTensors
-from arl.engine.local.weights import StoredForm
+from arl.engine.local.running_batch import Batch
 
 Deliver = Callable[[Sequence[Job]], None]
 """Called on the model thread once per step, with the jobs that finished and the streaming jobs that gained tokens."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from arl.engine.local.attention import SlotBatch
+from arl.engine.local.slot_attention import SlotBatch
 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend on the position alone, and not on how long the sequences are."""

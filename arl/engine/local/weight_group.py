@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import distributed_c10d as c10d
 
-from arl.engine.local.weights import Shapes, WeightsError, check_fit
+from arl.engine.local.received_weights import Shapes, WeightsError, check_fit
 
 Expected = tuple[str, str, Sequence[int]]
 """A tensor that is announced: its name, dtype and shape."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from arl.api.types import new_id
 from arl.workflow.proxy.calls import Answer, ChatCall
+from arl.workflow.proxy.chat_messages import messages_of, tools_of
 from arl.workflow.proxy.exchange import completing
 from arl.workflow.proxy.fields import Fields
-from arl.workflow.proxy.messages import messages_of, tools_of
 from arl.workflow.proxy.policy import MAX_SEED, CallPolicy
 from arl.workflow.proxy.refusals import openai_error, openai_error_event
 

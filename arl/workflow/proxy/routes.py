@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from arl.workflow.proxy import anthropic, chat, generate, models, responses
+from arl.workflow.proxy import anthropic, chat, models, responses
+from arl.workflow.proxy import vllm_generate as generate
 from arl.workflow.proxy.calls import RefusedCallError
 from arl.workflow.proxy.exchange import Endpoint, Exchange
 from arl.workflow.proxy.refusals import openai_error, openai_error_event

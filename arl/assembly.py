@@ -1,0 +1,343 @@
+"""The composition root: the one place that names concrete classes and decides what runs where.
+
+    async with launch(config, workflow=MyAgent(), dataset=train, eval_dataset=test) as trainer:
+        async for step in trainer:
+            ...
+
+Leaving the block, by its end, an error or a cancellation, saves a checkpoint, stops the servers it started and
+removes what it kept in memory. The same call on the same run_dir continues from there.
+
+    async with serve(config) as engine, MyAgent() as workflow:
+        trajectory = await workflow.arun_episode(engine, example)
+
+runs episodes without a trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
+from arl.api.config import (
+    AdapterWeightsConfig,
+    Config,
+    DiskWeightsConfig,
+    DistributedWeightsConfig,
+    LocalEngineConfig,
+    SGLangEngineConfig,
+    TrainConfig,
+)
+from arl.api.curriculum_contract import Curriculum
+from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
+from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
+from arl.api.types import Group
+from arl.api.workflow import RolloutWorkflow
+from arl.engine.client.processes import local_servers, sglang_servers
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.fsdp.model import end_token_ids, load_tokenizer, local_directory
+from arl.engine.fsdp.ray_engine import RayTrainEngine, check_gpus
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.weights.adapter import AdapterTransport, sglang_options
+from arl.engine.weights.delta import DeltaTransport
+from arl.engine.weights.disk import DiskTransport
+from arl.engine.weights.distributed import DistributedTransport
+from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.controller import Dataset, RolloutController
+from arl.rollout.episode import check_workflow
+from arl.rollout.group import GroupRules
+from arl.rollout.replay import Replay
+from arl.training.checkpoint import Checkpoints
+from arl.training.evaluation import Evaluator
+from arl.training.learner import Learner
+from arl.training.metrics import RunLog, make_run_dir
+from arl.training.stats import RunTotals
+from arl.training.train_thread import TrainThread
+from arl.training.trainer import Trainer
+from arl.workflow.teachers import DistillationWorkflow
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """What `launch` is given beside the settings; see there."""
+
+    workflow: RolloutWorkflow
+    dataset: Dataset
+    eval_dataset: Dataset | None
+    keep: Callable[[Group], bool] | None
+    curriculum: Curriculum | None
+
+
+@asynccontextmanager
+async def launch(
+    config: Config,
+    *,
+    workflow: RolloutWorkflow,
+    dataset: Dataset,
+    eval_dataset: Dataset | None = None,
+    keep: Callable[[Group], bool] | None = None,
+    curriculum: Curriculum | None = None,
+) -> AsyncGenerator[Trainer]:
+    """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
+
+    dataset, eval_dataset: anything with a length and integer indexing whose items are mappings; each item is what
+    `arun_episode` receives as `data`. keep: a filter; a finished group for which it is false is rejected, and its
+    place refilled. curriculum: says which examples each stage hands out, in which order; without one, epochs of the
+    whole dataset. The workflow is entered first and left last. Raises the ArlError of whatever could not start, and,
+    out of the block, the first error of any part of the run.
+    """
+    given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
+    _check(config, given)
+    await asyncio.to_thread(make_run_dir, config.run_dir)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(workflow)
+        trainer = await _build(stack, config, given)
+        async with trainer.running():
+            yield trainer
+
+
+@asynccontextmanager
+async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
+    """The inference engine alone, of version 0: config.model on servers that are started here, which say what they have
+    to say in run_dir/logs/serve; or the servers of engine.addresses with whatever weights they hold.
+
+    Of `config` model, engine and run_dir are looked at; a run that trains in the same run_dir is not disturbed. Leaving
+    the block stops the servers. Raises ConfigError, ModelError, ServerError.
+    """
+    await asyncio.to_thread(make_run_dir, config.run_dir)
+    async with AsyncExitStack() as stack:
+        addresses, api_key = await _addresses(config, stack, config.run_dir / "logs" / "serve")
+        yield await stack.enter_async_context(await _client(config, addresses, api_key))
+
+
+def decoder(model: str) -> Callable[[Sequence[int]], str]:
+    """Token ids -> text, special tokens and all. Raises ModelError."""
+    tokenizer = load_tokenizer(model)
+    return lambda token_ids: str(tokenizer.decode(list(token_ids)))
+
+
+def _check(config: Config, given: _Given) -> None:
+    check_workflow(given.workflow)
+    for name, examples in (("dataset", given.dataset), ("eval_dataset", given.eval_dataset)):
+        if examples is not None and len(examples) == 0:
+            raise DatasetError(f"{name} is empty; it needs at least one example")
+    if config.evaluation.every and given.eval_dataset is None:
+        raise ConfigError(
+            f"evaluation.every is {config.evaluation.every}, but there is nothing to evaluate on; give launch an "
+            "eval_dataset, or leave evaluation.every unset"
+        )
+    is_distilled = isinstance(config.algorithm.advantage, DistillationAdvantage)
+    if is_distilled and isinstance(given.workflow, DistillationWorkflow) and given.workflow.keep_reward:
+        raise ConfigError(
+            "the workflow keeps its own rewards beside the teacher's (keep_reward=True), and algorithm.advantage.kind="
+            "distillation would take them all for the teacher's; leave keep_reward out, or choose another algorithm"
+        )
+    if config.train.lora and config.train.dtype == "bfloat16" and not isinstance(config.weights, AdapterWeightsConfig):
+        log.warning(
+            "weights.transport=%s publishes adapters merged into the model: where that is stored in bfloat16, most of "
+            "what few steps change is rounded away on servers; weights.transport=adapter publishes them as they are",
+            config.weights.transport,
+        )
+
+
+async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Trainer:
+    """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
+    thread = TrainThread()
+    stack.callback(thread.close)
+    learner, engine = await _engines(stack, config, thread)
+    transport = _transport(config)
+    stack.callback(transport.close)
+    run_log = RunLog(config.run_dir, config.log, steps=config.steps, decode=await asyncio.to_thread(_decoder, config))
+    stack.callback(run_log.close)
+
+    identity = {"model": config.model, "seed": config.seed, "num_examples": len(given.dataset)}
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
+    state = await thread(checkpoints.load_newest, learner.load)
+    run_log.resume(learner.version)
+    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
+    rollout = _rollout(config, given, engine, buffer)
+    replay = _replay(config)
+    if state is not None:
+        rollout.load_state_dict(state.values["rollout"], state.groups)
+        replay.restore(state.replay, learner.version)
+        _say_where_it_continues(config, learner.version, run_log)
+    return Trainer(
+        config=config,
+        learner=learner,
+        inference_engine=engine,
+        transport=transport,
+        buffer=buffer,
+        rollout=rollout,
+        evaluator=_evaluator(config, given, engine),
+        checkpoints=checkpoints,
+        log=run_log,
+        thread=thread,
+        replay=replay,
+        totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
+    )
+
+
+async def _engines(stack: AsyncExitStack, config: Config, thread: TrainThread) -> tuple[Learner, InferenceEngine]:
+    """Both at once: the train engine loads while servers start."""
+    loading = thread.submit(_learner, config)
+    stack.push_async_callback(_close, thread, loading)
+    try:
+        addresses, api_key = await _addresses(config, stack, config.run_dir / "logs")
+    except (ModelError, ServerError):
+        await loading  # where the model is at fault, this says it better
+        raise
+    learner = await loading
+    return learner, await stack.enter_async_context(await _client(config, addresses, api_key))
+
+
+async def _client(config: Config, addresses: Sequence[str], api_key: str | None) -> RemoteSGLangEngine:
+    end_tokens = await asyncio.to_thread(end_token_ids, config.model)
+    return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
+
+
+def _rollout(config: Config, given: _Given, engine: InferenceEngine, buffer: ReplayBuffer) -> RolloutController:
+    return RolloutController(
+        engine,
+        given.workflow,
+        given.dataset,
+        config.rollout,
+        buffer,
+        seed=config.seed,
+        rules=_group_rules(config.algorithm, given.keep),
+        curriculum=given.curriculum,
+    )
+
+
+def _evaluator(config: Config, given: _Given, engine: InferenceEngine) -> Evaluator | None:
+    if given.eval_dataset is None:
+        return None
+    return Evaluator(
+        engine,
+        given.workflow,
+        given.eval_dataset,
+        config.evaluation,
+        episode_timeout_s=config.rollout.episode_timeout_s,
+        seed=config.seed if config.rollout.seed_requests else None,
+    )
+
+
+def _say_where_it_continues(config: Config, version: int, run_log: RunLog) -> None:
+    if version < config.steps:
+        run_log.say(f"continuing {config.run_dir} from version {version} of {config.steps}")
+        return
+    log.warning(
+        "%s holds a run that has trained %d steps, and steps is %d: there is nothing left to train; set steps higher "
+        "to go on, or another run_dir to begin anew",
+        config.run_dir,
+        version,
+        config.steps,
+    )
+
+
+async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple[Sequence[str], str | None]:
+    """Base URLs of the servers, started where arl is to start them, and the key that they ask for. logs: a directory
+    for what servers say that are started here."""
+    if isinstance(config.engine, SGLangEngineConfig):
+        return config.engine.addresses, config.engine.api_key
+    directory = await asyncio.to_thread(local_directory, config.model)
+    if isinstance(config.engine, LocalEngineConfig):
+        servers = local_servers(directory, config.engine, logs)
+    else:
+        arguments = (*sglang_options(config), *config.engine.arguments)  # the user's own prevail
+        servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
+    return await stack.enter_async_context(servers), None
+
+
+def _learner(config: Config) -> Learner:
+    """The engine of the policy, with the critic's head on it or an engine of the critic beside it, where there is one.
+
+    What was built is closed where something after it fails.
+    """
+    kind = FSDPTrainEngine if config.train.num_ranks == 1 else RayTrainEngine
+    _check_critics_tokens(config)
+    with ExitStack() as stack:
+        engines: list[TrainEngine] = []
+        for model, train, head in _loads(config):
+            engines.append(kind(model, train, config.seed, head))
+            stack.callback(engines[-1].close)
+        learner = Learner(
+            engines[0],
+            config.algorithm,
+            critic=engines[1] if len(engines) > 1 else None,
+            max_staleness=config.rollout.max_staleness,
+            seed=config.seed,
+        )
+        stack.pop_all()
+    return learner
+
+
+def _check_critics_tokens(config: Config) -> None:
+    """Raise ConfigError for a critic that would read other tokens into the policy's ids; it may know more of them."""
+    critic = config.algorithm.critic
+    if critic is None or critic.model is None:
+        return
+    vocabulary, known = (load_tokenizer(model).get_vocab() for model in (config.model, critic.model))
+    if not vocabulary.items() <= known.items():
+        token = next(token for token, i in vocabulary.items() if known.get(token) != i)
+        raise ConfigError(
+            f"algorithm.critic.model {critic.model} has other tokens than {config.model}: {token!r} is "
+            f"{known.get(token, 'none')} there and {vocabulary[token]} here; use a critic of the same family"
+        )
+
+
+def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
+    """Of each train engine: what it loads, its settings, and its head."""
+    train, critic = config.train, config.algorithm.critic
+    if critic is None or critic.backbone == "shared":
+        return [(config.model, train, "policy_and_value" if critic else "policy")]
+    if train.num_ranks > 1:
+        check_gpus(train, num_engines=2)
+    optimizer = train.optimizer.model_copy(update={"lr": critic.lr})
+    own = train.model_copy(update={"optimizer": optimizer})
+    return [(config.model, train, "policy"), (critic.model or config.model, own, "value")]
+
+
+def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | None) -> GroupRules:
+    """What of a group's rewards its advantages will see."""
+    advantage = algorithm.advantage
+    return GroupRules(
+        keep=keep,
+        drop_equal_rewards=algorithm.dynamic_sampling,
+        compares_parts=isinstance(advantage, ReturnsAdvantage) and advantage.separate_rewards,
+        compares_turns=isinstance(advantage, GiGPOAdvantage),
+        compares_tokens=isinstance(advantage, DistillationAdvantage),
+        has_baseline=algorithm.needs_greedy_episode,
+    )
+
+
+def _replay(config: Config) -> Replay:
+    rollout = config.rollout
+    return Replay(rollout.replay_groups, min_reward=rollout.replay_min_reward, max_staleness=rollout.max_staleness)
+
+
+async def _close(thread: TrainThread, loading: asyncio.Future[Learner]) -> None:
+    """Close the train engines, also where something else failed while it was loading."""
+    await asyncio.wait([loading])
+    if not loading.cancelled() and loading.exception() is None:
+        await thread(loading.result().close)
+
+
+def _transport(config: Config) -> WeightTransport:
+    if isinstance(config.weights, DiskWeightsConfig):
+        return DiskTransport(config.weights, config.run_dir)
+    if isinstance(config.weights, DistributedWeightsConfig):
+        return DistributedTransport(config.weights)
+    if isinstance(config.weights, AdapterWeightsConfig):
+        return AdapterTransport(config.weights, config.run_dir)
+    return DeltaTransport(config.weights, config.run_dir)
+
+
+def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:
+    """Token ids -> text for trajectories.jsonl; None where none are asked for."""
+    return decoder(config.model) if config.log.trajectories else None

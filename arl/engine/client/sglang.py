@@ -1,0 +1,328 @@
+"""RemoteSGLangEngine: one InferenceEngine over one or many servers that speak SGLang's protocol.
+
+    agenerate --> wait for a server --> attempt --> tokens kept --> done? --> response
+                        ^                  |                          |
+                        |          fault: fence the server            | no: cut short by a pause
+                        +------------------+--------------------------+
+
+**Versions.** A token's version is what the server's spans say; of a server that runs ahead of its results (SGLang does
+on a GPU) the first token after an update in place bears the version before, as it may have been sampled under it.
+Servers without spans: the version the server held before the request was sent. Adapters: the version of the one that
+the request named, under which it is answered to its end. Labels are str(version); what a server called its weights
+before this engine first updated them stands for the version that the engine started with. After that, a label that is
+no version, or one older than what the server held when the request was sent, means that the server was restarted behind
+our back: its answer is thrown away, and it is fenced until it holds the current weights.
+
+**A router in front** (config.router) gets the requests and chooses among the servers; weights, pauses and aborts go to
+each server itself. So a request may be answered by any of them. It carries a cache key that changes with each load of
+any server; its answer must be of versions that all of them had reached when it was sent, or it is thrown away. A
+server that is fenced still gets what the router sends it, until the router's own health check takes it out.
+
+**The prefix cache across versions.** A server keeps the KV of prompts for whoever sends the same prefix, and SGLang
+does not ask under which weights it was computed. Under in_place an update can't flush the cache (the flush fails while
+requests run), so a later turn would silently be sampled on top of old weights' KV, and its logprobs would be of no
+version at all. Therefore every request carries as `extra_key`, which SGLang makes part of the cache's key, a name for
+what the server holds: another after each load, and another in each run. What is left under in_place is what the mode
+means: a request that was sent before the update keeps its own KV. Under retract and abort the update flushes the
+cache too, since a retracted request keeps its key and would find its own old KV again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from yarl import URL
+
+from arl.api.config import ClientConfig, SGLangEngineConfig
+from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.errors import (
+    ArlError,
+    ConfigError,
+    EngineClosedError,
+    PromptTooLongError,
+    RequestTimeoutError,
+    ServerError,
+    first_error,
+)
+from arl.api.types import ModelRequest, ModelResponse
+from arl.engine.client.continuation import PartialResponse
+from arl.engine.client.server_client import Answer, ServerClient, ServerFailedError
+from arl.engine.client.server_pool import Attempt, Server, ServerPool
+from arl.engine.client.upkeep import Upkeep
+from arl.web.descriptors import allow_many_connections
+
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 2.0
+_STARTS_PER_TURN = 16
+_CONNECT_TIMEOUT_S = 30.0
+_SHARE_OF_TIMEOUT = 0.5
+"""A server is suspected if it had a request that timed out for more of its time than this; else others were slow."""
+_KEEPALIVE_S = 4.0
+"""Idle connections are closed before uvicorn, which SGLang runs on, closes them from its side (5 s)."""
+
+
+class RemoteSGLangEngine:
+    """An InferenceEngine that asks the SGLang-protocol servers at `addresses` (base URLs).
+
+    Use as `async with RemoteSGLangEngine(...) as engine`: its tasks and connections live inside the block, whose
+    start fails with ServerError if a server is not there, or serves another model than the others. `version` is what
+    the servers' weights are at the start.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        config: ClientConfig,
+        *,
+        api_key: str | None = None,
+        version: int = 0,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        """eos_token_ids: the model's own end-of-sequence tokens, at which a response that was cut short is complete."""
+        if not addresses:
+            raise ServerError("there is no server to ask: addresses is empty")
+        self._addresses = list(dict.fromkeys(map(base_url, addresses)))
+        router = config.router if isinstance(config, SGLangEngineConfig) else None
+        self._router = None if router is None else base_url(router)
+        self._config = config
+        self._api_key = api_key
+        self._updating = asyncio.Lock()
+        self._turns = asyncio.Semaphore(_STARTS_PER_TURN)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._tasks = asyncio.TaskGroup()
+        self._pool = ServerPool(version)
+        self._upkeep = Upkeep(self._pool, config, self._tasks)
+        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
+
+    async def __aenter__(self) -> Self:
+        allow_many_connections()
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
+        )
+        try:
+            if self._router is not None:
+                self._pool.router = self._server(session, self._router)
+            await self._upkeep.start([self._server(session, address) for address in self._addresses])
+            await self._tasks.__aenter__()
+        except BaseException:
+            await session.close()
+            raise
+        self._session = session
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.aclose()
+        finally:
+            await self._end_tasks(error)
+
+    @property
+    def version(self) -> int:
+        """The newest version that every serving server holds."""
+        return self._pool.version
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Continue `request.input_ids`; see InferenceEngine.agenerate.
+
+        An answer that was cut short is continued, on the session's server. A request whose server fails is sent to
+        another, at most max_retries times, each time from the tokens it already has.
+        """
+        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
+        partial = PartialResponse(request)
+        sent = faults = 0
+        failed: Server | None = None
+        while partial.stop_reason is None:
+            server = await self._choose(request, deadline, avoid=failed)
+            try:
+                fault = await self._attempt(server, partial, f"{request.rid}.{sent}", deadline)
+            except PromptTooLongError:
+                if partial.num_tokens == 0:
+                    raise
+                partial.stop_at_context_end()
+                break
+            sent += 1
+            failed = server if fault is not None else None
+            if fault is not None:
+                faults += 1
+                await self._back_off(request, fault, faults)
+        return partial.response()
+
+    async def pause(self) -> None:
+        """Stop generation on every server, in the configured mode; requests wait until resume."""
+        self._check_open()
+        async with self._updating:
+            await self._upkeep.pause()
+
+    async def resume(self) -> None:
+        self._check_open()
+        async with self._updating:
+            await self._upkeep.resume()
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
+        """Bring all servers to `update`, at once or one after another (update_order). Requests in flight go on.
+
+        Each server is prepared while it generates, then paused, loaded and resumed. One that fails, or takes longer
+        than update_timeout_s, is fenced off and brought up to date when it is well again. Raises ServerError if no
+        server holds the update, ValueError if servers hold a newer one.
+        """
+        self._check_open()
+        async with self._updating:
+            return await self._upkeep.update(update)
+
+    async def add_server(self, address: str) -> None:
+        """Let one more server serve, as soon as it holds the current weights. Running requests are not disturbed.
+
+        Raises ServerError if it can't be reached, is no SGLang server, serves another model or does not take the
+        weights; the engine is then as it was before.
+        """
+        session = self._check_open()
+        address = base_url(address)
+        if self._pool.at(address) is not None:
+            raise ConfigError(f"{address} is one of the servers already")
+        await self._upkeep.add(self._server(session, address))
+
+    async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
+        """Give the server no new requests, wait for those that run there, and forget it; it is left running.
+
+        Requests that still run after drain_timeout_s are continued on other servers from the tokens they have. Raises
+        ConfigError if there is no such server, ServerError if no other would be left to serve.
+        """
+        self._check_open()
+        server = self._pool.at(base_url(address))
+        if server is None:
+            known = ", ".join(server.address for server in self._pool.servers)
+            raise ConfigError(f"{address} is none of the servers, which are {known}")
+        await self._upkeep.remove(server, drain_timeout_s)
+
+    async def aclose(self) -> None:
+        """Abort what runs, leave no server paused, release connections. Idempotent; a few seconds at most."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._session is None:
+            return
+        try:
+            self._pool.wake_all()
+            await self._upkeep.close()
+        finally:
+            await self._session.close()
+
+    async def _end_tasks(self, block_error: BaseException | None) -> None:
+        """Leave the group; a task's error, which cancelled the block, is raised unless the block had one of its own."""
+        try:
+            # Without the block's own error, which the group would wrap into an ExceptionGroup.
+            await self._tasks.__aexit__(None, None, None)
+        except BaseExceptionGroup as errors:
+            failure = first_error(errors)
+            if block_error is None or isinstance(block_error, asyncio.CancelledError):
+                raise failure from None
+            block_error.add_note(f"at the same time: {failure!r}")
+
+    async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
+        """A server that is serving, another than `avoid` if there is one; waits for it until the deadline."""
+        while True:
+            await self._take_turn()
+            self._check_open()
+            if not self._upkeep.is_paused and (server := self._pool.choose(request.session_id, avoid)) is not None:
+                return server
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._pool.changed()
+            except TimeoutError:
+                raise self._no_server(request) from None
+
+    async def _take_turn(self) -> None:
+        """Let a few requests start in each turn of the event loop: a thousand at once would hold it for a second."""
+        await self._turns.acquire()
+        asyncio.get_running_loop().call_soon(self._turns.release)
+
+    def _no_server(self, request: ModelRequest) -> ArlError:
+        waited = f"request {request.rid} waited {self._config.request_timeout_s:g} s (engine.request_timeout_s)"
+        if not self._pool.serving:
+            return ServerError(f"{waited} for a server, and none came back: {self._pool.report()}")
+        addresses = ", ".join(server.address for server in self._pool.serving)
+        return RequestTimeoutError(f"{waited} while generation was paused on {addresses}")
+
+    async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
+        """Send the request once and keep what comes back. Returns what went wrong, if it may be tried again."""
+        attempt = self._pool.begin(server, rid, asyncio.timeout_at(deadline))
+        payload = partial.payload(rid, cache_key=self._pool.cache_key(server), adapter=attempt.adapter)
+        try:
+            async with attempt.scope:
+                answer = await server.client.generate(payload)
+        except ServerFailedError as failure:
+            self._upkeep.suspect(server, str(failure))
+            return str(failure)
+        except TimeoutError:
+            return self._timed_out(server, attempt)
+        except asyncio.CancelledError:
+            self._upkeep.abort(server, rid)
+            raise
+        finally:
+            self._pool.end(server, attempt)
+        return self._keep(server, attempt, partial, answer)
+
+    def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
+        """Add the answer to what the request has; returns what is wrong with it."""
+        if (label := attempt.foreign_label(answer)) is not None:
+            fault = f"{server.address} lost its weights: it serves {label!r}, not version {attempt.version}"
+            self._upkeep.suspect(server, fault)
+            return fault
+        partial.extend(answer, attempt.versions(answer), self._eos_token_ids)
+        was_meant = self._pool.pauses(server) != attempt.pauses or server.is_leaving
+        if answer.finish != "abort" or was_meant or partial.stop_reason is not None:
+            return None
+        return f"{server.address} aborted the request, and nobody asked for it"
+
+    def _timed_out(self, server: Server, attempt: Attempt) -> str:
+        """The scope ended: the engine closed, the server was lost (which may be tried again), or the time is over."""
+        self._check_open()
+        if attempt.lost is not None:
+            return attempt.lost
+        self._upkeep.abort(server, attempt.rid)
+        waited_s = asyncio.get_running_loop().time() - attempt.sent_at
+        if waited_s > _SHARE_OF_TIMEOUT * self._config.request_timeout_s:
+            self._upkeep.suspect(server, f"a request got no answer in {waited_s:.3g} s")
+        raise RequestTimeoutError(
+            f"request {attempt.rid} was not answered within {self._config.request_timeout_s:g} s "
+            f"(engine.request_timeout_s), the last {waited_s:.3g} s of which {server.address} had it"
+        )
+
+    async def _back_off(self, request: ModelRequest, fault: str, faults: int) -> None:
+        if faults > self._config.max_retries:
+            raise ServerError(
+                f"request {request.rid} failed {faults} times (engine.max_retries is {self._config.max_retries}); "
+                f"the last time: {fault}"
+            )
+        await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
+
+    def _server(self, session: aiohttp.ClientSession, address: str) -> Server:
+        return Server(ServerClient(session, address), version=self._pool.version)
+
+    def _check_open(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed")
+        if self._session is None:
+            raise EngineClosedError("the engine is not open yet: use it inside `async with`")
+        return self._session
+
+
+def base_url(address: str) -> str:
+    try:
+        url = URL(address)
+        is_url = url.scheme in ("http", "https") and bool(url.host)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"engine.addresses holds {address!r}; it must hold base URLs, such as http://127.0.0.1:30000")
+    return address.rstrip("/")

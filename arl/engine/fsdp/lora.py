@@ -1,0 +1,289 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) by peft: the model is frozen, and what is trained is small.
+
+    y = W x + alpha / rank * B A x        W [out, in] frozen, A [rank, in] random at first, B [out, rank] zero
+
+peft puts the adapters into the model's own layers, so everything around them (packing, sharding, losses) is as without.
+Servers get W + alpha / rank * B A under W's own name, or the adapters alone, as files in peft's format.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from arl.api.config import LoRAConfig
+from arl.api.errors import ConfigError, ModelError
+from arl.engine.fsdp.export import whole_directory
+from arl.engine.fsdp.model import LoadedModel
+from arl.engine.fsdp.optimizer import local_shard
+from arl.engine.fsdp.tensor_parallel import whole_tensor
+from arl.engine.weights.layout import rows_of
+
+_ADAPTER = "default"
+"""peft's name for the one adapter there is. It is in parameters' names, not in files."""
+_VALUE_HEAD = "score"
+"""The name of a sequence-classification model's head."""
+
+
+class Adapters:
+    """The adapters of a model, one to each targeted layer."""
+
+    def __init__(self, loaded: LoadedModel, base: str | Path, config: LoRAConfig, dtype: str, seed: int) -> None:
+        """Freeze the model and inject adapters, in place and before it is sharded; the same for a seed.
+
+        base: the directory or name that the model is from, which adapters' files name. dtype: what it will be
+        computed in. Raises ModelError where peft finds no such layers, or would adapt what is not used as a linear
+        layer; ConfigError where peft is missing.
+        """
+        self.model = model = loaded.model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._layers = _inject(model, config)
+            """The names of the adapted layers."""
+        if dtype == "bfloat16":
+            _narrow(loaded)
+        self._rank, self._alpha = config.rank, config.alpha
+        self._file_names = _file_names(model)
+        source = str(Path(base).absolute() if Path(base).is_dir() else base)
+        self._config = _config_file(model, source, config, self._suffixes)
+
+    @cached_property
+    def origin(self) -> LoRAOrigin:
+        """What a checkpoint of the adapters alone belongs to; a collective when it is asked for first."""
+        frozen = {name: p.detach() for name, p in self.model.named_parameters() if not p.requires_grad}
+        sums = torch.stack([_fingerprint(tensor) for tensor in frozen.values()])
+        dist.all_reduce(sums)
+        return LoRAOrigin(
+            rank=self._rank,
+            alpha=self._alpha,
+            target_modules=self._suffixes,
+            frozen=dict(zip(frozen, sums.tolist(), strict=True)),
+        )
+
+    def copy(self) -> AdapterCopy:
+        """The adapters aside, whole and on the CPU of rank 0; a collective."""
+        state = self.model.state_dict()
+        whole = {file: _whole(state[name]) for name, file in self._file_names.items()}
+        is_kept = dist.get_rank() == 0
+        tensors = {file: tensor.to("cpu", copy=True) for file, tensor in whole.items() if is_kept}
+        return AdapterCopy(config=self._config, tensors=tensors)
+
+    def merged(self, names: Sequence[str]) -> MergedWeights:
+        """The model's tensors of these names, as they were before the injection; a collective.
+
+        To be used up before the next step.
+        """
+        state = self.model.state_dict()
+        a = {layer: _whole(state[f"{layer}.lora_A.{_ADAPTER}.weight"]) for layer in self._layers}
+        return MergedWeights(names, state, a, self._alpha / self._rank)
+
+    @property
+    def _suffixes(self) -> list[str]:
+        """What peft is told to find the same layers by: the last part of their names, where that is enough."""
+        last = {name.rpartition(".")[2] for name in self._layers}
+        others = {
+            name.rpartition(".")[2]
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and not name.endswith((".base_layer", f".{_ADAPTER}"))
+        }
+        return sorted(self._layers if last & others else last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAOrigin:
+    """What adapters belong to. frozen: name -> fingerprint of each parameter that stays as it is."""
+
+    rank: int
+    alpha: int
+    target_modules: list[str]
+    frozen: Mapping[str, int]
+
+
+class MergedWeights(Sequence[torch.Tensor]):
+    """Tensors that are merged when they are looked up, so that no more of them are held than are being copied.
+
+    In float32, and as sharded as the model is: W and B have the same rows on a rank, and A is whole.
+    """
+
+    def __init__(
+        self, names: Sequence[str], state: Mapping[str, torch.Tensor], a: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
+        """state: the model's tensors by the names they have now. a: of each adapted layer, whole."""
+        self._names = names
+        self._state = state
+        self._a = a
+        self._scaling = scaling
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    @torch.no_grad()
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        if isinstance(index, slice):
+            return [self._look_up(name) for name in self._names[index]]
+        return self._look_up(self._names[index])
+
+    def _look_up(self, name: str) -> torch.Tensor:
+        layer, _, leaf = name.rpartition(".")
+        if layer not in self._a:
+            return self._state[name].detach()
+        base = self._state[f"{layer}.base_layer.{leaf}"].detach()
+        return self._merge(layer, base) if leaf == "weight" else base
+
+    def _merge(self, layer: str, base: torch.Tensor) -> torch.Tensor:
+        b = self._state[f"{layer}.lora_B.{_ADAPTER}.weight"]
+        update = local_shard(b) @ self._a[layer]
+        merged = local_shard(base).float().add(update, alpha=self._scaling)
+        if not isinstance(base, DTensor):
+            return merged
+        return DTensor.from_local(
+            merged, base.device_mesh, base.placements, run_check=False, shape=base.shape, stride=base.stride()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdapterCopy:
+    """Adapters copied aside. tensors: whole, by the names that peft's files have; none but on rank 0."""
+
+    config: bytes
+    tensors: Mapping[str, torch.Tensor]
+
+    def write(self, directory: Path) -> int:
+        """Write them as peft does; returns the bytes written. The directory appears complete or not at all."""
+        with whole_directory(directory) as aside:
+            save_file(dict(self.tensors), aside / "adapter_model.safetensors", metadata={"format": "pt"})
+            (aside / "adapter_config.json").write_bytes(self.config)
+            return sum(file.stat().st_size for file in aside.iterdir())
+
+
+def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
+    """Adapt layers, and freeze everything else but a value head; returns the layers' names."""
+    peft = _peft()
+    named = list(config.target_modules) if config.target_modules != "all-linear" else []
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=named or _linear_layers(model),
+        task_type=_task_type(model),
+    )
+    try:
+        peft.inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        raise ModelError(f"train.lora cannot adapt this {type(model).__name__}: {error}") from error
+    model.eval()
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    for name, layer in layers.items():
+        is_linear = isinstance(layer, peft.tuners.lora.Linear) and isinstance(layer.base_layer, nn.Linear)
+        if not is_linear or layer in _heads(model).values():
+            means = ", ".join(named) or "all-linear"
+            raise ModelError(
+                f"train.lora.target_modules is {means}, by which peft finds {name}: not a linear layer within "
+                f"{type(model).__name__}. Name projections that can be adapted, such as q_proj, k_proj, v_proj, o_proj"
+            )
+    for target in named:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            raise ModelError(f"train.lora.target_modules names {target}, which no layer of this model is called")
+    for parameter in _value_head(model).values():
+        parameter.requires_grad_()
+    return list(layers)
+
+
+def _narrow(loaded: LoadedModel) -> None:
+    """Hold in bfloat16 what is frozen and stored in it: it will be rounded to that for each use, and never moves."""
+    for name, parameter in loaded.model.named_parameters():
+        is_narrow = loaded.stored_dtype(name.replace(".base_layer.", ".")) == torch.bfloat16
+        if is_narrow and not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Not peft's own "all-linear", which also means fused experts: those it would merge anew for each forward pass."""
+    heads = _heads(model).values()
+    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in heads]
+
+
+def _heads(model: PreTrainedModel) -> dict[str, Any]:
+    heads = {"language model": model.get_output_embeddings(), "value": getattr(model, _VALUE_HEAD, None)}
+    return {name: head for name, head in heads.items() if head is not None}
+
+
+def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
+    """int64: this rank's share of a sum over float32 bit patterns, each times a number that depends on its row.
+
+    Sums of integers, modulo 2^64, are the same for any number of ranks.
+    """
+    rows = local_shard(parameter).float().view(torch.int32).flatten(start_dim=1 if parameter.ndim > 1 else 0)
+    first = 0
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        first = rows_of(parameter.shape[0], mesh.get_local_rank(), mesh.size()).start
+    sums = rows.sum(dim=1, dtype=torch.int64) if parameter.ndim > 1 else rows.to(torch.int64)
+    factors = 2 * torch.arange(first, first + len(sums), device=sums.device) + 1
+    return (sums * factors).sum()
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("train.lora needs peft: pip install 'arl[lora]', or unset train.lora") from None
+    return peft
+
+
+def _file_names(model: PreTrainedModel) -> dict[str, str]:
+    """The adapters' parameters: name in the model -> name in peft's files."""
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    of_files = _peft().get_peft_model_state_dict(
+        model, state_dict=parameters, adapter_name=_ADAPTER, save_embedding_layers=False
+    )
+    of_files |= _value_head(model)
+    # As a PeftModel names them, which wraps the model twice.
+    return {names[id(parameter)]: f"base_model.model.{name}" for name, parameter in of_files.items()}
+
+
+def _value_head(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """What a sequence-classification model is trained by beside adapters, whole: it may well be new."""
+    head = _heads(model).get("value")
+    return {f"{_VALUE_HEAD}.{name}": p for name, p in head.named_parameters()} if head is not None else {}
+
+
+def _task_type(model: PreTrainedModel) -> str:
+    return "SEQ_CLS" if _value_head(model) else "CAUSAL_LM"
+
+
+def _config_file(model: PreTrainedModel, base: str, config: LoRAConfig, suffixes: list[str]) -> bytes:
+    """adapter_config.json, the same each time. Servers want suffixes, and no word that stands for them."""
+    settings = _peft().LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=suffixes,
+        task_type=_task_type(model),
+        modules_to_save=[_VALUE_HEAD] if _value_head(model) else None,
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    settings.target_modules = suffixes  # which was made a set, of no order
+    with tempfile.TemporaryDirectory() as scratch:
+        settings.save_pretrained(scratch)
+        return (Path(scratch) / "adapter_config.json").read_bytes()
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    tensor = parameter.detach()
+    return whole_tensor(tensor) if isinstance(tensor, DTensor) else tensor

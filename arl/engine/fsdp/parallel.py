@@ -1,0 +1,151 @@
+"""How the model is laid over ranks: the device of each, the mesh, and what is done to which module.
+
+    layer --split over "tp"--> --compiled--> --checkpointed--> --sharded over "dp"
+
+in this order: a checkpoint recomputes what is within it, which is the compiled layer; sharding gathers the weights
+around all of it, once for a recomputation and its backward pass. No parameter changes its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from arl.api.config import TrainConfig
+from arl.api.errors import ConfigError
+from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
+from arl.engine.fsdp.model import TokenModel, transformer_layers
+from arl.engine.fsdp.tensor_parallel import split_layers
+
+
+def rank_device(device: str) -> torch.device:
+    """device: train.device."""
+    if device == "cpu":
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        raise ConfigError(f"train.device is {device}, which this torch cannot compute on; cpu, or cuda where it has it")
+    named, rank = torch.device(device).index, os.environ.get("LOCAL_RANK")
+    if named is not None and rank is not None and named != int(rank):
+        raise ConfigError(
+            f"train.device is {device}, but this process is local rank {rank}; say cuda, without a number"
+        )
+    index = named if named is not None else int(rank or 0)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
+    """All ranks, as "dp" alone or as "dp" x "tp": ranks that split their layers are next to each other.
+
+    Rank r trains share r // tensor_parallel of the data. Raises ConfigError where the ranks don't come out even.
+    """
+    world_size = dist.get_world_size()
+    if world_size % tensor_parallel:
+        raise ConfigError(
+            f"train.tensor_parallel is {tensor_parallel}, which does not divide the {world_size} rank(s) there are"
+        )
+    if tensor_parallel == 1:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+    sizes = (world_size // tensor_parallel, tensor_parallel)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
+
+
+@contextlib.contextmanager
+def loading_turn() -> Iterator[None]:
+    """Ranks of one machine load one after another: a whole model lies in its memory once, not once for each rank.
+
+    A lock on a file, which ends with its process: a rank that dies while it loads keeps nobody waiting.
+    """
+    if dist.get_world_size() == 1:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"arl-loading-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
+    """Split, compile and checkpoint the layers as `config` says; shard them, and the rest at the root, over "dp".
+
+    Gradients are summed over ranks. Nothing is sent: each rank holds the whole model and keeps its part.
+    """
+    layers = list(transformer_layers(module.model))
+    if config.tensor_parallel > 1:
+        split_layers(module.model, mesh["tp"])
+    if config.compile:
+        _compile(layers, mesh.device_type)
+    if config.activation_checkpointing:
+        _wrap_forward(layers, _checkpointed)
+
+    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # The microbatch's temperatures stay float32.
+    uncast = dataclasses.replace(precision, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    # Alone, a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy. Offloaded,
+    # it is what the device has no room for.
+    keep = mesh["dp"].size() == 1 and not config.cpu_offload
+    for part, casting in (*((layer, precision) for layer in layers), (module, uncast)):
+        fully_shard(part, mesh=mesh["dp"], mp_policy=casting, offload_policy=offload, reshard_after_forward=not keep)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are shares of one sum.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap each layer's own computation, within the hooks that gather its weights."""
+    for layer in layers:
+        layer.forward = wrap(layer.forward)
+
+
+def _compile(layers: list[nn.Module], device_type: str) -> None:
+    """Compile what is around attention, once for all layers and for any number of tokens, at the first step.
+
+    Attention itself is called as it is: it depends on the lengths of the row's sequences, which differ each time.
+    """
+    _check_compiler(device_type)
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+    _wrap_forward(layers, functools.partial(torch.compile, dynamic=True))
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, keeping its inputs alone for the backward pass. Not transformers' own, which wants training mode."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Nothing in evaluation mode draws random numbers that would have to be drawn again.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _check_compiler(device_type: str) -> None:
+    """Raises ConfigError naming what torch.compile lacks; it would say so only in the middle of the first step."""
+    variable, names = ("CXX", ("g++", "clang++", "c++")) if device_type == "cpu" else ("CC", ("gcc", "clang", "cc"))
+    wanted = [named] if (named := os.environ.get(variable)) else list(names)
+    if not any(shutil.which(name.split()[0]) for name in wanted):
+        raise ConfigError(
+            f"train.compile needs a compiler, and there is none called {' or '.join(wanted)}; install one (g++ will "
+            f"do), name it in ${variable}, or leave train.compile off"
+        )
+    if device_type != "cpu" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("train.compile on CUDA needs the package triton; install it, or leave train.compile off")

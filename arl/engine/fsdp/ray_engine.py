@@ -1,0 +1,268 @@
+"""The train engine over many ranks: each an FSDPTrainEngine in a Ray actor, with its share of every minibatch.
+
+    train_batch(minibatches) --divide--> a share for each data-parallel rank --Ray's object store--> rank 0, 1, ...
+                                                                                                        |
+    metrics, once <-- the same on every rank <-- sums of loss, gradients, counts <--gloo or NCCL--------+
+
+Loss weights hold the minibatch's denominators, so shares need nothing of each other but the sum of the gradients, and
+numbers do not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arl.api.config import TrainConfig
+from arl.api.engine import Head, ModelLimits, Output, TensorSpec, TokenLoss, WeightGroup
+from arl.api.errors import ConfigError, EngineClosedError, TrainingError, TransportError
+from arl.api.types import TrainSequence, new_id
+from arl.engine.fsdp.ray_cluster import Placement, RayLease
+from arl.engine.fsdp.shares import PackedSequences, divide
+
+if TYPE_CHECKING:
+    from arl.engine.fsdp.ranks import Ranks
+    from arl.engine.fsdp.snapshot import AdapterSnapshot
+
+_ENGINES = 2
+"""How many engines a Ray of this process alone has CPUs for: a policy's and a critic's. They are numbers there."""
+
+
+class RayTrainEngine:
+    """Trains over config.num_ranks processes; see arl.api.engine.TrainEngine for the contract.
+
+    With config.tensor_parallel T, each T ranks in a row compute one share of the data together. Directories are read
+    and written by the ranks, so on a cluster of several nodes they have to be where all of these see them. Where a
+    rank fails or dies, TrainingError says which and why, and the engine is closed.
+    """
+
+    def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
+        """model: a model directory or a name on the hub. seed: of torch's generator, on every rank. head: as
+        FSDPTrainEngine's.
+
+        Raises ModelError, ConfigError, and TrainingError where the ranks have no room on the cluster after
+        config.startup_timeout_s, or have not built the engine after as long for each of them.
+        """
+        self._config = config
+        self._version = 0
+        with ExitStack() as stack:
+            deadline = time.monotonic() + config.startup_timeout_s
+            self._ranks, address = _start_ranks(config, stack, deadline)
+            # Those of a machine load the model one after another.
+            deadline = time.monotonic() + config.startup_timeout_s * config.num_ranks
+            (port,) = self._ranks.train("open_store", [(address,)], deadline=deadline)
+            directory = str(Path(model).absolute()) if Path(model).is_dir() else str(model)
+            build = ((address, port), directory, config, seed, head)
+            self._limits: ModelLimits = self._ranks.train_alike("build", *build, deadline=deadline)[0]
+            self._stack = stack.pop_all()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._limits
+
+    def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
+        """The output, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
+        shares = self._divide(sequences)
+        packed = [PackedSequences.of([sequences[i] for i in share]) for share in shares]
+        answers = self._ranks.train("forward", [(share, output) for (share,) in self._to_ranks(packed)])
+        outputs = [torch.zeros(len(sequence)) for sequence in sequences]
+        for share, lengths, answer in zip(
+            shares, (p.lengths for p in packed), answers[:: self._config.tensor_parallel], strict=True
+        ):
+            for index, values in zip(share, torch.from_numpy(answer.copy()).split(lengths), strict=True):
+                outputs[index] = values
+        return outputs
+
+    def update_reference(self, share: float = 1.0) -> None:
+        """Move the reference towards the current weights; each rank holds its shards of it."""
+        self._ranks.train_alike("update_reference", share)
+
+    def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
+        """One optimizer step for each minibatch, then version += 1. Metrics are FSDPTrainEngine's, of all ranks.
+
+        loss: must pickle; TypeError where it does not.
+        """
+        loss_ref = self._ranks.put(loss)
+        packed: list[list[PackedSequences]] = [[] for _ in range(self._num_shares)]
+        for minibatch in minibatches:
+            for share, indices in zip(packed, self._divide(minibatch), strict=True):
+                share.append(PackedSequences.of([minibatch[i] for i in indices]))
+        arguments = [(share, loss_ref) for (share,) in self._to_ranks(packed)]
+        metrics = self._agreed(self._ranks.train("train_batch", arguments))
+        self._version += 1
+        return metrics
+
+    def snapshot(self) -> RankZeroSnapshot:
+        """Copy the weights aside, as servers hold them. Later steps do not change the copy."""
+        key = new_id()
+        self._ranks.train_alike("snapshot", key)
+        return RankZeroSnapshot(self._ranks, key, self._version)
+
+    def snapshot_adapter(self) -> AdapterSnapshot:
+        """Copy the adapters alone aside. Raises ConfigError without train.lora."""
+        if self._config.lora is None:
+            raise ConfigError("there are no adapters to publish: the ranks train the whole model; set train.lora")
+        key = new_id()
+        self._ranks.train_alike("snapshot_adapter", key)
+        return RankZeroSnapshot(self._ranks, key, self._version)
+
+    def export(self, directory: Path) -> int:
+        """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written."""
+        snapshot = self.snapshot()
+        try:
+            return snapshot.write(directory)
+        finally:
+            snapshot.release()
+
+    def save(self, directory: Path) -> RanksSaving:
+        """Copy aside everything that `load` needs to continue bit for bit, and begin to write it."""
+        key = new_id()
+        self._ranks.train_alike("save", key, Path(directory).absolute())
+        return RanksSaving(self._ranks, key)
+
+    def load(self, directory: Path) -> None:
+        """Continue from `save`'s directory, whatever the number of ranks it is from. Raises CheckpointError."""
+        self._version = self._ranks.train_alike("load", Path(directory).absolute())[0]
+
+    def close(self) -> None:
+        """End the ranks, and the Ray that was started for them. Idempotent; later calls raise EngineClosedError."""
+        self._stack.close()
+
+    @property
+    def _num_shares(self) -> int:
+        return self._config.num_ranks // self._config.tensor_parallel
+
+    def _divide(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
+        return divide(sequences, self._num_shares, share_prefixes=self._config.share_prefixes)
+
+    def _to_ranks(self, shares: Sequence[Any]) -> list[tuple[Any]]:
+        """Each rank's arguments: its share, which ranks that split their layers have in common."""
+        refs = [self._ranks.put(share) for share in shares]
+        return [(refs[rank // self._config.tensor_parallel],) for rank in range(self._config.num_ranks)]
+
+    def _agreed(self, metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+        """The metrics that all ranks report: those of rank 0, if they do."""
+        for rank, others in enumerate(metrics):
+            for name, value in metrics[0].items():
+                if not _is_same(value, others[name]):
+                    reason = f"rank {rank} reports {name} {others[name]}, rank 0 {value}: their weights have parted"
+                    self._ranks.end(reason)
+                    raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint")
+        return metrics[0]
+
+
+class RankZeroSnapshot:
+    """A SendableSnapshot in another process: every method runs on rank 0, beside training."""
+
+    def __init__(self, ranks: Ranks, key: str, version: int) -> None:
+        self.version = version
+        self._ranks = ranks
+        self._key = key
+        self._is_released = False
+        # Whoever drops a snapshot without releasing it lets go of it all the same.
+        weakref.finalize(self, ranks.tell, "forget", key).atexit = False
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return self._ask("specs")
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return self._ask("num_bytes")
+
+    @cached_property
+    def backend(self) -> str:
+        return self._ask("backend")
+
+    def write(self, directory: Path) -> int:
+        return self._ask("write", Path(directory).absolute())
+
+    def write_adapter(self, directory: Path) -> int:
+        return self._ask("write_adapter", Path(directory).absolute())
+
+    def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
+        return self._ask("open_group", server, num_ranks, backend, address)
+
+    def join(self, group: WeightGroup) -> None:
+        self._ask("join", group)
+
+    def send(self, group: str, start: int, stop: int) -> None:
+        self._ask("send", group, start, stop)
+
+    def leave(self, group: str) -> None:
+        with suppress(EngineClosedError, TrainingError):  # the group ended with the rank
+            self._ranks.beside(0, "ask", self._key, "leave", (group,), group="leaving")
+
+    def release(self) -> None:
+        """Does not wait for the ranks, so that an event loop may call it."""
+        self._is_released = True
+        self._ranks.tell("ask", self._key, "release", ())
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        if self._is_released:
+            raise TransportError(f"the snapshot of version {self.version} was released")
+        return self._ranks.beside(0, "ask", self._key, name, args)
+
+
+class RanksSaving:
+    """A checkpoint that all ranks are writing; see arl.api.engine.Saving."""
+
+    def __init__(self, ranks: Ranks, key: str) -> None:
+        self._ranks = ranks
+        self._key = key
+        weakref.finalize(self, ranks.tell, "forget", key).atexit = False
+
+    def wait(self) -> None:
+        """Raises CheckpointError, and TrainingError where a rank died meanwhile."""
+        self._ranks.beside_all("ask", self._key, "wait", ())
+
+
+def check_gpus(config: TrainConfig, num_engines: int = 1) -> None:
+    """Raises ConfigError where the ranks of so many engines are to have GPUs of this machine, which has fewer."""
+    count, there = num_engines * config.num_ranks, torch.cuda.device_count()
+    if not _is_cuda(config) or config.ray_address is not None or there >= count:
+        return
+    critic = " for the policy, and as many for the critic" if num_engines > 1 else ""
+    share = ", algorithm.critic.backbone=shared" if num_engines > 1 else ""
+    raise ConfigError(
+        f"train.num_ranks is {config.num_ranks}{critic}, and this machine has {there} GPU(s); set it lower{share}, or "
+        "train.ray_address to a cluster that has more"
+    )
+
+
+def _is_cuda(config: TrainConfig) -> bool:
+    return torch.device(config.device).type == "cuda"
+
+
+def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tuple[Ranks, str]:
+    """Actors, each in its place, and the address of rank 0; `stack` ends them, and what was needed for them."""
+    check_gpus(config)
+    num_gpus = 1 if _is_cuda(config) else 0
+    count, num_threads = config.num_ranks, config.num_threads
+    all_gpus = torch.cuda.device_count() if num_gpus else 0
+    lease = RayLease(config.ray_address, num_cpus=_ENGINES * count * num_threads, num_gpus=all_gpus)
+    stack.callback(lease.release)
+    placement = Placement(count, num_cpus=num_threads, num_gpus=num_gpus, deadline=deadline)
+    stack.callback(placement.release)
+    # Not before Ray has been imported by the lease, which decides how.
+    from arl.engine.fsdp.ranks import Ranks
+
+    ranks = Ranks(count, placement, num_threads=num_threads, num_gpus=num_gpus)
+    stack.callback(ranks.close)
+    return ranks, placement.address
+
+
+def _is_same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-5) or (math.isnan(a) and math.isnan(b))

@@ -1,0 +1,322 @@
+"""Checkpoints of a sharded model and its optimizer: torch DCP, written beside training, atomic, refused where unfit.
+
+    training's thread    copy this rank's shards aside --> train on
+                                        |
+    arl-checkpoint           write, fsync --> all ranks done --> rank 0: progress.json, fsync, rename
+
+The thread is one of each rank's own, and so is the process group over which the ranks meet there: later steps neither
+change what is written nor wait for it, and their collectives never mix with its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
+
+from arl.api.errors import CheckpointError, DamagedCheckpointError
+from arl.engine.fsdp.export import replace_directory
+from arl.engine.fsdp.lora import Adapters, LoRAOrigin
+from arl.engine.fsdp.reference import Reference
+
+_PROGRESS_FILE = "progress.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a checkpoint holds beside tensors. parameters: name -> shape of each whole parameter that is trained.
+
+    world_size, device: the ranks that wrote it, each with its random state, and what they computed on (cpu, cuda).
+    lora: what adapters belong to, whose model is not in the checkpoint; None where there are none. has_reference:
+    whether there is a reference policy in it.
+    """
+
+    version: int
+    num_updates: int
+    world_size: int
+    device: str
+    parameters: Mapping[str, list[int]]
+    lora: LoRAOrigin | None = None
+    has_reference: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSaving:
+    """One rank's part of a checkpoint being written; see arl.api.engine.Saving. May be waited for on any thread."""
+
+    written: Future[None]
+
+    def wait(self) -> None:
+        self.written.result()
+
+
+class CheckpointWriter:
+    """Writes a train engine's checkpoints, one after the other. All ranks make the same calls, in the same order."""
+
+    def __init__(self, adapters: Adapters | None) -> None:
+        """A collective of the default process group."""
+        self._adapters = adapters
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-checkpoint")
+        self._last: Future[None] | None = None
+
+    def begin(
+        self,
+        directory: Path,
+        module: nn.Module,
+        optimizer: torch.optim.AdamW,
+        reference: Reference,
+        *,
+        version: int,
+        num_updates: int,
+    ) -> RankSaving:
+        """Copy weights, optimizer state, reference and random state aside, and begin to write them to `directory`.
+
+        Waits for the one before, so that there is one copy at a time. The directory gets its name when it is complete
+        and on the disk; killed before, there is none of that name (or the older one), and what was written aside
+        begins with a dot. The saving raises CheckpointError on every rank when any rank fails.
+        """
+        if self._last:
+            wait([self._last])  # its error is for whoever waits for its saving
+        tensors = _copied(_tensors(module, optimizer, reference, dist.get_rank()))
+        progress = Progress(
+            version=version,
+            num_updates=num_updates,
+            world_size=dist.get_world_size(),
+            device=_device_type(module),
+            parameters=_shapes(module),
+            lora=self._adapters.origin if self._adapters else None,
+            has_reference=reference.is_held,
+        )
+        self._last = self._thread.submit(self._write, Path(os.path.abspath(directory)), tensors, progress)
+        return RankSaving(written=self._last)
+
+    def close(self) -> None:
+        """Wait for what is being written, and let go of the process group."""
+        self._thread.shutdown()
+        dist.destroy_process_group(self._group)
+
+    def _write(self, directory: Path, tensors: dict[str, Any], progress: Progress) -> None:
+        aside: Path | None = None
+        try:
+            aside = directory.parent / f".{directory.name}.{self._agree(uuid.uuid4().hex)}"
+            # The copies are on the CPU. Copying ahead, DCP would open a CUDA context on this thread's device, GPU 0.
+            files = _Files(aside, per_thread_copy_ahead=0)
+            save_tensors(tensors, storage_writer=files, process_group=self._group)
+            self._on_rank_0(partial(_complete, aside, directory, progress))
+        except (Exception, CheckpointException) as error:
+            if aside is not None:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(f"cannot write the checkpoint {directory}: {_cause(error)}") from error
+
+    def _agree(self, value: str) -> str:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group)
+        return values[0]
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Do it there alone, and raise everywhere if it fails: no rank may wait for one that has given up."""
+        failure = ""
+        if dist.get_rank() == 0:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 (raised again below, on all ranks)
+                failure = _cause(error)
+        if failure := self._agree(failure):
+            raise CheckpointError(failure)
+
+
+def load_checkpoint(
+    directory: Path,
+    module: nn.Module,
+    optimizer: torch.optim.AdamW,
+    adapters: Adapters | None,
+    reference: Reference,
+) -> Progress:
+    """Read weights, optimizer state, reference and random state in place; also with another number of ranks than it
+    was saved.
+
+    A reference that is there and not held is held from now on; one that is held has to be there.
+    A rank that the checkpoint has no random state for keeps its own. Raises CheckpointError naming what is missing or
+    does not fit. Where tensors turn out to be unreadable only while they are read, the engine is left half loaded and
+    must not be used on.
+    """
+    progress = _read_progress(directory)
+    _check_origin(directory, progress.lora, adapters.origin if adapters else None)
+    _check_parameters(directory, progress, _shapes(module))
+    if reference.is_held and not progress.has_reference:
+        raise CheckpointError(
+            f"{directory} was written without a reference policy, which is held here: with algorithm.kl.coefficient at "
+            "0, say. Leave it there, or begin another run from the model itself"
+        )
+    if progress.has_reference and not reference.is_held:
+        reference.update(1.0)
+    rank = dist.get_rank()
+    tensors = _tensors(module, optimizer, reference, rank if rank < progress.world_size else None)
+    if progress.device != "cuda":
+        tensors.pop("cuda_rng", None)
+    try:
+        load_tensors(tensors, checkpoint_id=directory)
+    except (Exception, CheckpointException) as error:
+        raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_cause(error)}") from error
+    if "rng" in tensors:
+        torch.set_rng_state(tensors["rng"][str(rank)])
+    if "cuda_rng" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda_rng"][str(rank)])
+    return progress
+
+
+class _Files(FileSystemWriter):
+    """DCP's files, each forced to the disk, with the system's own error when one cannot be written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save covers a failed write with a complaint about positions in the file.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Reference, rank: int | None) -> dict[str, Any]:
+    """The checkpoint's tensors, sharing storage with the model's; with the random state of a rank that has one."""
+    named = _trained(module)
+    tensors: dict[str, Any] = {
+        "model": {name: p.detach() for name, p in named.items()},
+        "exp_avg": {name: optimizer.state[p]["exp_avg"] for name, p in named.items()},
+        "exp_avg_sq": {name: optimizer.state[p]["exp_avg_sq"] for name, p in named.items()},
+        # Each has its own: a parameter that a loss does not reach takes no step.
+        "step": {name: optimizer.state[p]["step"] for name, p in named.items()},
+    }
+    if reference.is_held:
+        tensors["reference"] = dict(reference.values)
+    if rank is not None:
+        tensors["rng"] = {str(rank): torch.get_rng_state()}
+        if _device_type(module) == "cuda":
+            tensors["cuda_rng"] = {str(rank): torch.cuda.get_rng_state()}
+    return tensors
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What is not trained, beside adapters, is where it was loaded from."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _shapes(module: nn.Module) -> dict[str, list[int]]:
+    return {name: list(p.shape) for name, p in _trained(module).items()}
+
+
+def _device_type(module: nn.Module) -> str:
+    """What the ranks compute on. Offloaded parameters wait on the CPU between uses, and their mesh says where for."""
+    parameter = next(module.parameters())
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh.device_type if mesh is not None else parameter.device.type
+
+
+def _copied(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """Copies on the CPU: from a GPU into pinned memory, all under way at once."""
+    copies = {
+        kind: {name: tensor.to("cpu", non_blocking=True, copy=True) for name, tensor in named.items()}
+        for kind, named in tensors.items()
+    }
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
+
+
+def _complete(aside: Path, directory: Path, progress: Progress) -> None:
+    """Give what all ranks have written its name, once it is certain to be there after a power cut."""
+    # As DCP wrote it: what its save returns does not name the files in every version of torch.
+    written = FileSystemReader(aside).read_metadata().storage_data
+    files = {info.relative_path for info in written.values()}
+    if missing := sorted(name for name in files if not (aside / name).exists()):
+        raise CheckpointError(
+            f"rank 0 does not see {', '.join(missing)}, which another rank wrote; the run directory must be on storage "
+            "that all ranks share"
+        )
+    _write_durably(aside / _PROGRESS_FILE, json.dumps(asdict(progress)))
+    _sync(aside)
+    replace_directory(aside, directory)
+    _sync(directory.parent)
+
+
+def _read_progress(directory: Path) -> Progress:
+    file = Path(directory) / _PROGRESS_FILE
+    if not file.is_file():
+        raise DamagedCheckpointError(f"{directory} is not a train engine's checkpoint: it has no {_PROGRESS_FILE}")
+    try:
+        fields = json.loads(file.read_text())
+        lora = LoRAOrigin(**fields["lora"]) if fields.get("lora") else None
+        return Progress(**{**fields, "lora": lora})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_PROGRESS_FILE}: {error}") from error
+
+
+def _check_origin(directory: Path, stored: LoRAOrigin | None, expected: LoRAOrigin | None) -> None:
+    if stored is None and expected is None:
+        return
+    if stored is None or expected is None:
+        there, here, what = ("with", "unset", "set it alike") if stored else ("without", "set", "unset it")
+        raise CheckpointError(f"{directory} was written {there} train.lora, which is {here} here; {what} to load it")
+    for name in ("rank", "alpha", "target_modules"):
+        if (there := getattr(stored, name)) != (here := getattr(expected, name)):
+            raise CheckpointError(f"{directory} was written with train.lora.{name}={there}, and here it is {here}")
+    for name in sorted(stored.frozen.keys() | expected.frozen.keys()):
+        if stored.frozen.get(name) != expected.frozen.get(name):
+            raise CheckpointError(
+                f"{directory} holds adapters of another model: its {name} differs from this one's; load the model that "
+                "they were trained on"
+            )
+
+
+def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str, list[int]]) -> None:
+    stored = progress.parameters
+    for name in sorted(stored.keys() | expected.keys()):
+        if name not in stored or name not in expected:
+            where = "the checkpoint" if name in stored else "the model"
+            raise CheckpointError(f"{directory} was written with another model: only {where} has the parameter {name}")
+        if stored[name] != expected[name]:
+            raise CheckpointError(
+                f"{directory} was written with another model: {name} is {stored[name]} there, {expected[name]} here"
+            )
+
+
+def _cause(error: BaseException) -> str:
+    """What happened, of an error that may be DCP's own (no Exception, and with every rank's traceback as its text)."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+
+
+def _write_durably(file: Path, text: str) -> None:
+    with file.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,408 @@
+"""The running batch: which sequences each step computes, and what becomes of the sampled tokens.
+
+    waiting --admit--> rows: [ decoding ... | prefilling ... ] --finish--> delivered, and retained as a prefix
+
+Row i of the cache belongs to rows[i]. The decoding sequences come first and without gaps, so that their part of the
+cache is a view; a row that ends is filled by the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from arl.engine.local.adapters import Adapter
+from arl.engine.local.job import Job
+from arl.engine.local.prefix import Prefix, PrefixIndex, Retained
+from arl.engine.local.runner import Given, ModelRunner, NamedTensors
+from arl.engine.local.sampler import Sampler, random_stream
+from arl.engine.local.slot_attention import Chunk
+from arl.engine.local.stop import StopStrings
+
+
+@dataclass(slots=True, eq=False)
+class Row(Prefix):
+    """A sequence in the batch, or waiting for its place. tokens: prompt and output; max_length: its longest.
+
+    adapter: what its tokens are adapted by, also after it was unloaded. stream: its random stream. is_mixed: a part of
+    its keys and values is of older weights.
+    """
+
+    job: Job = field(kw_only=True)
+    adapter: Adapter | None = field(kw_only=True)
+    max_length: int = field(kw_only=True)
+    stream: int = field(kw_only=True)
+    stop: tuple[str, ...] = field(kw_only=True)
+    stop_ids: frozenset[int] = field(kw_only=True)
+    index: int = field(default=-1, kw_only=True)
+    is_mixed: bool = field(default=False, kw_only=True)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute until the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_reusable(self) -> int:
+        """How many first tokens need not be computed if their keys and values are known: those of no wanted logits."""
+        before_last = len(self.tokens) - 1
+        if self.job.logprob_start is None or not self.job.lacks_input_logprobs:
+            return before_last
+        return min(before_last, self.job.logprob_start)
+
+
+class Batch:
+    """Continuous batching on one thread: jobs go in, each step returns those that finished or (if streaming) grew.
+
+    prefill_tokens: most prompt tokens in a step, so that a long prompt does not hold up the others for long.
+    prefix_cache_bytes: memory for the keys and values of finished sequences.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_rows: int,
+        prefill_tokens: int,
+        prefix_cache_bytes: int,
+        weight_version: str,
+    ) -> None:
+        self._runner = runner
+        self._max_rows = max_rows
+        self._prefill_tokens = prefill_tokens
+        self._stop_strings = StopStrings(runner.tokenizer)
+        self._prefixes = PrefixIndex(prefix_cache_bytes)
+        self._waiting: deque[Row] = deque()
+        self._rows: list[Row] = []
+        self._num_decoding = 0
+        self._sampler: Sampler | None = None
+        self.weight_version = weight_version
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._rows and not self._waiting
+
+    def add(self, job: Job) -> bool:
+        """Queue a job. False if it cannot be served; it is finished then, and says why."""
+        problem = self._problem(job)
+        if problem is not None:
+            job.abort(problem, 400)
+            return False
+        sampling = job.sampling
+        adapter = self._runner.adapters.find(job.adapter)
+        self._waiting.append(
+            Row(
+                [*job.input_ids, *job.output_ids],
+                extra_key=f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key,
+                job=job,
+                adapter=adapter,
+                max_length=min(len(job.input_ids) + sampling.max_new_tokens, self._runner.context_length),
+                stream=random_stream(sampling.seed),
+                stop=tuple(string for string in sampling.stop if string),
+                stop_ids=frozenset() if sampling.ignore_eos else self._runner.eos_ids | set(sampling.stop_token_ids),
+            )
+        )
+        return True
+
+    def _problem(self, job: Job) -> str | None:
+        vocab_size, context_length = self._runner.vocab_size, self._runner.context_length
+        if not job.input_ids:
+            return "input_ids is empty; a request needs at least one token to continue from"
+        if len(job.input_ids) >= context_length:
+            return (
+                f"input_ids has {len(job.input_ids)} tokens, which leaves no room for output in a context of "
+                f"{context_length}; shorten the prompt or serve with a larger context_length"
+            )
+        if min(job.input_ids) < 0 or max(job.input_ids) >= vocab_size:
+            return f"input_ids holds an id outside the vocabulary; ids go from 0 to {vocab_size - 1}"
+        if job.adapter and self._runner.adapters.find(job.adapter) is None:
+            loaded = ", ".join(self._runner.adapters.loaded) or "none"
+            return f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}"
+        return None
+
+    # ---- a step: admit, run, sample, finish -------------------------------------------------------------------
+
+    def step(self) -> list[Job]:
+        """Compute one step; returns the jobs that finished in it and the streaming ones that gained tokens.
+
+        Whatever it raises, `fail` brings the batch back to a sound state.
+        """
+        self._admit()
+        self._promote()
+        num_decoding = self._num_decoding
+        chunks = self._chunks()
+        decoding = self._rows[:num_decoding]
+        token_ids = [row.tokens[-1] for row in decoding]
+        positions = [row.num_computed for row in decoding]
+        keep = list(range(num_decoding)) if chunks else None
+        given = Given()
+        for chunk in chunks:
+            row = self._rows[chunk.row]
+            _add_given(given, row.job, chunk, len(token_ids))
+            token_ids += row.tokens[chunk.start : chunk.start + chunk.length]
+            positions += range(chunk.start, chunk.start + chunk.length)
+            if chunk.start + chunk.length == len(row.tokens) and keep is not None:
+                keep.append(len(token_ids) - 1)
+        adapted = [(row.adapter, 1) for row in decoding] + [(self._rows[c.row].adapter, c.length) for c in chunks]
+        self._runner.adapters.use(adapted, self._runner.device)
+        self._runner.cache.reserve(len(self._rows), max(positions) + 1)
+        if given.at:
+            logits, logprobs = self._runner.forward_given(token_ids, positions, chunks, keep or [], given)
+            self._hand_out(chunks, logprobs)
+        else:
+            logits = self._runner.forward(token_ids, positions, chunks, keep)
+        for chunk in chunks:
+            self._rows[chunk.row].num_computed += chunk.length
+        for row in decoding:
+            row.num_computed += 1
+        if chunks:
+            self._num_decoding = num_decoding = len(keep or ())
+            self._sampler = None
+            if not num_decoding:
+                return []
+        sampled = self._rows[:num_decoding]
+        if self._runner.is_scorer:
+            return self._take_scores(sampled, logits.tolist())
+        tokens, logprobs = self._sampler_of(sampled).sample(logits, [len(row.tokens) for row in sampled])
+        return self._take(sampled, tokens, logprobs)
+
+    def _hand_out(self, chunks: Sequence[Chunk], logprobs: Sequence[float]) -> None:
+        """Give each job its part of the logprobs that the step computed of given tokens."""
+        _check_numbers(logprobs)
+        first = 0
+        for chunk in chunks:
+            job = self._rows[chunk.row].job
+            count = len(_scored(job, chunk))
+            job.input_logprobs += logprobs[first : first + count]
+            first += count
+
+    def _sampler_of(self, rows: Sequence[Row]) -> Sampler:
+        if self._sampler is None:
+            params = [row.job.sampling for row in rows]
+            streams = [row.stream for row in rows]
+            self._sampler = Sampler.of(params, streams, self._runner.vocab_size, self._runner.device)
+        return self._sampler
+
+    def _take(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Job]:
+        """Append what was sampled, and part with the rows that it ends."""
+        _check_numbers(logprobs)
+        version = self.weight_version
+        delivered: list[Job] = []
+        ended: list[Row] = []
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            job = row.job
+            if job.is_prefill_only:
+                job.finish_reason = {"type": "length", "length": 0}
+                ended.append(row)
+                delivered.append(job)
+                continue
+            row.tokens.append(token)
+            job.output_ids.append(token)
+            job.output_logprobs.append(logprob)
+            job.versions.append(version)
+            if row.stop or token in row.stop_ids or len(row.tokens) >= row.max_length:
+                job.finish_reason = self._finish_reason(row, token)
+            if job.finish_reason is not None:
+                ended.append(row)
+                delivered.append(job)
+            elif job.stream:
+                delivered.append(job)
+        self._part_with(ended)
+        return delivered
+
+    def _take_scores(self, rows: Sequence[Row], scores: Sequence[list[float]]) -> list[Job]:
+        """Note what a reward model says of prompts that are computed, and part with them."""
+        for row, of_labels in zip(rows, scores, strict=True):
+            _check_numbers(of_labels)
+            row.job.scores = of_labels
+            row.job.versions = [self.weight_version]
+            row.job.finish_reason = {"type": "length", "length": 0}
+        ended = list(rows)
+        self._part_with(ended)
+        return [row.job for row in ended]
+
+    def _part_with(self, ended: Sequence[Row]) -> None:
+        for row in ended:
+            self._retain(row)
+        for row in reversed(ended):
+            self._remove(row)
+
+    def _finish_reason(self, row: Row, token: int) -> dict[str, str | int] | None:
+        if row.stop and (matched := self._stop_strings.find(row.job.output_ids, row.stop)) is not None:
+            return {"type": "stop", "matched": matched}
+        if token in row.stop_ids:
+            return {"type": "stop", "matched": token}
+        if len(row.tokens) >= row.max_length:
+            return {"type": "length", "length": len(row.job.output_ids)}
+        return None
+
+    def _retain(self, row: Row) -> None:
+        if not row.is_mixed:
+            kv = self._runner.cache.export(row.index, row.num_computed)
+            self._prefixes.add(Retained(row.tokens[: row.num_computed], row.num_computed, row.extra_key, kv=kv))
+
+    # ---- who is in the batch ----------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Give places to waiting sequences, and to each the keys and values of the longest prefix that is known.
+
+        One whose prefix is being computed by a row waits for that instead of computing it once more.
+        """
+        deferred: list[Row] = []
+        try:
+            while self._waiting and len(self._rows) < self._max_rows:
+                row = self._waiting.popleft()
+                prefix, common = self._prefixes.find(row.tokens, row.extra_key) or (None, 0)
+                common = min(common, row.num_reusable)  # the last token's logits are needed in any case
+                if prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1):
+                    deferred.append(row)
+                else:
+                    self._place(row, prefix, common)
+        finally:
+            self._waiting.extendleft(reversed(deferred))
+
+    def _place(self, row: Row, prefix: Prefix | None, common: int) -> None:
+        """Append a row; the first `common` tokens of `prefix` are its own first, of which some are computed."""
+        length = min(common, prefix.num_computed) if prefix is not None else 0
+        cache = self._runner.cache
+        row.index = len(self._rows)
+        self._rows.append(row)
+        row.num_computed = length
+        row.is_mixed = False
+        if row.job.lacks_input_logprobs:
+            row.job.input_logprobs.clear()  # those from before a retraction: it begins anew
+        if length:
+            cache.reserve(len(self._rows), length)
+            if isinstance(prefix, Retained):
+                cache.restore(row.index, prefix.kv, length)
+            elif isinstance(prefix, Row):
+                cache.copy(prefix.index, row.index, length)
+        row.job.cached_tokens = max(row.job.cached_tokens, min(length, len(row.job.input_ids)))
+        self._prefixes.add(row)
+
+    def _promote(self) -> None:
+        """Rows that need one more token before they sample are decoding, if they follow those that do."""
+        before = self._num_decoding
+        while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
+            self._num_decoding += 1
+        if self._num_decoding != before:
+            self._sampler = None
+
+    def _chunks(self) -> list[Chunk]:
+        """What to compute of the prompts; each row gets some only if those before it complete in this step."""
+        budget = self._prefill_tokens
+        chunks: list[Chunk] = []
+        for row in self._rows[self._num_decoding :]:
+            if budget == 0:
+                break
+            length = min(row.num_pending, budget)
+            chunks.append(Chunk(row=row.index, start=row.num_computed, length=length))
+            budget -= length
+        return chunks
+
+    def _remove(self, row: Row) -> None:
+        """Take a row out. The last decoding row moves into its place, and the last of all into that one's."""
+        self._prefixes.remove(row)
+        self._sampler = None
+        hole = row.index
+        row.index = -1
+        if hole < self._num_decoding:
+            self._num_decoding -= 1
+            self._move(self._num_decoding, hole)
+            hole = self._num_decoding
+        self._move(len(self._rows) - 1, hole)
+        self._rows.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            row = self._rows[source]
+            self._runner.cache.copy(source, target, row.num_computed)
+            row.index = target
+            self._rows[target] = row
+
+    # ---- between steps ----------------------------------------------------------------------------------------
+
+    def abort(self, rid: str | None, message: str = "Aborted by request") -> list[Job]:
+        """Finish a job, or all, with what was generated so far; returns them. Aborting all never touches the device."""
+        if rid is None:
+            ended = [*self._take_out_all(), *self._waiting]
+            self._waiting.clear()
+        else:
+            running = [row for row in self._rows if row.job.rid == rid]
+            waiting = [row for row in self._waiting if row.job.rid == rid]
+            for row in running:
+                self._remove(row)
+            for row in waiting:
+                self._waiting.remove(row)
+            ended = [*running, *waiting]
+        for row in ended:
+            row.job.abort(message)
+        return [row.job for row in ended]
+
+    def fail(self, error: Exception) -> list[Job]:
+        """Finish every running job after a step raised; the queued ones remain."""
+        failed = self._take_out_all()
+        for row in failed:
+            if not row.job.is_done:
+                row.job.abort(f"the step that computed this request failed: {type(error).__name__}: {error}", 500)
+        self.flush()
+        self._runner.cache.clear()
+        return [row.job for row in failed]
+
+    def retract(self) -> None:
+        """Put the running sequences back to the head of the queue, without their keys and values."""
+        retracted = self._take_out_all()
+        for row in retracted:
+            row.job.num_retractions += 1
+        self._waiting.extendleft(reversed(retracted))
+
+    def _take_out_all(self) -> list[Row]:
+        rows, self._rows = self._rows, []
+        self._num_decoding = 0
+        self._sampler = None
+        for row in rows:
+            self._prefixes.remove(row)
+            row.index = -1
+        return rows
+
+    def load(self, tensors: NamedTensors, weight_version: str | None) -> None:
+        """Change weights. No keys and values of the old ones are found by other sequences from here on."""
+        self._runner.load(tensors)
+        self.flush()
+        for row in self._rows:
+            row.is_mixed = row.num_computed > 0
+        if weight_version is not None:
+            self.weight_version = weight_version
+
+    def flush(self) -> None:
+        """Forget the prefixes of finished sequences."""
+        self._prefixes.clear()
+
+
+def _scored(job: Job, chunk: Chunk) -> range:
+    """The positions in a chunk whose logits give logprobs that the job wants."""
+    if job.logprob_start is None or not job.lacks_input_logprobs:
+        return range(0)
+    return range(max(chunk.start, job.logprob_start), min(chunk.start + chunk.length, len(job.input_ids) - 1))
+
+
+def _add_given(given: Given, job: Job, chunk: Chunk, first: int) -> None:
+    """Note what a chunk, whose tokens begin at index `first` of the step's, has of wanted logprobs."""
+    for position in _scored(job, chunk):
+        given.at.append(first + position - chunk.start)
+        given.targets.append(job.input_ids[position + 1])
+
+
+def _check_numbers(computed: Sequence[float]) -> None:
+    if math.isnan(sum(computed)):
+        raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")

@@ -1,0 +1,200 @@
+"""DeltaTransport: to servers on other machines goes what changed, through mirrors that patch a copy beside them.
+
+    snapshot --written--> directory --compared with the one before--> delta --PUT--> mirror --path--> server loads
+                                                                        |
+                 a mirror that holds something else: deltas in a row, or all of it
+
+A mirror is asked what it holds before each update, by checksum. If a row of kept deltas leads from there to the new
+version, and is less than half of the model, these are sent, else the whole model. Whatever goes wrong in between, a
+server is only ever told to load a directory of which the mirror has checked every byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from arl.api.config import DeltaWeightsConfig, DiskWeightsConfig
+from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightServer, WeightUpdate
+from arl.api.errors import TransportError
+from arl.engine.client.server_client import ServerFailedError
+from arl.engine.weights.disk import DiskTransport, WrittenWeights
+from arl.engine.weights.mirror_client import MirrorClient, WrongBaseError
+from arl.engine.weights.replica import Replica, delta_package, survey, whole_package
+
+_MAX_DELTAS = 8
+"""How many versions a mirror may be behind and still get deltas."""
+_MAX_SHARE = 0.5
+"""A delta, or a row of them, larger than this share of the model is not worth it."""
+_MAX_THREADS = 8
+
+
+class DeltaTransport:
+    """Writes each snapshot to a directory of this machine, as DiskTransport does, and brings mirrors to it.
+
+    A server without a mirror loads that directory. Beside it, the last few deltas are kept in memory: never more than
+    half of a model.
+    """
+
+    def __init__(self, config: DeltaWeightsConfig, run_dir: Path) -> None:
+        self._disk = DiskTransport(DiskWeightsConfig(directory=config.directory), run_dir)
+        clients = {address: MirrorClient(address, config.api_key) for address in set(config.mirrors.values())}
+        self._mirrors = {server.rstrip("/"): clients[address] for server, address in config.mirrors.items()}
+        self._worker = ThreadPoolExecutor(1, "arl-deltas")
+        self._deltas = DeltaChain()
+
+    def snapshot(self, engine: TrainEngine) -> DeltaWeights:
+        """Copy the weights aside; nothing is written yet."""
+        return DeltaWeights(self._disk.snapshot(engine), self._mirrors, self._worker, self._deltas)
+
+    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
+        """Bring the servers to `update`, then remove the snapshots before it."""
+        return await self._disk.deliver(update, engine)
+
+    def discard(self, update: WeightUpdate) -> None:
+        """Let go of a snapshot that will not be delivered: the next delta starts from what was. Idempotent."""
+        if isinstance(update, DeltaWeights):
+            self._disk.discard(update.written)
+
+    def close(self) -> None:
+        """Remove what is on this machine; mirrors keep what they hold. Idempotent."""
+        self._worker.shutdown(cancel_futures=True)
+        self._deltas.close()
+        self._disk.close()
+
+
+class DeltaWeights:
+    """A WeightUpdate that is written and compared when the first server prepares for it, once for all of them."""
+
+    def __init__(
+        self,
+        written: WrittenWeights,
+        mirrors: Mapping[str, MirrorClient],
+        worker: ThreadPoolExecutor,
+        deltas: DeltaChain,
+    ) -> None:
+        """mirrors: by the address of the server."""
+        self.version = written.version
+        self.adapter = None
+        self.written = written
+        self._mirrors = mirrors
+        self._worker = worker
+        self._deltas = deltas
+        self._replica: Future[Replica] | None = None
+        self._mirrored: dict[MirrorClient, Path] = {}
+        self._num_bytes = 0
+        self._is_loaded_here = False
+
+    @property
+    def num_bytes(self) -> int:
+        """What was sent to mirrors, and the whole directory if servers of this machine load it."""
+        return self._num_bytes + (self.written.num_bytes if self._is_loaded_here else 0)
+
+    async def prepare(self, server: WeightServer) -> None:
+        """Bring the server's mirror to this version. Raises TransportError; ServerError if the mirror is at fault."""
+        await self.written.prepare(server)
+        if (mirror := self._mirrors.get(server.address)) is None:
+            self._is_loaded_here = True
+            return
+        replica = await self._survey()
+        async with mirror.busy:  # servers that share a mirror share what is sent
+            self._mirrored[mirror] = await self._bring(mirror, replica)
+
+    async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
+        if (mirror := self._mirrors.get(server.address)) is None:
+            await self.written.load(server, flush_cache=flush_cache)
+        elif mirror in self._mirrored:
+            await server.load_directory(self._mirrored[mirror], version=self.version, flush_cache=flush_cache)
+        else:
+            raise TransportError(f"version {self.version} is not in {mirror.address}; prepare comes before load")
+
+    async def _survey(self) -> Replica:
+        """The written directory, compared with the one before it."""
+        if (directory := self.written.directory) is None:
+            raise TransportError(f"version {self.version} was not written")
+        if self._replica is None:
+            try:
+                self._replica = self._worker.submit(self._deltas.add, directory, self.version)
+            except RuntimeError as error:
+                raise TransportError("the transport was closed") from error
+        return await asyncio.shield(asyncio.wrap_future(self._replica))
+
+    async def _bring(self, mirror: MirrorClient, replica: Replica) -> Path:
+        """Send what the mirror lacks; returns the directory on its machine."""
+        held = await mirror.held()
+        try:
+            for step in self._deltas.row(held.checksum, replica):
+                held = await mirror.put(step.num_bytes, step.pieces)
+                self._num_bytes += step.num_bytes
+        except WrongBaseError:
+            pass  # it lost what it held meanwhile
+        if held.directory is None or held.checksum != replica.checksum:
+            num_bytes, pieces = whole_package(replica, self.version)
+            try:
+                held = await mirror.put(num_bytes, pieces)
+            except WrongBaseError as error:  # a package without a base came out wrong: files or bytes were damaged
+                raise ServerFailedError(str(error)) from error
+            self._num_bytes += num_bytes
+        return mirror.checked(held, replica.checksum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A package that leads from one checksum to another."""
+
+    base: str
+    checksum: str
+    pieces: list[bytes]
+    num_bytes: int
+
+
+class DeltaChain:
+    """The last versions' deltas, each from the version before. `add` belongs to one thread; `row` to any."""
+
+    def __init__(self) -> None:
+        threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._pool = ThreadPoolExecutor(threads, "arl-deltas")
+        self._last: Replica | None = None
+        self._deltas: tuple[Delta, ...] = ()
+
+    def add(self, directory: Path, version: int) -> Replica:
+        """Take in a new version. Raises TransportError if its directory is gone."""
+        try:
+            new, last = survey(directory, self._pool), self._last
+        except OSError as error:
+            raise TransportError(f"the weights of version {version} can't be read any more: {error}") from error
+        max_bytes = int(_MAX_SHARE * new.num_bytes)
+        if last is not None and last.checksum != new.checksum:
+            pieces = self._compared(last, new, version, max_bytes)
+            kept = (*self._deltas, _delta(last, new, pieces))[-_MAX_DELTAS:] if pieces else ()
+            while sum(delta.num_bytes for delta in kept) > max_bytes:
+                kept = kept[1:]
+            self._deltas = kept
+        self._last = new
+        return new
+
+    def _compared(self, last: Replica, new: Replica, version: int, max_bytes: int) -> list[bytes] | None:
+        try:
+            return delta_package(last, new, version, self._pool, max_bytes)
+        except FileNotFoundError:
+            return None  # an update that nobody prepared for came between: the last directory is gone
+
+    def row(self, held: str | None, new: Replica) -> tuple[Delta, ...]:
+        """The deltas that lead, in this order, from what is held to `new`; none if they don't, or it is held."""
+        deltas = self._deltas
+        if held == new.checksum or not deltas or deltas[-1].checksum != new.checksum:
+            return ()
+        start = max((i for i, delta in enumerate(deltas) if delta.base == held), default=len(deltas))
+        return deltas[start:]
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._deltas = ()
+
+
+def _delta(base: Replica, new: Replica, pieces: list[bytes]) -> Delta:
+    return Delta(base=base.checksum, checksum=new.checksum, pieces=pieces, num_bytes=sum(map(len, pieces)))

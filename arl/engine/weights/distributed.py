@@ -1,0 +1,229 @@
+"""DistributedTransport: tensors go straight from the trainer's memory into the servers', and no file is written.
+
+    prepare (the server generates):  a process group with this server, if there is none that works
+    load (the server is paused):     begin, then for each bucket: receive over HTTP | broadcast in a thread, then end
+
+Each server has a group of its own, of the trainer's rank 0 and all ranks of the server, so a server that is slow or
+dies costs the others nothing. A group in which anything failed is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, TypeVarTuple
+
+from arl.api.config import DistributedWeightsConfig
+from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightGroup, WeightServer, WeightUpdate
+from arl.api.errors import ServerError, TransportError
+from arl.engine.client.server_client import NoSuchPathError, ServerFailedError
+from arl.engine.fsdp.snapshot import SendableSnapshot
+from arl.engine.weights.layout import byte_size, ranges
+
+_MAX_THREADS = 256
+_EXPLANATION_S = 1.0
+"""How long a server whose group broke has to say why."""
+_LEAVING_S = 5.0
+"""How long closing waits until groups were left: they are at once, but where a rank is stuck."""
+
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
+
+
+@dataclass(slots=True)
+class _Links:
+    """The groups that work, by the address of their server, and those that servers have still to be told to leave."""
+
+    groups: dict[str, WeightGroup] = field(default_factory=dict[str, WeightGroup])
+    broken: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+
+class DistributedTransport:
+    """Sends each snapshot through a process group for each server. The newest delivered one stays in memory, for
+    servers that come back after a failure.
+    """
+
+    def __init__(self, config: DistributedWeightsConfig) -> None:
+        self._config = config
+        self._links = _Links()
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "arl-send")
+        self._updates: list[DistributedWeights] = []
+
+    def snapshot(self, engine: TrainEngine) -> DistributedWeights:
+        """Copy the weights aside. Raises TransportError if the engine cannot send them."""
+        snapshot = engine.snapshot()
+        if not isinstance(snapshot, SendableSnapshot):
+            raise TransportError(
+                f"weights.transport is distributed, but {type(engine).__name__} has nothing to send tensors from; "
+                "use transport=disk"
+            )
+        update = DistributedWeights(snapshot, self._config, self._links, self._threads)
+        self._updates.append(update)
+        return update
+
+    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
+        """Bring the servers to `update`, then let go of the snapshots before it."""
+        try:
+            return await engine.update_weights(update)
+        finally:
+            for old in [old for old in self._updates if old.version < update.version]:
+                self.discard(old)
+
+    def discard(self, update: WeightUpdate) -> None:
+        """Let go of a snapshot that will not be delivered. Idempotent."""
+        if isinstance(update, DistributedWeights):
+            update.snapshot.release()
+            with contextlib.suppress(ValueError):  # it was let go of before
+                self._updates.remove(update)
+
+    def close(self) -> None:
+        """Leave all groups. Idempotent. What hangs ends with the train engine."""
+        # The sender is the engine's, so one snapshot can leave for all. In threads: a rank that is stuck never answers.
+        leaving = [
+            self._threads.submit(update.snapshot.leave, group.name)
+            for update in self._updates[-1:]
+            for group in self._links.groups.values()
+        ]
+        self._threads.shutdown(wait=False)
+        wait(leaving, timeout=_LEAVING_S)
+        for update in self._updates:
+            update.snapshot.release()
+        self._updates.clear()
+        self._links.groups.clear()
+
+
+class DistributedWeights:
+    """A WeightUpdate that is sent to each server when that loads it."""
+
+    def __init__(
+        self,
+        snapshot: SendableSnapshot,
+        config: DistributedWeightsConfig,
+        links: _Links,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.snapshot = snapshot
+        self.version = snapshot.version
+        self.adapter = None
+        self.num_bytes = 0
+        self._specs = snapshot.specs
+        self._buckets = ranges(self._specs, config.bucket_bytes)
+        self._backend = snapshot.backend if config.backend == "auto" else config.backend
+        self._address = config.address
+        self._links = links
+        self._threads = threads
+        self._met: set[str] = set()
+
+    async def prepare(self, server: WeightServer) -> None:
+        """Meet the server in a group, unless there is one already."""
+        broken = self._links.broken.get(server.address, [])
+        for name in list(broken):
+            try:
+                await server.leave_group(name)
+            except ServerFailedError:
+                continue  # without an answer it is told again the next time
+            except ServerError:
+                pass  # it does not know of it
+            broken.remove(name)
+        if server.address not in self._links.groups:
+            self._links.groups[server.address] = await self._meet(server)
+            self._met.add(server.address)
+
+    async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
+        """Send everything. When this raises, the group is left, and the server may hold a mixture, labelled so."""
+        if (group := self._links.groups.get(server.address)) is None:
+            raise ServerFailedError(f"{server.address} shares no group with the trainer any more")
+        try:
+            await _begin(server)
+            for start, stop in self._buckets:
+                await self._send(server, group, start, stop, flush_cache)
+            await server.end_update()
+        except BaseException as error:
+            self._break(server, group)
+            if isinstance(error, ServerError) and server.address not in self._met:
+                # A group of an earlier update: the server may have been restarted since, which a new group mends.
+                raise ServerFailedError(str(error)) from error
+            raise
+
+    async def _send(self, server: WeightServer, group: WeightGroup, start: int, stop: int, flush_cache: bool) -> None:
+        specs = self._specs[start:stop]
+        is_last = stop == len(self._specs)
+        version = self.version if is_last else None
+        sending = self._in_thread(self.snapshot.send, group.name, start, stop)
+        await _both(sending, server.receive(specs, group, version=version, flush_cache=flush_cache and is_last))
+        self.num_bytes += sum(map(byte_size, specs))
+
+    async def _meet(self, server: WeightServer) -> WeightGroup:
+        opening = self._submit(self.snapshot.open_group, server.address, server.num_ranks, self._backend, self._address)
+        try:
+            group = await asyncio.wrap_future(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._leave_opened)  # the thread goes on
+            raise
+        try:
+            await _both(self._in_thread(self.snapshot.join, group), server.join_group(group))
+        except BaseException:
+            self._break(server, group)
+            raise
+        return group
+
+    def _leave_opened(self, opening: Future[WeightGroup]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self.snapshot.leave(opening.result().name)
+
+    def _break(self, server: WeightServer, group: WeightGroup) -> None:
+        """Leave a group at once, which ends what the server waits for; it is told when it is prepared again."""
+        self._links.groups.pop(server.address, None)
+        self._links.broken.setdefault(server.address, []).append(group.name)
+        with contextlib.suppress(RuntimeError):  # the transport was closed, and has left all groups
+            self._threads.submit(self.snapshot.leave, group.name)
+
+    def _in_thread(self, call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
+        return asyncio.wrap_future(self._submit(call, *args))
+
+    def _submit(self, call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
+        try:
+            return self._threads.submit(call, *args)
+        except RuntimeError as error:
+            raise TransportError("the transport was closed") from error
+
+
+async def _begin(server: WeightServer) -> None:
+    try:
+        await server.begin_update()
+    except NoSuchPathError as error:
+        raise ServerError(
+            f"{server.address} cannot be given weights over a process group ({error}): it has to be SGLang 0.5.23 or "
+            "newer. Use weights.transport=disk"
+        ) from error
+    except ServerFailedError:
+        raise
+    except ServerError:
+        # An update that broke off was left open. Ending it puts into use what this one overwrites, all of it.
+        await server.end_update()
+        await server.begin_update()
+
+
+async def _both(ours: asyncio.Future[Any], theirs: Coroutine[Any, Any, None]) -> None:
+    """Wait for our side of an exchange, in a thread, and the server's. Raises what failed first, or explains it."""
+    answering = asyncio.ensure_future(theirs)
+    try:
+        await asyncio.wait({ours, answering}, return_when=asyncio.FIRST_EXCEPTION)
+        if ours.done() and isinstance(ours.exception(), ServerFailedError):
+            await asyncio.wait({answering}, timeout=_EXPLANATION_S)
+        for side in (answering, ours):
+            if side.done():
+                side.result()
+    finally:
+        for side in (answering, ours):
+            side.cancel()  # a thread goes on until its group is left, or its time is over
+            side.add_done_callback(_look_at)
+
+
+def _look_at(side: asyncio.Future[Any]) -> None:
+    """So that asyncio does not report what failed after the first failure."""
+    if not side.cancelled():
+        side.exception()

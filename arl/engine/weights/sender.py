@@ -1,0 +1,201 @@
+"""The trainer's side of the process groups through which servers receive weights: one group for each server."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from yarl import URL
+
+from arl.api.engine import WeightGroup
+from arl.api.errors import TransportError
+from arl.api.types import new_id
+from arl.engine.client.server_client import ServerFailedError
+from arl.engine.local.weight_group import GroupAddress, first_line, form_group
+
+_JOIN_TIMEOUT_S = 60.0
+_SEND_TIMEOUT_S = 60.0
+"""Of one broadcast. A server that stalls holds the thread that sends to it for so long, and nothing else."""
+
+_NEVER = timedelta(days=1)
+"""NCCL's own timeouts end the process, so a send over it is timed here."""
+
+_POLL_S = 0.002
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One group on its way: first a store that waits for the server's ranks, then the group that they form."""
+
+    store: TCPStore
+    num_keys: int
+    is_nccl: bool
+    left: threading.Event = field(default_factory=threading.Event)
+    group: dist.ProcessGroup | None = None
+
+
+class WeightSender:
+    """Opens groups, waits for servers to join, and broadcasts to them as rank 0. Calls come from any thread.
+
+    A group is of one server, so that one that is slow or dead costs the others nothing. device: where the weights are
+    computed, and sent from with nccl.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._links: dict[str, _Link] = {}
+
+    @property
+    def backend(self) -> str:
+        """The backend that suits the device."""
+        return "nccl" if self._device.type == "cuda" else "gloo"
+
+    def open(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
+        """Listen for `num_ranks` ranks of the server at this base URL; see SendableSnapshot.open_group."""
+        if not dist.is_backend_available(backend):
+            raise TransportError(f"weights.backend is {backend}, which this torch was built without; use gloo")
+        if backend == "nccl" and self._device.type != "cuda":
+            raise TransportError("weights.backend is nccl, but the trainer computes on a CPU: use gloo, or auto")
+        name = f"arl-{new_id()}"
+        address = address or _own_address(server)
+        store = _open_store(address, 1 + num_ranks)
+        self._links[name] = _Link(store, num_keys=store.num_keys(), is_nccl=backend == "nccl")
+        return WeightGroup(name=name, address=address, port=store.port, world_size=1 + num_ranks, backend=backend)
+
+    def join(self, group: WeightGroup) -> None:
+        """Wait until the server's ranks have joined. Raises ServerFailedError if they do not in time."""
+        link = self._link(group.name)
+        if not link.is_nccl:  # whose ranks meet with the first broadcast
+            _await_arrival(link, group)
+        at = GroupAddress(
+            address=group.address,
+            port=group.port,
+            rank=0,
+            world_size=group.world_size,
+            name=group.name,
+            backend=group.backend,
+        )
+        try:
+            timeout = _NEVER if link.is_nccl else timedelta(seconds=_SEND_TIMEOUT_S)
+            link.group = form_group(link.store, at, timeout)
+        except (RuntimeError, ValueError) as error:
+            raise ServerFailedError(
+                f"the group at {group.address}:{group.port} did not gather: {first_line(error)}"
+            ) from error
+        if link.left.is_set():
+            _destroy(link)
+
+    def send(self, name: str, data: torch.Tensor) -> None:
+        """Broadcast `data` (uint8, on the CPU); returns when it was sent. Raises ServerFailedError."""
+        link = self._link(name)
+        if (group := link.group) is None:
+            raise ServerFailedError(f"the group {name} has not been joined")
+        try:
+            if link.is_nccl:
+                self._send_from_gpu(link, group, data)
+            else:
+                dist.broadcast(data, group_src=0, group=group)
+        except RuntimeError as error:
+            raise ServerFailedError(f"sending weights failed: {first_line(error)}") from error
+
+    def leave(self, name: str) -> None:
+        """Let go of a group; whoever waits for it to gather fails. Idempotent."""
+        if (link := self._links.pop(name, None)) is not None:
+            link.left.set()
+            _destroy(link)
+
+    def close(self) -> None:
+        """Leave every group. Idempotent."""
+        for name in list(self._links):
+            self.leave(name)
+
+    def _link(self, name: str) -> _Link:
+        try:
+            return self._links[name]
+        except KeyError:
+            raise ServerFailedError(f"the group {name} was left") from None
+
+    def _send_from_gpu(self, link: _Link, group: dist.ProcessGroup, data: torch.Tensor) -> None:
+        """On a stream of its own, so that training goes on, and another server's send as well."""
+        deadline = time.monotonic() + _SEND_TIMEOUT_S
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            on_gpu = data.to(self._device, non_blocking=True)
+            dist.broadcast(on_gpu, group_src=0, group=group)
+            sent = torch.cuda.current_stream().record_event()
+        while not sent.query():
+            if link.left.wait(_POLL_S) or time.monotonic() > deadline:
+                group.abort()
+                raise ServerFailedError(f"the server did not take weights within {_SEND_TIMEOUT_S:g} s")
+
+
+def _await_arrival(link: _Link, group: WeightGroup) -> None:
+    """Wait until the first of the server's ranks has written to the store: this wait can be ended, gloo's own can't."""
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    while link.store.num_keys() == link.num_keys:
+        if link.left.wait(_POLL_S):
+            raise ServerFailedError(f"the group {group.name} was left before it had gathered")
+        if time.monotonic() > deadline:
+            raise ServerFailedError(
+                f"the server did not come to {group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s; if it can't "
+                "reach the trainer there, set weights.address"
+            )
+
+
+def _destroy(link: _Link) -> None:
+    group, link.group = link.group, None
+    if group is None:
+        return
+    if link.is_nccl:
+        group.abort()  # ends a broadcast that the other side no longer takes part in
+    with contextlib.suppress(ValueError):  # with the default group, all others were destroyed
+        dist.destroy_process_group(group)
+
+
+def _own_address(server: str) -> str:
+    """The address from which this machine reaches the server. Nothing is sent to find out."""
+    host, port = URL(server).host or "127.0.0.1", URL(server).port or 80
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ServerFailedError(f"no way to {server} was found: {error}") from error
+
+
+def _open_store(address: str, world_size: int) -> TCPStore:
+    """A store at a free port that these ranks can meet through. Raises TransportError."""
+    try:
+        listening = _listen(address)
+        return TCPStore(
+            address,
+            listening.getsockname()[1],
+            world_size=world_size,
+            is_master=True,
+            timeout=timedelta(seconds=_JOIN_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    except (OSError, RuntimeError) as error:  # it reaches itself under its address, or raises torch's RuntimeError
+        raise TransportError(
+            f"servers cannot meet the trainer at {address}: {first_line(error)}; set weights.address to an address of "
+            "the trainer's machine"
+        ) from error
+
+
+def _listen(address: str) -> socket.socket:
+    """A listening socket at a free port: of the loopback interface where the address is of it, else of all."""
+    try:
+        family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise TransportError(f"weights.address is {address!r}, which is no address: {error}") from error
+    is_local = ipaddress.ip_address(found[0]).is_loopback
+    return socket.create_server((found[0] if is_local else "", 0), family=family)

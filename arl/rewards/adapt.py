@@ -1,0 +1,106 @@
+"""From whatever a user calls a reward to what workflows await."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from arl.api.errors import ConfigError
+from arl.api.shared import Shared
+from arl.api.types import Example
+from arl.rewards.direct import AsyncReward
+from arl.rewards.pool import RewardPool, is_typed_in
+from arl.rewards.score import Reward, Score, name_of, score_of
+from arl.rewards.thread import ThreadReward
+
+log = logging.getLogger(__name__)
+
+RewardLike = Callable[[str, Example], float | Score | Awaitable[float | Score]]
+"""A function of answer and example, sync or async, or a reward that is ready to be awaited."""
+
+
+class WorkflowReward(Shared):
+    """A reward as workflows use it: entered with the workflow, awaited with an answer and its example, always a Score.
+
+    Made by as_reward.
+    """
+
+    def __init__(self, reward: Reward, name: str) -> None:
+        super().__init__()
+        self._reward = reward
+        self.name = name
+
+    async def __call__(self, answer: str, data: Example) -> Score:
+        """Raises RewardError, RewardTimeoutError, and what a reward of the user's own class raises."""
+        return score_of(await self._reward(answer, data), f"reward {self.name}")
+
+    async def _open(self) -> None:
+        if isinstance(self._reward, Shared):
+            await self._reward.__aenter__()
+
+    async def _close(self) -> None:
+        if isinstance(self._reward, Shared):
+            await self._reward.__aexit__()
+
+
+def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: int | None = None) -> WorkflowReward:
+    """What a workflow enters in its `__aenter__`, leaves in its `__aexit__`, and awaits for each episode.
+
+    reward: a function `(answer, data)` or an object that is awaited like one. A synchronous function is put into a
+    RewardPool, so it must be importable, but for one that was typed into a notebook, where no worker can import it: a
+    ThreadReward runs that, with a warning. A coroutine function is put into an AsyncReward. arl's own rewards
+    (RewardPool, WeightedReward, a judge, ...) are open while anybody has entered them, so one that the user opened
+    stays open when the workflow leaves it. An object of any other class with an async `__call__` is awaited as it
+    is, and neither opened nor closed.
+    timeout_s, workers: of the RewardPool, ThreadReward or AsyncReward made here; 30 s and 2 workers where unset.
+
+    Raises ConfigError for what is no reward, and where timeout_s or workers have nothing to be set on; RewardError for
+    a function that no worker can import.
+    """
+    if isinstance(reward, type) or not callable(reward):
+        raise ConfigError(f"reward is {reward!r}; give a function (answer, data), or an instance of a reward")
+    if is_ready(reward):
+        if timeout_s is not None or workers is not None:
+            raise ConfigError(f"{name_of(reward)} has limits of its own; set timeout_s and workers where it is made")
+        return reward if isinstance(reward, WorkflowReward) else WorkflowReward(_awaitable(reward), name_of(reward))
+    return WorkflowReward(_made(reward, 30.0 if timeout_s is None else timeout_s, workers), name_of(reward))
+
+
+def is_ready(reward: object) -> bool:
+    """Whether it is an object to be awaited, and not a function that needs a RewardPool or AsyncReward."""
+    return not inspect.isroutine(reward) and inspect.iscoroutinefunction(type(reward).__call__)
+
+
+def _made(function: Any, timeout_s: float, workers: int | None) -> Reward:
+    _check_signature(function)
+    if not inspect.iscoroutinefunction(function):
+        num_workers = 2 if workers is None else workers
+        if is_typed_in(function):
+            log.warning(
+                "reward function %s was typed in interactively, so no worker process can import it: it runs in threads "
+                "of this process, which can't be killed; write it to a module (in a notebook by %%%%writefile) and "
+                "import it from there, or say ThreadReward yourself",
+                name_of(function),
+            )
+            return ThreadReward(function, timeout_s=timeout_s, workers=num_workers)
+        return RewardPool(function, timeout_s=timeout_s, workers=num_workers)
+    if workers is not None:
+        raise ConfigError(f"workers is {workers}, but {name_of(function)} is async and runs in no worker; leave it out")
+    return AsyncReward(function, timeout_s=timeout_s)
+
+
+def _check_signature(function: Any) -> None:
+    try:
+        inspect.signature(function).bind("", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name_of(function)} cannot be called with (answer, data): {error}; if it makes a reward, call it"
+        ) from None
+    except ValueError:  # a function of C that does not tell
+        return
+
+
+def _awaitable(reward: Any) -> Reward:
+    return reward

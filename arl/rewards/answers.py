@@ -1,0 +1,213 @@
+"""Rewards that compare text or look at its form, within microseconds and so on the event loop; and what they look for.
+
+| reward | 1.0 where |
+|---|---|
+| ExactMatch | the answer is the reference, or one of several |
+| NumericMatch | its last number is the reference's |
+| Tags | it consists of the given tags, as in `<think>...</think><answer>...</answer>` |
+| JsonFormat | it is JSON of the given type |
+| matches | it fits a regular expression (in a worker process, since an answer can make one run for ever) |
+
+and 0.0 elsewhere. All take the reference from a column of the example.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from arl.api.errors import ConfigError, RewardError
+from arl.api.types import Example
+from arl.rewards.pool import RewardPool
+from arl.rewards.score import Score, shown
+
+_DIGITS = r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
+_NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-\u2212])?\$?(?P<above>{_DIGITS})(?: ?/ ?(?P<below>{_DIGITS}))?")
+"""With thousands separators, as a fraction; a minus after a word, a digit or a parenthesis is no sign."""
+
+Extract = Callable[[str], str | None]
+"""From what an agent said to its answer; None where there is none."""
+
+
+def last_number(text: str) -> Decimal | None:
+    """The number that stands last in the text: `1,234.5`, `-3/4`, `2e-5`; of `50%` it is 50. None: there is none."""
+    last = deque(_NUMBER.finditer(text), maxlen=1)
+    if not last:
+        return None
+    found = last[0]
+    try:
+        number = _decimal(found["above"]) / _decimal(found["below"]) if found["below"] else _decimal(found["above"])
+    except ArithmeticError:  # divided by 0, or beyond all bounds
+        return None
+    return -number if found["sign"] else number
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}` holds whose braces match; None: there is none."""
+    opened: list[int | None] = []  # where the boxes begin that are open, None for other braces
+    start, stop = -1, -1
+    for token in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
+        if token[0].endswith("{") and token[0] != r"\{":
+            opened.append(token.end() if len(token[0]) > 1 else None)
+        elif token[0] == "}" and opened and (begin := opened.pop()) is not None and begin > start:
+            start, stop = begin, token.start()
+    return text[start:stop].strip() if start >= 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class InTag:
+    """Extracts what the last `<name>...</name>` holds."""
+
+    name: str
+
+    def __call__(self, text: str) -> str | None:
+        _, opened, rest = text.rpartition(f"<{self.name}>")
+        content, closed, _ = rest.partition(f"</{self.name}>")
+        return content.strip() if opened and closed else None
+
+
+def references(data: Example, column: str) -> list[str]:
+    """The right answers of an example: a string or number, or a list of them. Of gsm8k's `... #### 42`, what follows.
+
+    Raises RewardError where the example has none in that column.
+    """
+    given = data.get(column)
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if not several or any(one is None or isinstance(one, Mapping) for one in several):
+        raise RewardError(
+            f"the column {column!r} of the example has no reference answer but {shown(given)} (it has the columns "
+            f"{', '.join(map(repr, data))}); name the column that does"
+        )
+    return [str(one).rpartition("####")[2].strip() for one in several]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactMatch:
+    """The answer is a reference but for white space. extract: where in the text the answer is; the whole by default."""
+
+    column: str = "answer"
+    extract: Extract | None = None
+    ignore_case: bool = False
+
+    async def __call__(self, answer: str, data: Example) -> float:
+        expected = [self._plain(reference) for reference in references(data, self.column)]
+        found = self.extract(answer) if self.extract else answer
+        return float(found is not None and self._plain(found) in expected)
+
+    def _plain(self, text: str) -> str:
+        text = " ".join(text.split())
+        return text.casefold() if self.ignore_case else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericMatch:
+    """The answer's last number is the reference's, to within `tolerance` or `relative_tolerance` times the reference.
+
+    For numbers in plain text; MathReward understands LaTeX, and expressions other than fractions.
+    """
+
+    column: str = "answer"
+    tolerance: float = 0.0
+    relative_tolerance: float = 0.0
+    extract: Extract | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.tolerance >= 0 and self.relative_tolerance >= 0):
+            raise ConfigError(
+                f"tolerance is {self.tolerance}, relative_tolerance {self.relative_tolerance}; neither may be below 0"
+            )
+
+    async def __call__(self, answer: str, data: Example) -> float:
+        expected = [last_number(reference) for reference in references(data, self.column)]
+        if None in expected:
+            raise RewardError(f"the column {self.column!r} of the example has no number: {shown(data[self.column])}")
+        text = self.extract(answer) if self.extract else answer
+        found = last_number(text) if text is not None else None
+        return float(
+            found is not None and any(self._is_close(found, number) for number in expected if number is not None)
+        )
+
+    def _is_close(self, found: Decimal, expected: Decimal) -> bool:
+        if found == expected:
+            return True
+        room = max(Decimal(self.tolerance), Decimal(self.relative_tolerance) * abs(expected))
+        return abs(found - expected) <= room
+
+
+class Tags:
+    """The answer consists of these tags in this order, each once and with something in it, and of nothing else.
+
+    is_first_open: the prompt opened the first one, as some chat templates end with `<think>`.
+    """
+
+    def __init__(self, *names: str, is_first_open: bool = False) -> None:
+        if not names or not all(re.fullmatch(r"[\w-]+", name) for name in names):
+            raise ConfigError(f"the tags are {names}; give at least one name, such as Tags('think', 'answer')")
+        self._names = names
+        self._is_first_open = is_first_open
+
+    async def __call__(self, answer: str, data: Example) -> float:
+        rest = f"<{self._names[0]}>{answer}" if self._is_first_open else answer
+        for name in self._names:
+            before, opened, rest = rest.partition(f"<{name}>")
+            content, closed, rest = rest.partition(f"</{name}>")
+            if before.strip() or not (opened and closed and content.strip()) or self._has_tags(content):
+                return 0.0
+        return float(not rest.strip())
+
+    def _has_tags(self, content: str) -> bool:
+        return any(tag in content for name in self._names for tag in (f"<{name}>", f"</{name}>"))
+
+
+class JsonFormat:
+    """The answer is JSON of the given type, maybe in a ```json fence. type: a pydantic model, or list[int]."""
+
+    def __init__(self, type: Any = Any) -> None:
+        try:
+            self._adapter = TypeAdapter[Any](type)
+        except PydanticUserError as error:
+            raise ConfigError(f"no answer can be checked against {type!r}: {error}") from None
+
+    async def __call__(self, answer: str, data: Example) -> float:
+        fenced = re.fullmatch(r"\s*```(?:json)?\n(.*)\n```\s*", answer, re.DOTALL)
+        try:
+            self._adapter.validate_json(fenced[1] if fenced else answer)
+        except ValidationError:
+            return 0.0
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matches:
+    """Whether the whole answer fits; `.` stands for line breaks too. A plain function: see `matches`."""
+
+    pattern: str
+    compiled: re.Pattern[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "compiled", re.compile(self.pattern, re.DOTALL))
+        except re.error as error:
+            raise ConfigError(f"the pattern {self.pattern!r} is no regular expression: {error}") from None
+
+    def __call__(self, answer: str, data: Example) -> Score:
+        return Score(float(self.compiled.fullmatch(answer) is not None), metrics={"killed": 0.0})
+
+
+def matches(pattern: str, *, timeout_s: float = 1.0, workers: int = 1) -> RewardPool[[str, Example], Score]:
+    """A reward of 1.0 where the whole answer fits the regular expression, in a worker process.
+
+    An answer on which it runs longer than timeout_s scores 0.0, and `killed` is 1.0 in its metrics.
+    """
+    killed = Score(0.0, metrics={"killed": 1.0})
+    return RewardPool(Matches(pattern=pattern), timeout_s=timeout_s, workers=workers, if_killed=killed)
+
+
+def _decimal(digits: str) -> Decimal:
+    return Decimal(digits.replace(",", ""))

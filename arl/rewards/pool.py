@@ -1,0 +1,215 @@
+"""A synchronous reward function in worker processes, which are killed when a call hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import logging
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Generic, ParamSpec, cast
+
+from pebble import ProcessExpired, ProcessPool
+
+from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutError
+from arl.api.shared import Shared
+from arl.rewards.score import ResultT, name_of, score_of
+from arl.rewards.worker_start import begin, context_for
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+STARTUP_TIMEOUT_S = 120.0
+"""Longest time the first worker may take to start and to import the reward function's module."""
+
+_Outcome = tuple[object, str | None]
+"""What a call returned; or what is to be said of its failure."""
+
+
+class _WorkerDiedError(RewardError):
+    """A worker ended in the middle of a call."""
+
+
+class RewardPool(Shared, Generic[P, ResultT]):
+    """Calls a synchronous function in worker processes that are killed when a call hangs.
+
+        async with RewardPool(score, timeout_s=5, workers=4) as reward:
+            value = await reward(answer, data)
+
+    function: must be importable, so defined at the top level of a module. One of the script itself makes all workers
+    import the script, which then needs `if __name__ == "__main__":`, and starts them slowly where it imports much; that
+    of another module does not. Arguments are pickled. timeout_s: the longest a call may
+    run, counted from when a worker begins it, however long it was queued. workers: calls that run at once.
+    Cancelling a call kills its worker if it runs. Workers are forked from a clean server process, never from this one.
+    prepare: importable too; called in each worker before its first call, and not on that call's time: it imports what
+    is slow to import. if_killed: the result of a call that ran too long or killed its worker, where that is the
+    answer's own doing and so no failure of the episode.
+
+    Raises RewardTimeoutError; RewardError if the function raises, returns no finite number, or its worker dies. The
+    pool then goes on with a new worker.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, ResultT],
+        *,
+        timeout_s: float = 30.0,
+        workers: int = 2,
+        prepare: Callable[[], object] | None = None,
+        if_killed: ResultT | None = None,
+    ) -> None:
+        super().__init__()
+        if timeout_s <= 0 or workers < 1:
+            raise ConfigError(f"timeout_s is {timeout_s} and workers is {workers}; they must be above 0 and at least 1")
+        self._name = name_of(function)
+        if inspect.iscoroutinefunction(function):
+            raise RewardError(f"reward function {self._name} is async; use AsyncReward for it")
+        _check_importable(function)
+        self._function = function
+        self._timeout_s = timeout_s
+        self._workers = workers
+        self._prepare = prepare
+        self._if_killed = if_killed
+        self._pool: ProcessPool | None = None
+        self._calls: set[concurrent.futures.Future[_Outcome]] = set()
+        self._replacing = asyncio.Lock()
+
+    async def _open(self) -> None:
+        self._pool = await asyncio.to_thread(self._start)
+
+    async def _close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await self._stop(pool)
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        if self._pool is not None and not self._pool.active:  # a worker died while none was called
+            await self._replace(self._pool)
+        async with self._replacing:
+            pool = self._pool
+        if pool is None:
+            raise RewardError(
+                f"the pool of reward function {self._name} is not open; enter it by `async with`, or the workflow that "
+                "was given it"
+            )
+        try:
+            result, error = await self._run(pool, args, kwargs)
+        except (RewardTimeoutError, _WorkerDiedError) as killed:
+            if self._if_killed is None:
+                raise
+            log.info("%s; it scores %s", killed, self._if_killed)
+            return self._if_killed
+        if error is not None:
+            raise RewardError(error)
+        return cast("ResultT", result)
+
+    async def _run(self, pool: ProcessPool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
+        """Run `_call` in a worker, and attribute whatever kept it from returning."""
+        try:
+            arguments = pickle.dumps((args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:
+            raise RewardError(f"an argument of reward function {self._name} cannot be pickled") from unpicklable
+        call = pool.schedule(_call, args=(self._function, arguments), timeout=self._timeout_s)
+        self._calls.add(call)
+        try:
+            return await asyncio.wrap_future(call)
+        except TimeoutError as timeout:
+            raise RewardTimeoutError(f"reward function {self._name} ran longer than {self._timeout_s:g} s") from timeout
+        except ProcessExpired as death:
+            raise _WorkerDiedError(
+                f"the worker that ran reward function {self._name} died with exit code {death.exitcode}"
+            ) from death
+        except BrokenProcessPool as broken:
+            await self._replace(pool)
+            raise RewardError(f"the workers of reward function {self._name} died; others were started") from broken
+        except asyncio.CancelledError as cancelled:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise RewardError(f"the pool of reward function {self._name} was closed during a call") from cancelled
+        finally:
+            self._calls.discard(call)
+
+    def _start(self) -> ProcessPool:
+        """Start workers and wait until one can run the function. Blocks."""
+        context = context_for(self._function, self._prepare)
+        pool = ProcessPool(max_workers=self._workers, initializer=begin, initargs=(self._prepare,), context=context)
+        try:
+            pool.schedule(_nothing, args=(self._function,)).result(STARTUP_TIMEOUT_S)
+        except Exception as error:
+            _stop(pool)
+            raise RewardError(
+                f"no worker for reward function {self._name} could start; its module must be importable, and a script "
+                'that makes a RewardPool must do so under `if __name__ == "__main__":`'
+            ) from error
+        return pool
+
+    async def _replace(self, broken: ProcessPool) -> None:
+        """Start a new pool, unless another call that saw the same one break did; calls wait meanwhile."""
+        async with self._replacing:
+            if self._pool is broken:
+                await self._stop(broken)
+                self._pool = await asyncio.to_thread(self._start)
+
+    async def _stop(self, pool: ProcessPool) -> None:
+        """Kill the workers. Calls are ended here, since a pool forgets those it had not begun."""
+        for call in tuple(self._calls):
+            call.cancel()
+        await asyncio.to_thread(_stop, pool)
+
+
+def is_typed_in(function: Callable[..., Any]) -> bool:
+    """Whether it was defined in a notebook or at a prompt, where no worker process can import it from."""
+    main, name = sys.modules["__main__"], name_of(function)
+    is_elsewhere = name.isidentifier() and not hasattr(main, name)  # as in `python -m asyncio`
+    return getattr(function, "__module__", None) == "__main__" and (is_elsewhere or not hasattr(main, "__file__"))
+
+
+def _check_importable(function: Callable[..., Any]) -> None:
+    advice = (
+        "define it at the top level of a module, or wrap it in InlineReward if it is trivial, or in ThreadReward if it "
+        "need not be killed when it hangs"
+    )
+    if is_typed_in(function):
+        raise RewardError(
+            f"reward function {name_of(function)} was typed in interactively, so no worker can import it; {advice}"
+        )
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RewardError(f"reward function {name_of(function)} cannot be sent to a worker; {advice}") from error
+
+
+def _call(function: Callable[..., Any], arguments: bytes) -> _Outcome:
+    """In the worker: the reward, or the traceback as text, since not every exception can be pickled."""
+    name = f"reward function {name_of(function)}"
+    try:
+        args, kwargs = pickle.loads(arguments)
+    except Exception as error:  # noqa: BLE001 - crosses to the caller as text
+        return None, f"an argument of {name} cannot be read in its worker, as its class must be in a module: {error}"
+    try:
+        result = function(*args, **kwargs)
+    except ArlError as error:
+        return None, f"{name}: {error}"
+    except Exception:  # noqa: BLE001 - crosses to the caller as text
+        return None, f"{name} failed in its worker:\n{traceback.format_exc()}"
+    try:
+        score = score_of(result, name)
+    except RewardError as error:
+        return None, str(error)
+    return result if result is score else score.value, None
+
+
+def _nothing(_: object) -> None:
+    """That it can be called shows that a worker has started and can import its argument."""
+
+
+def _stop(pool: ProcessPool) -> None:
+    """Blocks until the workers are dead."""
+    pool.stop()
+    pool.join()

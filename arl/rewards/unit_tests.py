@@ -1,0 +1,217 @@
+"""Code as an answer, rewarded for the unit tests that it passes, in a sandbox.
+
+| the example has | tests | as in |
+|---|---|---|
+| `test_list`, and `test_setup_code` or `test_imports` | each assertion | MBPP |
+| `prompt`, `test` (which defines `check`), `entry_point` | one | HumanEval |
+| `tests`, each with `input` and `output` | what the program prints for each input | programming contests |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from arl.api.errors import ConfigError, DatasetError, RewardError, SandboxError, first_error
+from arl.api.shared import Shared
+from arl.api.types import Example
+from arl.rewards import examiner
+from arl.rewards.score import Score
+from arl.sandbox.contract import Limits, Outcome, Sandbox
+
+_EXAMINER = Path(examiner.__file__).read_text(encoding="utf-8")
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_START_S = 10.0
+"""Wall time for a program beyond that of its tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTests:
+    """Tests that call what the answer defines.
+
+    tests: code, each a test of its own that fails if it raises; it runs apart from the answer, and what it calls there
+    takes and returns data. setup: code that comes before each of them, and may use what the answer defines. prompt:
+    code that the answer continues or repeats, or nothing; what it defines is for the answer and for the tests.
+    entry_point: what the tests call `candidate`.
+    """
+
+    tests: Sequence[str]
+    setup: str = ""
+    prompt: str = ""
+    entry_point: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.tests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintTests:
+    """Pairs of what a program is given by stdin and what it must print, but for blanks at the ends of lines."""
+
+    pairs: Sequence[tuple[str, str]]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+UnitTests = CallTests | PrintTests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTestReport:
+    """failures: for each test what was wrong, or None where it passed."""
+
+    failures: tuple[str | None, ...]
+
+    @property
+    def share_passed(self) -> float:
+        return self.failures.count(None) / len(self.failures)
+
+
+def unit_tests_of(example: Example) -> UnitTests:
+    """The tests of an example in one of the formats above. Raises DatasetError."""
+    match example:
+        case {"test_list": tests}:
+            setup = example.get("test_setup_code") or "\n".join(example.get("test_imports") or ())
+            return _checked(CallTests(tests=tuple(tests), setup=setup))
+        case {"entry_point": str(entry_point), "test": str(test), "prompt": str(prompt)}:
+            return CallTests(tests=(f"{test}\ncheck(candidate)",), setup="", prompt=prompt, entry_point=entry_point)
+        case {"tests": tests}:
+            return _checked(PrintTests(pairs=tuple((pair["input"], pair["output"]) for pair in tests)))
+        case _:
+            raise DatasetError(
+                f"the example has the columns {sorted(example)}; unit tests need test_list (as in MBPP), prompt, test "
+                "and entry_point (as in HumanEval), or tests with an input and an output each"
+            )
+
+
+def code_of(answer: str) -> str:
+    """The last fenced block of an answer, to its end where the fence is not closed; all of an answer without any."""
+    blocks = _FENCE.findall(answer)
+    return blocks[-1] if blocks else answer
+
+
+async def run_unit_tests(
+    sandbox: Sandbox, code: str, tests: UnitTests, *, limits: Limits | None = None, timeout_s: float = 5.0
+) -> UnitTestReport:
+    """Run tests on code, in the sandbox, which is open.
+
+    limits: of the program that runs all CallTests, or of the one that runs for each pair of PrintTests; wall_s and
+    cpu_s are set from timeout_s, the longest that each test may take.
+
+    Raises SandboxError where no program could be run.
+    """
+    limits = limits or Limits()
+    if isinstance(tests, PrintTests):
+        each = replace(limits, wall_s=timeout_s, cpu_s=timeout_s)
+        try:
+            async with asyncio.TaskGroup() as group:
+                runs = [group.create_task(sandbox.run(code, stdin=given, limits=each)) for given, _ in tests.pairs]
+        except ExceptionGroup as errors:
+            raise first_error(errors)  # noqa: B904 - it has its own cause
+        pairs = zip(runs, tests.pairs, strict=True)
+        return UnitTestReport(failures=tuple(_difference(run.result(), expected) for run, (_, expected) in pairs))
+    token = secrets.token_hex(16)
+    task = {"answer": _program(code, tests), "tests": [*tests.tests], "setup": tests.setup, "prompt": tests.prompt}
+    task |= {"entry_point": tests.entry_point, "timeout_s": timeout_s, "token": token}
+    total_s = timeout_s * len(tests) + _START_S
+    outcome = await sandbox.run(
+        _EXAMINER, stdin=json.dumps(task), limits=replace(limits, wall_s=total_s, cpu_s=total_s)
+    )
+    return UnitTestReport(failures=_verdict(outcome, token, len(tests)))
+
+
+class UnitTestsReward(Shared):
+    """The share of an example's unit tests that an answer's code passes; 1 or 0 for all or not with `grade="all"`.
+
+        reward = UnitTestsReward(find_sandbox(), limits=Limits(memory_bytes=256 << 20))
+
+    The code is the last fenced block of the answer. sandbox: entered with the reward, and left with it. tests_of: the
+    tests of an example. limits, timeout_s: see run_unit_tests. The share is logged as `episode/tests_passed`.
+
+    What an answer can do, it can do to itself alone: docs/sandbox.md says what keeps it from faking a pass.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        *,
+        tests_of: Callable[[Example], UnitTests] = unit_tests_of,
+        grade: Literal["share", "all"] = "share",
+        limits: Limits | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        super().__init__()
+        if grade not in ("share", "all") or timeout_s <= 0:
+            raise ConfigError(f"grade is {grade!r} and timeout_s {timeout_s}; they must be share or all, and above 0")
+        self._sandbox = sandbox
+        self._tests_of = tests_of
+        self._grade = grade
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._opened = AsyncExitStack()
+
+    async def _open(self) -> None:
+        await self._opened.enter_async_context(self._sandbox)
+
+    async def _close(self) -> None:
+        await self._opened.aclose()
+
+    async def __call__(self, answer: str, data: Example) -> Score:
+        """Raises DatasetError for an example without tests, RewardError where the sandbox fails."""
+        tests = self._tests_of(data)
+        try:
+            report = await run_unit_tests(
+                self._sandbox, code_of(answer), tests, limits=self._limits, timeout_s=self._timeout_s
+            )
+        except SandboxError as failure:
+            raise RewardError(f"unit tests could not be run: {failure}") from failure
+        share = report.share_passed
+        return Score(share if self._grade == "share" else float(share == 1.0), metrics={"tests_passed": share})
+
+
+def _checked(tests: UnitTests) -> UnitTests:
+    if not len(tests):
+        raise DatasetError("an example has no unit tests; leave it out")
+    return tests
+
+
+def _program(code: str, tests: CallTests) -> str:
+    """The code with what it was asked to continue: one that defines the function itself replaces the prompt's."""
+    if not tests.prompt:
+        return code
+    is_whole = re.search(rf"^(async\s+)?(def|class)\s+{re.escape(tests.entry_point or '')}\b", code, re.MULTILINE)
+    return f"{tests.prompt}\n{code}" if is_whole else tests.prompt + code
+
+
+def _verdict(outcome: Outcome, token: str, num_tests: int) -> tuple[str | None, ...]:
+    """What the examiner said, which alone knows the token; without it, why it said nothing."""
+    _, is_said, said = outcome.stdout.partition(token)
+    if is_said and outcome.succeeded:
+        with suppress(ValueError):  # what an examinee may write there too
+            messages: list[str | None] = json.loads(said.partition("\n")[0])
+            return tuple(messages)
+    return (f"the tests did not end: {_ended(outcome)}",) * num_tests
+
+
+def _difference(outcome: Outcome, expected: str) -> str | None:
+    if not outcome.succeeded:
+        return f"{_ended(outcome)}\n{outcome.stderr[-500:]}".strip()
+    if _lines(outcome.stdout) == _lines(expected):
+        return None
+    return f"it printed {outcome.stdout[:200]!r}, not {expected[:200]!r}"
+
+
+def _ended(outcome: Outcome) -> str:
+    return f"ended by {outcome.ended_by}" if outcome.exit_code is None else f"exit code {outcome.exit_code}"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,184 @@
+"""Running one episode: its time limit, its retries, and the one place where an exception in user code becomes data."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, TypeVar, cast
+
+from arl.api.engine import InferenceEngine
+from arl.api.errors import ConfigError, EpisodeTimeoutError, FailureBudgetError, TrajectoryError
+from arl.api.types import Example, Trajectory
+from arl.api.workflow import RolloutWorkflow
+
+log = logging.getLogger(__name__)
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """How one run of a workflow ended: with trajectories, rejected (neither these nor an error), or failed (error).
+
+    attempts: 1 unless it was retried. elapsed_s: retries included.
+    """
+
+    trajectories: tuple[Trajectory, ...] = ()
+    error: Exception | None = None
+    attempts: int = 1
+    elapsed_s: float
+
+    @property
+    def reward(self) -> float:
+        """See episode_reward; 0.0 when it was rejected or failed."""
+        return episode_reward(self.trajectories) if self.trajectories else 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.trajectories)
+
+    @property
+    def is_rejected(self) -> bool:
+        return not self.trajectories and self.error is None
+
+
+def episode_reward(trajectories: Sequence[Trajectory]) -> float:
+    """The mean over roles: an agent whose transcript branched counts once."""
+    return fmean(rewards_by_role(trajectories).values())
+
+
+def rewards_by_role(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """role -> the mean reward of its trajectories, all of one episode."""
+    rewards: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        rewards.setdefault(trajectory.role, []).append(trajectory.reward)
+    return {role: fmean(values) for role, values in rewards.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRunner:
+    """Runs episodes of one workflow.
+
+    timeout_s: the longest an episode may take, retries included. retries: how often one that failed is run again.
+    """
+
+    engine: InferenceEngine
+    workflow: RolloutWorkflow
+    timeout_s: float
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workflow, type):
+            raise TypeError(f"workflow is the class {self.workflow.__name__}; pass an instance of it")
+
+    async def run(
+        self, example: Example, *, name: str, oldest_allowed: int = 0, engine: InferenceEngine | None = None
+    ) -> Episode:
+        """Run one episode; whatever it raises, but a cancellation from outside, is recorded once and returned.
+
+        name: what the log calls the episode. oldest_allowed: a trained token of an older version is malformed.
+        engine: what this episode samples from, where it is another than the others do.
+        """
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+        attempts = 1
+        while True:
+            result = await self._attempt(example, engine or self.engine, began + self.timeout_s, oldest_allowed)
+            if not isinstance(result, Exception):
+                return Episode(trajectories=result, attempts=attempts, elapsed_s=clock.time() - began)
+            log.warning("%s failed (attempt %d of %d)", name, attempts, self.retries + 1, exc_info=result)
+            if attempts > self.retries or isinstance(result, EpisodeTimeoutError):
+                return Episode(error=result, attempts=attempts, elapsed_s=clock.time() - began)
+            attempts += 1
+
+    async def _attempt(
+        self, example: Example, engine: InferenceEngine, until: float, oldest_allowed: int
+    ) -> tuple[Trajectory, ...] | Exception:
+        limit = asyncio.timeout_at(until)
+        try:
+            async with limit:
+                returned: object = await self.workflow.arun_episode(engine, example)
+            trajectories = _checked(returned, oldest_allowed)
+        except asyncio.CancelledError as error:
+            if _is_cancelled_from_outside():
+                raise
+            return _with_cause(RuntimeError("arun_episode raised CancelledError, but nobody cancelled it"), error)
+        except Exception as error:  # the one boundary where an episode's failure becomes data
+            if _is_cancelled_from_outside():  # its cleanup failed under the cancellation; it must not run again
+                raise asyncio.CancelledError from error
+            return self._timed_out(error) if limit.expired() else error
+        return self._timed_out(None) if limit.expired() else trajectories
+
+    def _timed_out(self, cause: BaseException | None) -> EpisodeTimeoutError:
+        message = f"{type(self.workflow).__name__} took longer than rollout.episode_timeout_s={self.timeout_s:g}"
+        return _with_cause(EpisodeTimeoutError(message), cause)
+
+
+def check_workflow(workflow: object) -> None:
+    """Raise ConfigError for what is no workflow."""
+    if isinstance(workflow, type):
+        raise ConfigError(
+            f"workflow is the class {workflow.__name__}; pass an instance of it: {workflow.__name__}(...)"
+        )
+    if not isinstance(workflow, RolloutWorkflow):
+        raise ConfigError(
+            f"workflow is a {type(workflow).__name__}; pass an instance of a subclass of arl.RolloutWorkflow"
+        )
+
+
+class FailureBudget:
+    """Ends the run when too many of the last `window` episodes failed."""
+
+    def __init__(self, max_failure_rate: float, window: int) -> None:
+        self._max_failure_rate = max_failure_rate
+        self._recent: deque[Exception | None] = deque(maxlen=window)
+
+    def record(self, episode: Episode) -> None:
+        """Count an episode. Raises FailureBudgetError from the first failure among the last `window` episodes."""
+        self._recent.append(episode.error)
+        if len(self._recent) != self._recent.maxlen:
+            return
+        failures = [error for error in self._recent if error is not None]
+        if len(failures) > self._max_failure_rate * len(self._recent):
+            first = failures[0]
+            raise FailureBudgetError(
+                f"{len(failures)} of the last {len(self._recent)} episodes failed, and rollout.max_failure_rate is "
+                f"{self._max_failure_rate:g}. The first failed with {type(first).__name__}: {first}"
+            ) from first
+
+
+def _with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
+    """What `raise error from cause` makes, without raising it."""
+    error.__cause__ = cause
+    return error
+
+
+def _is_cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
+    """What arun_episode returned, as a tuple; () when rejected. Raises TrajectoryError naming what is wrong."""
+    if returned is None:
+        return ()
+    is_sequence = isinstance(returned, Sequence) and not isinstance(returned, str)
+    items = tuple(cast("Sequence[Any]", returned if is_sequence else (returned,)))
+    wrong = [type(item).__name__ for item in items if not isinstance(item, Trajectory)]
+    if wrong or not items:
+        what = (f"a sequence with a {wrong[0]}" if is_sequence else f"a {wrong[0]}") if wrong else "an empty sequence"
+        raise TrajectoryError(
+            f"arun_episode returned {what}; return a Trajectory, a sequence of them, or None to reject the episode"
+        )
+    for trajectory in items:
+        oldest = trajectory.oldest_version
+        if oldest is not None and oldest < oldest_allowed:
+            raise TrajectoryError(
+                f"arun_episode returned a token of version {oldest}, but its group was admitted at version "
+                f"{oldest_allowed}; train only on tokens sampled within the episode (loss_mask 0 for others)"
+            )
+    return items

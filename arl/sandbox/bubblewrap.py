@@ -1,0 +1,223 @@
+"""Programs in Linux namespaces of their own, by bubblewrap (`bwrap`), which needs neither root nor a daemon.
+
+Each run sees /usr and one Python, read-only; an empty directory in memory; no network, no other process, no variable of
+the environment. keeper.py starts, watches and kills; docs/sandbox.md says what is held by what, and what is not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from arl.api.errors import SandboxError
+from arl.api.shared import Shared
+from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, Outcome, laid_out
+from arl.sandbox.interpreter import Interpreter, interpreter_at
+from arl.sandbox.keeper import STAGE
+from arl.sandbox.keeping import Ended, Keeping
+from arl.sandbox.seccomp import seccomp_filter
+
+WORK = "/sandbox"
+INSTALL = (
+    "install bubblewrap 0.8 or newer: `apt-get install bubblewrap` (Debian 12, Ubuntu 24.04), "
+    "`dnf install bubblewrap` (Fedora, RHEL 10)"
+)
+_PROBE = "open('probe', 'w').write('written')"
+_ADVICE = {
+    "kernel/apparmor_restrict_unprivileged_userns": (
+        "1",
+        (
+            "AppArmor forbids user namespaces: as root, allow them by a profile for bwrap (apparmor.d(5)), or to all "
+            "programs by `sysctl kernel.apparmor_restrict_unprivileged_userns=0`"
+        ),
+    ),
+    "kernel/unprivileged_userns_clone": ("0", "as root, run `sysctl kernel.unprivileged_userns_clone=1`"),
+    "user/max_user_namespaces": ("0", "as root, run `sysctl user.max_user_namespaces=10000`"),
+}
+"""Setting below /proc/sys -> the value that forbids user namespaces, and what helps."""
+_IN_CONTAINER = (
+    "in a container, namespaces have to be allowed when it is started, for instance by `docker run "
+    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined`"
+)
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": WORK,
+    "TMPDIR": WORK,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",  # threads count against Limits.processes
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_USER = "1000"
+"""Who a program is in its own namespace; to the host it is whoever runs arl, or nobody if that is root."""
+_DEVICES = ("null", "full", "random", "urandom")
+"""Without zero: who maps it shared has memory that is still held when no process maps it any more."""
+_SPARE = 256 << 20
+"""Bytes that a process may map beyond memory_bytes: some of what is mapped is never used, so it is no memory."""
+_ARENA = 64 << 20
+"""Bytes of address space that the C library sets aside for each thread."""
+
+
+class BubblewrapSandbox(Shared):
+    """Runs programs by bubblewrap, as an unprivileged user.
+
+        async with BubblewrapSandbox() as sandbox:
+            outcome = await sandbox.run("print(input())", stdin="hello")
+
+    python: the interpreter that runs programs; they can import what is installed for it. Unless given it is this
+    process's own, with the standard library alone. read_only: further directories of the host that programs may read,
+    at their own paths. limits: of a run that names none. concurrency: programs that run at once, others wait; one per
+    processor unless given.
+
+    Entering runs a program, and raises SandboxError, with what to install or allow, where that cannot be done.
+    """
+
+    def __init__(
+        self, *, python: str | None = None, read_only: Sequence[str] = (), limits: Limits | None = None,
+        concurrency: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._python = python
+        self._read_only = read_only
+        self._limits = limits or Limits()
+        self._concurrency = concurrency or len(os.sched_getaffinity(0))
+        self._filter = seccomp_filter()
+        self._opened = AsyncExitStack()
+        self._bwrap: list[str] = []
+        self._tree: list[str] = []
+        self._interpreter: Interpreter | None = None
+        self._keeping: Keeping | None = None
+
+    async def _open(self) -> None:
+        bwrap, prlimit = shutil.which("bwrap"), shutil.which("prlimit", path="/usr/bin:/bin")
+        if bwrap is None:
+            raise SandboxError(f"bwrap is not installed; {INSTALL}")
+        if prlimit is None:
+            raise SandboxError("prlimit is not installed; install util-linux")
+        self._interpreter = await interpreter_at(self._python)
+        shown = [*self._interpreter.prefixes, *map(os.path.abspath, self._read_only)]
+        staged = [path for path in shown if os.geteuid() == 0 and not _is_open_to_all(path)]
+        sources = {path: f"{STAGE}/{staged.index(path)}" if path in staged else path for path in shown}
+        self._bwrap = [bwrap, *_namespaces()]
+        self._tree = _tree(sources, self._interpreter.packages)
+        self._keeping = await self._opened.enter_async_context(Keeping(places=self._concurrency, staged=staged))
+        try:
+            await self._probe()
+        except BaseException:
+            await self._opened.aclose()
+            raise
+
+    async def _close(self) -> None:
+        await self._opened.aclose()
+
+    async def run(
+        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
+    ) -> Outcome:
+        """As Sandbox.run."""
+        if self._keeping is None or self._interpreter is None:
+            raise SandboxError("the sandbox is not open; call it within `async with`")
+        limits = limits or self._limits
+        ended = await self._keeping.run(
+            [*self._bwrap, "--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK, *self._tree],
+            ["--", *_rlimits(limits), self._interpreter.path, "-I", "-u", f"{WORK}/{MAIN}"],
+            self._filter,
+            stdin.encode(errors="surrogatepass"),
+            {f"{WORK}/{path}": content for path, content in laid_out(program, files).items()},
+            limits,
+        )
+        return _outcome(ended)
+
+    async def _probe(self) -> None:
+        """Run a program. Whatever stands in the way of namespaces is seen only so."""
+        try:
+            outcome = await self.run(_PROBE, limits=Limits(wall_s=60))
+        except SandboxError as failure:
+            raise SandboxError(
+                f"bubblewrap is installed, but cannot be used: {failure}; {_advice(str(failure))}"
+            ) from None
+        if not outcome.succeeded:
+            raise SandboxError(f"Python does not run in bubblewrap: {outcome}")
+
+
+def _outcome(ended: Ended) -> Outcome:
+    code, ended_by = ended.code, ended.ended_by
+    if ended_by == "exit" and code > 128:
+        code, ended_by = 128 - code, "signal"
+    if ended_by == "signal" and code == -24:  # SIGXCPU, of RLIMIT_CPU
+        ended_by = "cpu"
+    return Outcome(
+        exit_code=code if ended_by in ("exit", "signal") else None,
+        stdout=ended.stdout.decode(errors="replace"),
+        stderr=ended.stderr.decode(errors="replace"),
+        wall_s=ended.wall_s,
+        ended_by=ended_by,
+    )
+
+
+def _namespaces() -> list[str]:
+    own = [f"--unshare-{kind}" for kind in ("user", "ipc", "pid", "net", "uts", "cgroup-try")]
+    identity = ["--uid", _USER, "--gid", _USER, "--hostname", "sandbox"]
+    return [*own, *identity, "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+
+
+def _tree(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
+    """Options that build the tree around the working directory. sources: path in it -> path on the host."""
+    options = ["--clearenv"]
+    for name, value in _ENVIRONMENT.items():
+        options += ["--setenv", name, value]
+    options += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        if (top := Path("/", name)).is_symlink():
+            options += ["--symlink", os.readlink(top), str(top)]
+        elif top.is_dir():
+            options += ["--ro-bind", str(top), str(top)]
+    for path, source in sources.items():
+        options += ["--ro-bind", source, path]
+    for path in hidden:
+        options += ["--tmpfs", path, "--remount-ro", path]
+    # pid 1 is bubblewrap's own: who wrote to its memory would be it, outlive the program, and read what others print.
+    options += ["--proc", "/proc", "--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
+    options += ["--tmpfs", "/dev"]
+    for name in _DEVICES:
+        options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        options += ["--symlink", f"/proc/self/{target}", f"/dev/{name}"]
+    if not any(Path(path).is_relative_to("/tmp") for path in sources):
+        options += ["--symlink", WORK, "/tmp"]
+    return [*options, "--symlink", WORK, "/dev/shm", "--chdir", WORK, "--remount-ro", "/dev", "--remount-ro", "/"]
+
+
+def _rlimits(limits: Limits) -> list[str]:
+    """The kernel's own limits, for each process. They are set within the user namespace, where NPROC counts anew."""
+    cpu_s = int(limits.cpu_s) + 1
+    own = {
+        "data": limits.memory_bytes + _SPARE,
+        "as": limits.memory_bytes + _SPARE + _ARENA * limits.processes,
+        "cpu": f"{cpu_s}:{cpu_s + 1}",
+        "fsize": limits.disk_bytes,
+        "nproc": limits.processes + 2,  # pid 1, which is bwrap's, and one to spare for its helper
+        "nofile": limits.open_files,
+        "core": 0,
+        "memlock": 0,
+        "msgqueue": 0,
+        "stack": 8 << 20,
+    }
+    return ["/usr/bin/prlimit", *(f"--{name}={value}" for name, value in own.items())]
+
+
+def _is_open_to_all(path: str) -> bool:
+    """Whether everybody may go to a directory, through all that are above it."""
+    real = Path(os.path.realpath(path))
+    return all(place.stat().st_mode & 0o001 for place in (real, *real.parents))
+
+
+def _advice(failure: str) -> str:
+    if "Unknown option" in failure:
+        return INSTALL
+    for setting, (forbidding, advice) in _ADVICE.items():
+        file = Path("/proc/sys", setting)
+        if file.exists() and file.read_text().strip() == forbidding:
+            return advice
+    return _IN_CONTAINER

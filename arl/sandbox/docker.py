@@ -1,0 +1,181 @@
+"""Programs in containers of their own, by the `docker` command, where a Docker engine answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from arl.api.errors import SandboxError
+from arl.api.shared import Shared
+from arl.sandbox import container
+from arl.sandbox.contract import MAIN, NO_FILES, EndedBy, Files, Limits, Outcome, laid_out
+from arl.sandbox.output import finish
+
+IMAGE = "python:3.11-slim"
+_FIRST_PROCESS = Path(container.__file__).read_text(encoding="utf-8")
+_NOBODY = "65534:65534"
+_KILLED = 137
+"""docker's exit code where the kernel ended the container's first process, for want of memory."""
+_START_S = 120.0
+"""Longest that a container may take from `docker run` until its program runs."""
+_ENGINE_S = 20.0
+"""Longest that the engine may take to answer a question."""
+_REPORT_BYTES = 4096
+"""Room for the report of container.py at the end of stderr."""
+
+
+class DockerSandbox(Shared):
+    """Runs each program in a new container, which has no network, no capability, and a read-only root.
+
+    image: one with a `python`; it is pulled when first used, unless the engine has it. limits: of a run that names
+    none; memory is the container's own limit, so all processes and files of a program together. concurrency:
+    containers at once. runtime: one of the engine's, such as gVisor's `runsc`, instead of its default.
+
+    Starting a container takes some tenths of a second. One that arl could not remove, because it was killed itself,
+    ends at its wall time and is removed by the engine.
+    """
+
+    def __init__(
+        self, *, image: str = IMAGE, limits: Limits | None = None, concurrency: int | None = None,
+        runtime: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._image = image
+        self._limits = limits or Limits()
+        self._runtime = runtime
+        self._places = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
+        self._docker: str | None = None
+
+    async def _open(self) -> None:
+        docker = shutil.which("docker")
+        if docker is None:
+            raise SandboxError("docker is not installed; see https://docs.docker.com/engine/install/")
+        try:
+            async with asyncio.timeout(_ENGINE_S):
+                code, _, complaint = await _call(docker, "version", "--format", "{{.Server.Version}}")
+        except TimeoutError:
+            raise SandboxError(f"no Docker engine answered within {_ENGINE_S:g} s; is it running?") from None
+        if code != 0:
+            raise SandboxError(f"no Docker engine answers: {complaint}; start one, or allow this user to use it")
+        code, _, _ = await _call(docker, "image", "inspect", self._image)
+        if code != 0:
+            code, _, complaint = await _call(docker, "pull", "--quiet", self._image)
+            if code != 0:
+                raise SandboxError(f"docker cannot pull the image {self._image}: {complaint}")
+        self._docker = docker
+        outcome = await self.run("print('ready')")
+        if outcome.stdout != "ready\n":
+            raise SandboxError(f"Python does not run in a container of {self._image}: {outcome}")
+
+    async def _close(self) -> None:
+        self._docker = None
+
+    async def run(
+        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
+    ) -> Outcome:
+        """As Sandbox.run."""
+        if self._docker is None:
+            raise SandboxError("the sandbox is not open; call it within `async with`")
+        contents, limits = laid_out(program, files), limits or self._limits
+        token = secrets.token_hex(16)
+        header = {"files": {path: len(content) for path, content in contents.items()}, "token": token}
+        header |= {"wall_s": limits.wall_s, "main": MAIN}
+        sent = [json.dumps(header).encode(), b"\n", *contents.values(), stdin.encode(errors="surrogatepass")]
+        async with self._places:
+            return await self._run(self._docker, b"".join(sent), token, limits)
+
+    async def _run(self, docker: str, sent: bytes, token: str, limits: Limits) -> Outcome:
+        name = f"arl-{secrets.token_hex(8)}"
+        started = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *(docker, "run", "--name", name, *_options(limits, self._runtime), self._image),
+            *("python", "-I", "-S", "-c", _FIRST_PROCESS),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for arl, which then removes the container
+        )
+
+        async def remove(is_over: bool) -> None:
+            if not is_over and process.returncode is None:
+                process.kill()
+                await _call(docker, "rm", "--force", name)
+
+        ended_by, stdout, stderr = await finish(
+            process,
+            sent,
+            output_bytes=limits.output_bytes + _REPORT_BYTES,
+            wall_s=limits.wall_s + _START_S,
+            kill=remove,
+        )
+        code: int | None = None
+        wall_s = time.monotonic() - started
+        written, is_reported, report = stderr.rpartition(token.encode())
+        if is_reported:
+            said: dict[str, Any] = json.loads(report)
+            ended_by, code, wall_s = said["ended_by"], said["code"], said["wall_s"]
+        elif ended_by == "exit" and process.returncode == _KILLED:
+            ended_by = "memory"
+        elif ended_by == "exit":
+            complaint = stderr.decode(errors="replace").strip()
+            raise SandboxError(f"docker run failed with exit code {process.returncode}: {complaint}")
+        return _outcome(ended_by, code, wall_s, stdout, written if is_reported else stderr, limits.output_bytes)
+
+
+def _outcome(ended_by: str, code: int | None, wall_s: float, stdout: bytes, stderr: bytes, room: int) -> Outcome:
+    if len(stdout) + len(stderr) > room:
+        ended_by = "output"
+    stdout = stdout[:room]
+    return Outcome(
+        exit_code=code if ended_by in ("exit", "signal") else None,
+        stdout=stdout.decode(errors="replace"),
+        stderr=stderr[: room - len(stdout)].decode(errors="replace"),
+        wall_s=wall_s,
+        ended_by=cast("EndedBy", ended_by),
+    )
+
+
+def _options(limits: Limits, runtime: str | None) -> list[str]:
+    memory = limits.memory_bytes + limits.disk_bytes  # files in a tmpfs are memory of the container
+    tmpfs = f"rw,noexec,nosuid,nodev,size={limits.disk_bytes},nr_inodes={limits.files},mode=1777"
+    cpu_s = int(limits.cpu_s) + 1
+    return [
+        *("--rm", "--interactive", "--network", "none", "--read-only", "--cap-drop", "ALL", "--user", _NOBODY),
+        *("--security-opt", "no-new-privileges", "--ipc", "private", "--hostname", "sandbox", "--log-driver", "none"),
+        *("--memory", str(memory), "--memory-swap", str(memory), "--pids-limit", str(limits.processes + 1)),
+        *("--cpus", "1"),  # so that all processes together have no more processor seconds than wall_s
+        *("--ulimit", f"cpu={cpu_s}:{cpu_s + 1}", "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0"),
+        *("--ulimit", f"fsize={limits.disk_bytes}", "--tmpfs", f"/sandbox:{tmpfs}", "--tmpfs", f"/tmp:{tmpfs}"),
+        *(
+            "--shm-size",
+            str(limits.disk_bytes),
+            "--workdir",
+            "/sandbox",
+            "--env",
+            "HOME=/sandbox",
+            "--env",
+            "LANG=C.UTF-8",
+        ),
+        *(() if runtime is None else ("--runtime", runtime)),
+    ]
+
+
+async def _call(docker: str, *arguments: str) -> tuple[int, str, str]:
+    """One short command: exit code, stdout, stderr. A call that is cancelled is killed."""
+    process = await asyncio.create_subprocess_exec(
+        docker, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        stdout, stderr = await process.communicate()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    return process.returncode or 0, stdout.decode(errors="replace").strip(), stderr.decode(errors="replace").strip()

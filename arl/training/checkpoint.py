@@ -1,0 +1,182 @@
+"""Checkpoints as directories that are whole or not there: written aside, synced, renamed; the newest K kept.
+
+run_dir/checkpoints/version-00000040/state.json      totals, dataset cursor, ledger
+                                     groups.npz      finished groups that wait for a batch
+                                     replay.npz      trained groups that may be trained again
+                                     engine/         whatever the train engine saves
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arl.api.engine import Saving
+from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError
+from arl.api.types import Group
+from arl.training.group_file import UNREADABLE, read_groups, write_groups
+
+log = logging.getLogger(__name__)
+
+_ASIDE = ".writing-"
+_RETIRED = ".deleting-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What a checkpoint holds of a run beside the train engine, all of one moment between two steps.
+
+    values: as JSON holds them. groups: finished and not trained; see ReplayBuffer.untrained. replay: see Replay.groups.
+    """
+
+    values: dict[str, Any]
+    groups: Sequence[Group] = ()
+    replay: Sequence[Group] = ()
+
+
+class Checkpoints:
+    """The checkpoints of one run. identity: settings that must be the same for a run to continue."""
+
+    def __init__(self, directory: Path, keep: int, identity: dict[str, Any]) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._identity = identity
+
+    def newest_version(self) -> int | None:
+        return max(self._versions(), default=None)
+
+    def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> CheckpointSaving:
+        """Copy the train engine aside; what is returned writes the checkpoint of `version` while it is waited for.
+
+        Raises CheckpointError, as its `wait` does.
+        """
+        aside = self._directory / f"{_ASIDE}{version}"
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            aside.mkdir(parents=True)
+            engine = save_engine(aside / "engine")
+        except (OSError, ArlError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise _unwritten(version, self._directory, error) from error
+        return CheckpointSaving(version=version, aside=aside, engine=engine, state=state, checkpoints=self)
+
+    def complete(self, version: int, aside: Path, engine: Saving, state: RunState) -> None:
+        """Write what `begin` took aside, give it its name, and drop the oldest checkpoints past `keep`."""
+        try:
+            engine.wait()
+            for name, groups in (("groups.npz", state.groups), ("replay.npz", state.replay)):
+                with (aside / name).open("wb") as file:
+                    write_groups(file, groups)
+                    file.flush()
+                    os.fsync(file.fileno())
+            with (aside / "state.json").open("w") as file:
+                json.dump({"identity": self._identity, **state.values}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            _sync(aside)
+            aside.rename(self._path(version))
+            _sync(self._directory)
+        except (OSError, ArlError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise _unwritten(version, self._directory, error) from error
+        for old in sorted(self._versions())[: -self._keep]:
+            self._delete(old)
+
+    def load_newest(self, load_engine: Callable[[Path], None]) -> RunState | None:
+        """Load the newest checkpoint and return its state; None where there is none. Removes what a kill left halfway.
+
+        Raises CheckpointError.
+        """
+        for pattern in (f"{_ASIDE}*", f"{_RETIRED}*"):
+            for left_by_a_kill in self._directory.glob(pattern):
+                shutil.rmtree(left_by_a_kill, ignore_errors=True)
+        version = self.newest_version()
+        if version is None:
+            return None
+        path = self._path(version)
+        try:
+            state = self._read(path)
+            load_engine(path / "engine")
+        except DamagedCheckpointError as error:
+            earlier = sorted(self._versions())[:-1]
+            where = f"version {earlier[-1]}" if earlier else "the beginning, as there is no earlier one"
+            raise CheckpointError(f"{error}; delete {path} to continue from {where}") from error
+        return state
+
+    def _read(self, path: Path) -> RunState:
+        file = path / "state.json"
+        try:
+            values = json.loads(file.read_text())
+            identity = values["identity"]
+        except UNREADABLE as error:
+            raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
+        for name, value in self._identity.items():
+            if identity.get(name) != value:
+                raise CheckpointError(
+                    f"{path} was written with {name}={identity.get(name)!r}, this run has {value!r}; "
+                    "use another run_dir, or the same settings"
+                )
+        groups, replay = (self._groups(path / name) for name in ("groups.npz", "replay.npz"))
+        return RunState(values=values, groups=groups, replay=replay)
+
+    def _groups(self, file: Path) -> list[Group]:
+        try:
+            with file.open("rb") as stream:
+                return read_groups(stream)
+        except UNREADABLE as error:
+            raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
+
+    def _delete(self, version: int) -> None:
+        """So that a kill in the middle leaves no half of a checkpoint under its name."""
+        retired = self._directory / f"{_RETIRED}{version}"
+        try:
+            self._path(version).rename(retired)
+            shutil.rmtree(retired)
+        except OSError as error:
+            log.warning("the checkpoint of version %d, no longer needed, could not be deleted: %s", version, error)
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"version-{version:08d}"
+
+    def _versions(self) -> list[int]:
+        if not self._directory.is_dir():
+            return []
+        matches = (re.fullmatch(r"version-(\d{8})", path.name) for path in self._directory.iterdir())
+        return [int(match[1]) for match in matches if match]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaving:
+    """A checkpoint whose parts are all copied aside; a Saving of the whole."""
+
+    version: int
+    aside: Path
+    engine: Saving
+    state: RunState
+    checkpoints: Checkpoints
+
+    def wait(self) -> None:
+        """Returns when it is on the disk. Call once, on any thread. Raises CheckpointError, e.g. of a full disk."""
+        self.checkpoints.complete(self.version, self.aside, self.engine, self.state)
+
+
+def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of version {version} could not be written to {directory}: {error}; earlier ones are "
+        "untouched, and the same command continues from them once there is room, or whatever else it lacked"
+    )
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

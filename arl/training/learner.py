@@ -1,0 +1,186 @@
+"""What is done to one batch: a Learner turns groups into optimizer steps. Blocking, on the trainer's thread.
+
+groups --> sequences --> logprobs, values --> advantages --> minibatches | --> critic, policy --> metrics
+                         forward passes                      selected, weighed
+`prepare`, which changes no weights                                      | `train`
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from arl.algorithm.advantages import with_advantages
+from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.batch import Batch, flat, regrouped, to_sequences
+from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.selection import select_tokens
+from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
+from arl.api.algorithm import AlgorithmConfig
+from arl.api.engine import Output, Saving, TokenLoss, TrainEngine
+from arl.api.errors import CheckpointError
+from arl.api.types import Group, TrainSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedBatch:
+    """minibatches: what each optimizer step trains. advantages: of each trajectory of each new group, the mean over its
+    trained tokens; None where there are none."""
+
+    minibatches: list[list[TrainSequence]]
+    advantages: list[list[float | None]]
+
+
+class Learner:
+    """The train engine of the policy, that of the critic where there is one apart, and the algorithm between them.
+
+    version counts the batches trained, as the policy's engine does. The learner owns its engines: `close` closes them.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        config: AlgorithmConfig,
+        *,
+        critic: TrainEngine | None = None,
+        max_staleness: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.engine = engine
+        self._critic = critic
+        self._config = config
+        self._max_staleness = max_staleness
+        self._seed = seed
+        if config.kl.coefficient > 0:
+            engine.update_reference()
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
+        """What to train of a batch, as the weights are now; they stay as they are.
+
+        replayed: groups of earlier batches, dealt out over the minibatches of the new ones.
+        """
+        together = [*groups, *replayed]
+        batch = to_sequences(together, self._config.overlong)
+        batch = self._with_forward_passes(batch)
+        batch = with_advantages(together, batch, self._config)
+        return PreparedBatch(
+            minibatches=self._minibatches(batch, num_new=len(groups)),
+            advantages=[[_mean_advantage(sequence) for sequence in group] for group in batch[: len(groups)]],
+        )
+
+    def train(self, batch: PreparedBatch) -> dict[str, float]:
+        """One optimizer step for each of the batch's minibatches, then version += 1. Returns metrics."""
+        config, version = self._config, self.version
+        metrics = self._train_critic(batch.minibatches)
+        if config.critic and version < config.critic.warmup_batches:
+            self.engine.train_batch([], self._loss(version))  # the policy stands still, and has nothing to report
+        else:
+            metrics |= self.engine.train_batch(batch.minibatches, self._loss(version))
+        kl = config.kl
+        if kl.coefficient > 0 and kl.reference == "moving" and self.version % kl.update_every == 0:
+            self.engine.update_reference(kl.update_share)
+        return metrics
+
+    def save(self, directory: Path) -> Saving:
+        """Copy aside everything that `load` needs to continue, and begin to write it to `directory`."""
+        if self._critic is None:
+            return self.engine.save(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        return _BothSavings(self.engine.save(directory / "policy"), self._critic.save(directory / "critic"))
+
+    def load(self, directory: Path) -> None:
+        """Continue from `save`'s directory. Raises CheckpointError naming what does not fit."""
+        has_critic = (directory / "critic").is_dir()
+        if has_critic != (self._critic is not None):
+            wrote, has = ("with", "none") if has_critic else ("without", "one")
+            raise CheckpointError(
+                f"{directory} was written {wrote} a critic of its own, and this run has {has}: set algorithm.critic as "
+                "it was, or use another run_dir"
+            )
+        if self._critic is None:
+            self.engine.load(directory)
+            return
+        self.engine.load(directory / "policy")
+        self._critic.load(directory / "critic")
+
+    def close(self) -> None:
+        """Idempotent."""
+        try:
+            self.engine.close()
+        finally:
+            if self._critic:
+                self._critic.close()
+
+    def _with_forward_passes(self, batch: Batch) -> Batch:
+        """Logprobs and values before any update on the batch: what the algorithm needs of them."""
+        config = self._config
+        if config.needs_proximal_forward:
+            batch = _filled(batch, "proximal_logprobs", self.engine, "logprobs")
+        if config.kl.coefficient > 0:
+            batch = _filled(batch, "reference_logprobs", self.engine, "reference_logprobs")
+        if config.critic:
+            batch = _filled(batch, "values", self._critic or self.engine, "values")
+        return batch
+
+    def _minibatches(self, batch: Batch, num_new: int) -> list[list[TrainSequence]]:
+        """Each of equally many new groups, and of replayed ones as nearly as it goes: in the batch's order in the first
+        epoch, then in another each time."""
+        config, version, minibatches = self._config, self.version, list[list[TrainSequence]]()
+        size = num_new // config.minibatches
+        for epoch in range(config.epochs):
+            new, replayed = list(range(num_new)), list(range(num_new, len(batch)))
+            if epoch:
+                shuffle = random.Random(f"{self._seed}-{version}-{epoch}")
+                shuffle.shuffle(new)
+                shuffle.shuffle(replayed)
+            for i in range(config.minibatches):
+                part = [batch[j] for j in (*new[i * size : (i + 1) * size], *replayed[i :: config.minibatches])]
+                chosen = select_tokens(flat(part), config.selection, seed=self._seed + version)
+                part = regrouped(chosen, part)
+                minibatches.append(weigh_tokens(part, config.aggregation, sequence_tokens=config.sequence_tokens))
+        return minibatches
+
+    def _loss(self, version: int) -> TokenLoss:
+        loss = PolicyLoss.of(self._config, version=version, max_staleness=self._max_staleness)
+        critic = self._config.critic
+        if critic is None or critic.backbone == "separate":
+            return loss
+        value = ValueLoss(value_clip=critic.value_clip)
+        return ActorCriticLoss(policy=loss, value=value, coefficient=critic.coefficient)
+
+    def _train_critic(self, minibatches: Sequence[Sequence[TrainSequence]]) -> dict[str, float]:
+        critic = self._config.critic
+        if self._critic is None or critic is None:
+            return {}
+        metrics = self._critic.train_batch(minibatches, ValueLoss(value_clip=critic.value_clip))
+        return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _BothSavings:
+    policy: Saving
+    critic: Saving
+
+    def wait(self) -> None:
+        try:
+            self.policy.wait()
+        finally:
+            self.critic.wait()
+
+
+def _mean_advantage(sequence: TrainSequence) -> float | None:
+    of_trained = sequence.advantages[sequence.loss_mask]
+    return float(of_trained.mean()) if len(of_trained) else None
+
+
+def _filled(batch: Batch, field: str, engine: TrainEngine, output: Output) -> Batch:
+    sequences = flat(batch)
+    outputs = engine.forward(sequences, output)
+    # Not by keyword, which is one of several.
+    return regrouped([replace(s, **{field: o}) for s, o in zip(sequences, outputs, strict=True)], batch)

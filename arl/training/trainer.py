@@ -1,0 +1,377 @@
+"""The decoupled PPO loop, as an async iterator over its steps.
+
+                       finished groups                    snapshot of version t+1
+    RolloutController ----------------> ReplayBuffer ----> Trainer ----> WeightTransport ----> InferenceEngine
+            ^                                |                                                       |
+            +---------- room in the buffer --+<------------------ published(t+1) --------------------+
+
+| task      | consumes           | produces            | waits for                | woken by                       |
+|-----------|--------------------|---------------------|--------------------------|--------------------------------|
+| rollout   | examples           | finished groups     | room in the buffer       | `published`, a group rejected  |
+| step      | a batch of groups  | weights, StepStats  | a batch that may be taken| a group finished or dropped    |
+| delivery  | newest snapshot    | published version   | the servers              | their answers, update_timeout_s|
+| evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
+| saving    | copies, RunState   | a checkpoint        | the disk                 | the step where it is due       |
+
+`step` runs in whoever iterates the trainer; the others are tasks of the run's TaskGroup. Blocking work (training,
+snapshots, checkpoints, file writes) crosses to threads in `TrainThread`, `_written` and `asyncio.to_thread`, here and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from arl.api.config import Config
+from arl.api.engine import InferenceEngine, PublishStats, Saving, WeightTransport, WeightUpdate
+from arl.api.errors import ArlError, ConfigError, first_error
+from arl.api.types import Group, StepStats
+from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.controller import RolloutController
+from arl.rollout.replay import Replay
+from arl.training.checkpoint import Checkpoints, RunState
+from arl.training.evaluation import Evaluator
+from arl.training.learner import Learner
+from arl.training.metrics import Evaluation, RunLog
+from arl.training.stats import RunTotals, batch_metrics, episode_rewards, publish_metrics, reward_metrics
+from arl.training.train_thread import TrainThread
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Step:
+    """A batch from when its optimizer steps begin until it is logged. Times are of the monotonic clock.
+
+    groups: new ones. replayed: those of earlier batches that are trained with them. advantages: see PreparedBatch.
+    call: its training.
+    """
+
+    groups: Sequence[Group]
+    replayed: Sequence[Group]
+    advantages: Sequence[Sequence[float | None]]
+    began: float
+    taken: float
+    call: asyncio.Future[dict[str, float]]
+    trained: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    """Weights that wait for their delivery. taken: when, on the monotonic clock. snapshot_s: training stood still."""
+
+    update: WeightUpdate
+    taken: float
+    snapshot_s: float
+
+
+@dataclass(kw_only=True, eq=False)
+class Trainer:
+    """Trains `config.steps` batches, one for each iteration. Built by `launch`, which also closes its parts."""
+
+    config: Config
+    learner: Learner
+    inference_engine: InferenceEngine
+    transport: WeightTransport
+    buffer: ReplayBuffer
+    rollout: RolloutController
+    evaluator: Evaluator | None
+    checkpoints: Checkpoints
+    log: RunLog
+    thread: TrainThread
+    replay: Replay = field(default_factory=Replay)
+    totals: RunTotals = field(default_factory=RunTotals)
+
+    def __post_init__(self) -> None:
+        self.version = self.learner.version
+        self._tasks = asyncio.TaskGroup()
+        self._rollout_task: asyncio.Task[None] | None = None
+        self._undelivered: _Snapshot | None = None
+        self._delivery: asyncio.Task[None] | None = None
+        self._published: PublishStats | None = None
+        self._publication = asyncio.Condition()
+        self._evaluation: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._is_evaluation_due = False
+        self._open_step: _Step | None = None
+        self._started_at: float | None = None
+        self._recorded_at = 0.0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[Self]:
+        """Serve and train inside the block, which ends with a checkpoint and raises the first error of any task."""
+        async with self._saved_at_the_end():
+            try:
+                async with self._tasks:
+                    await self._publish()
+                    await self._delivered()
+                    yield self
+                    await self.stop()
+            except BaseExceptionGroup as errors:
+                error = first_error(errors)
+                raise error from error.__cause__
+
+    # The loop ---------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StepStats:
+        if self.version >= self.config.steps:
+            await self.stop()
+            raise StopAsyncIteration
+        self._start()
+        return await self._step()
+
+    async def _step(self) -> StepStats:
+        """take_batch -> prepare (logprobs -> advantages -> minibatches) -> train (optimizer steps) -> publish."""
+        began = time.monotonic()
+        groups = await self.buffer.take_batch(self.version)
+        replayed, taken = self.replay.take(self.version), time.monotonic()
+        batch = await self.thread(self.learner.prepare, groups, replayed)
+        self._open_step = _Step(
+            groups=groups,
+            replayed=replayed,
+            advantages=batch.advantages,
+            began=began,
+            taken=taken,
+            call=self.thread.submit(self.learner.train, batch),
+        )
+        await self.thread.finish(self._open_step.call)
+        self._settle()
+        await self._publish()
+        stats = await self._record()
+        await self._beside_training()
+        return stats
+
+    def _settle(self) -> None:
+        """Note the batch in training as trained once the engine has it, also after a cancellation in between."""
+        if self._open_step and self.learner.version > self.version:
+            self.version = self.learner.version
+            self.rollout.trained(self._open_step.groups)
+            self.replay.add(self._open_step.groups, self.version)
+            self._open_step.trained = time.monotonic()
+
+    async def _publish(self) -> None:
+        """Snapshot the weights, which are delivered beside the next step; a newer snapshot replaces one that waits."""
+        began = time.monotonic()
+        update = await self.thread(self.transport.snapshot, self.learner.engine)
+        if self._undelivered:
+            self.transport.discard(self._undelivered.update)
+        now = time.monotonic()
+        self._undelivered = _Snapshot(update=update, taken=now, snapshot_s=now - began)
+        if self._delivery is None or self._delivery.done():
+            self._delivery = self._tasks.create_task(self._deliver())
+        if self.config.rollout.max_staleness == 0:
+            await self._delivered()
+
+    async def _deliver(self) -> None:
+        """Bring the newest snapshot to the servers, one delivery at a time, until there is none left."""
+        while self._undelivered:
+            snapshot, self._undelivered = self._undelivered, None
+            cost = await self.transport.deliver(snapshot.update, self.inference_engine)
+            await self.buffer.published(snapshot.update.version)
+            self._published = PublishStats(
+                version=snapshot.update.version,
+                snapshot_s=snapshot.snapshot_s,
+                transfer_s=time.monotonic() - snapshot.taken,
+                pause_s=cost.pause_s,
+                num_bytes=snapshot.update.num_bytes,
+            )
+            async with self._publication:
+                self._publication.notify_all()
+
+    async def _served(self, version: int) -> None:
+        """Wait until the servers hold `version` or a newer one; woken by the delivery."""
+        async with self._publication:
+            await self._publication.wait_for(lambda: self._published is not None and self._published.version >= version)
+
+    async def _delivered(self) -> None:
+        if self._delivery:
+            await asyncio.shield(self._delivery)  # whoever gives up waiting must not cancel the delivery
+
+    # Beside the loop --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._started_at is None:
+            self._started_at = self._recorded_at = time.monotonic()
+            self._rollout_task = self._tasks.create_task(self.rollout.run())
+
+    async def stop(self) -> None:
+        """Stop sampling for training; let a delivery and an evaluation that is due end. Idempotent."""
+        if self._rollout_task:
+            self._rollout_task.cancel()
+            await asyncio.wait([self._rollout_task])
+        self.totals.wall_s = self._wall_s()
+        self._started_at = None
+        await self._delivered()
+        if self._evaluation:
+            await self._evaluation
+
+    async def _beside_training(self) -> None:
+        if self.config.evaluation.every and self.version % self.config.evaluation.every == 0:
+            self._is_evaluation_due = True
+            if self._evaluation is None or self._evaluation.done():
+                self._evaluation = self._tasks.create_task(self._evaluate_while_due())
+        every = self.config.checkpoint.every
+        if every and self.version % every == 0 and (saving := await self._begin_saving()):
+            self._saving = self._tasks.create_task(_written(saving))
+
+    async def _evaluate_while_due(self) -> None:
+        """One evaluation at a time; those that came due during a long one are made as one."""
+        while self._is_evaluation_due:
+            self._is_evaluation_due = False
+            await self.evaluate()
+
+    async def evaluate(self) -> Evaluation:
+        """Run the held-out examples on the newest published weights. Raises ConfigError where there are none."""
+        if self.evaluator is None:
+            raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
+        await self._served(self.version)
+        evaluation = await self.evaluator.evaluate()
+        await self.thread(self.log.evaluation, evaluation)
+        return evaluation
+
+    @property
+    def evaluations(self) -> dict[int, Evaluation]:
+        """Evaluations made so far in this run directory, by version; also those from before a resume."""
+        return self.log.evaluations
+
+    async def save(self) -> None:
+        """Write a checkpoint of the last trained version, between steps. What is in flight will run again.
+
+        Nothing is written where nothing was trained since the last one, nor after optimizer steps that failed: they
+        may have changed the weights, and the checkpoint before them is what to continue from. Raises CheckpointError.
+        """
+        if saving := await self._begin_saving():
+            await _written(saving)
+
+    async def export(self, directory: Path) -> None:
+        """Write the trained model as a Hugging Face directory, whole or not at all; between steps, at any version.
+
+        With adapters it is the merged model. Raises TransportError.
+        """
+        snapshot = await self.thread(self.learner.engine.snapshot)
+        try:
+            await asyncio.to_thread(snapshot.write, directory)
+        finally:
+            snapshot.release()
+
+    async def _begin_saving(self) -> Saving | None:
+        """Copy aside what a checkpoint holds, all of this moment; None where there is nothing to write.
+
+        One is written at a time: training waits here for a disk that is slower than `checkpoint.every`.
+        """
+        if self._saving:
+            await asyncio.wait([self._saving])  # its error ends the TaskGroup, and need not be raised twice
+        await self.thread(lambda: None)  # a call whose waiter was cancelled may still be running there
+        self._settle()
+        if self._open_step and self._open_step.trained:
+            await self._record()
+        has_failed = self._open_step is not None
+        if has_failed or self.version in (0, self.checkpoints.newest_version()):
+            return None
+        return await self.thread(self.checkpoints.begin, self.version, self.learner.save, self._state())
+
+    def _state(self) -> RunState:
+        totals = replace(self.totals, wall_s=self._wall_s())
+        values = {"version": self.version, "totals": asdict(totals), "rollout": self.rollout.state_dict()}
+        return RunState(values=values, groups=self.buffer.untrained(self.version), replay=self.replay.groups)
+
+    @asynccontextmanager
+    async def _saved_at_the_end(self) -> AsyncGenerator[None]:
+        """Save, whatever ends the block. An error that ends it is the one to raise, even where saving fails too."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            await self.save()
+            raise
+        except BaseException as error:
+            try:
+                await self.save()
+            except (ArlError, OSError) as failure:
+                log.error("the run's end could not be saved either: %s", failure)
+                error.add_note(str(failure))
+            raise
+        await self.save()
+
+    def _wall_s(self) -> float:
+        return self.totals.wall_s + (0.0 if self._started_at is None else time.monotonic() - self._started_at)
+
+    # Numbers ----------------------------------------------------------------------------------------------------
+
+    async def _record(self) -> StepStats:
+        """Log the step that was trained, once."""
+        step, self._open_step = self._open_step, None
+        if step is None:
+            raise RuntimeError("there is no trained step to record")
+        return await self.thread(self._record_now, step, step.call.result())
+
+    def _record_now(self, step: _Step, metrics: dict[str, float]) -> StepStats:
+        stats = self._stats(step, metrics)
+        self.totals.max_staleness_seen = max(self.totals.max_staleness_seen, stats.max_staleness_seen)
+        self.log.step(stats, step.groups, step.advantages)
+        return stats
+
+    def _stats(self, step: _Step, metrics: dict[str, float]) -> StepStats:
+        now, rewards = time.monotonic(), episode_rewards(step.groups)
+        interval_s, self._recorded_at = now - self._recorded_at, now
+        numbers = batch_metrics(
+            step.groups,
+            self.version - 1,
+            step.replayed,
+            mask_truncated=self.config.algorithm.overlong.mask_truncated,
+        )
+        wait_s, train_s = step.taken - step.began, (step.trained or now) - step.taken
+        everything = {
+            "version": self.version,
+            "time_s": self._wall_s(),
+            **reward_metrics(rewards),
+            "samples_per_s": len(rewards) / max(interval_s, 1e-9),
+            "time/wait_s": wait_s,
+            "time/train_s": train_s,
+            **numbers,
+            **metrics,
+            **publish_metrics(self._published),
+            **self.rollout.counters(),
+        }
+        return StepStats(
+            version=self.version,
+            reward=everything["reward"],
+            num_episodes=len(rewards),
+            mean_staleness=numbers["staleness/mean"],
+            max_staleness_seen=int(numbers["staleness/max"]),
+            wait_s=wait_s,
+            train_s=train_s,
+            metrics=everything,
+        )
+
+    def summary(self) -> dict[str, float]:
+        """Totals of the whole run, resumes included: what was trained, how fast, how stale."""
+        wall_s, counters = self._wall_s(), self.rollout.counters()
+        return {
+            "steps": self.version,
+            "wall_s": wall_s,
+            "samples_per_s": counters["episodes_trained"] / wall_s if wall_s else 0.0,
+            "max_staleness": self.config.rollout.max_staleness,
+            "max_staleness_seen": self.totals.max_staleness_seen,
+            **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
+        }
+
+
+async def _written(saving: Saving) -> None:
+    """Wait on a thread until it is on the disk; also when cancelled, as it goes on, and its error must not be lost."""
+    call = asyncio.get_running_loop().run_in_executor(None, saving.wait)
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        call.result()
+        raise

@@ -1,0 +1,199 @@
+"""OpenAIProxy: each episode has a base URL of its own, behind which an InferenceEngine answers and is recorded.
+
+    program --HTTP--> key? --> endpoint --> EpisodeSession --> InferenceEngine
+                       | no: 401             | dialogues by role --> trajectories
+
+The server runs in the event loop that it is opened in, on loopback. Paths are /e/EPISODE/v1/..., and
+/e/EPISODE/ROLE/v1/... for several agents in one episode.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+from asyncio import CancelledError
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from arl.api.engine import InferenceEngine
+from arl.api.errors import ArlError
+from arl.api.shared import Shared
+from arl.api.types import SamplingParams
+from arl.workflow.call_formats import CallFormat
+from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.dialogue import Rewriting
+from arl.workflow.proxy.calls import RefusedCallError
+from arl.workflow.proxy.exchange import Endpoint, Exchange
+from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.refusals import refusal_of
+from arl.workflow.proxy.routes import ENDPOINTS, UNKNOWN
+from arl.workflow.proxy.session import AGENT, EpisodeSession, is_role
+from arl.workflow.proxy.shared_url import SharedURL
+from arl.workflow.proxy.spoken import Reasoning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: thousands of programs may start at once."""
+_MAX_BODY_BYTES = 64 << 20
+"""A conversation's text is far smaller; aiohttp's own limit is one megabyte."""
+_SHUTDOWN_S = 1.0
+_NO_KEY = secrets.token_urlsafe()
+"""What the keys of episodes that there are not are compared with."""
+_ROUTES = {(endpoint.method, endpoint.path): endpoint for endpoint in ENDPOINTS}
+_INVALID_KEY = RefusedCallError(
+    "Incorrect API key provided: it is not the key of this episode, or the episode is over",
+    status=401,
+    code="invalid_api_key",
+)
+
+
+class OpenAIProxy(Shared):
+    """An endpoint for programs that speak OpenAI's protocol (and Anthropic's), in front of an InferenceEngine.
+
+        async with OpenAIProxy(tokenizer, sampling=SamplingParams(max_new_tokens=1024)) as proxy:
+            async with proxy.episode(engine) as session:
+                answer = await program(base_url=session.base_url, api_key=session.api_key)
+                return session.trajectories(reward)
+
+    sampling: for what calls do not say. overrides_sampling: temperature, top_p, top_k, min_p and seed are always those
+    of `sampling`, whatever a program asks for, so that all that is trained was sampled alike. reasoning: whether what
+    stands in <think> is told apart, in `reasoning_content`. context_length: tokens that the model can hold; calls that
+    ask for more than is left get what is left. call_format: how the model writes calls of tools, where its chat
+    template does not tell. template_options, rewriting: see Conversation.
+    A proxy is open while anybody has entered it, so a workflow may enter one that its user opened.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        overrides_sampling: bool = False,
+        reasoning: Reasoning = "apart",
+        context_length: int | None = None,
+        call_format: CallFormat | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        rewriting: Rewriting = "branch",
+    ) -> None:
+        super().__init__()
+        self._policy = CallPolicy(
+            template=ChatTemplate(tokenizer, template_options),
+            sampling=sampling,
+            overrides=overrides_sampling,
+            rewriting=rewriting,
+            reasoning=reasoning,
+            context_length=context_length,
+            call_format=call_format,
+        )
+        self._sessions: dict[str, EpisodeSession] = {}
+        self._shared: dict[str, SharedURL] = {}
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+
+    async def _open(self) -> None:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._dispatch)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._runner = runner
+        self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    async def _close(self) -> None:
+        runner, self._runner = self._runner, None
+        for session in tuple(self._sessions.values()):
+            await session.aclose()
+        if runner is not None:
+            await runner.cleanup()
+
+    @asynccontextmanager
+    async def episode(self, engine: InferenceEngine) -> AsyncIterator[EpisodeSession]:
+        """An episode, whose calls `engine` answers. Its URL and key are valid within the block."""
+        if self._runner is None:
+            raise ArlError("this OpenAIProxy is not open; enter it by `async with`, or the workflow that has it")
+        name = secrets.token_hex(8)
+        session = self._sessions[name] = EpisodeSession(f"{self._url}/e/{name}", engine, self._policy)
+        try:
+            yield session
+        finally:
+            del self._sessions[name]
+            await session.aclose()
+
+    @contextmanager
+    def shared_url(self) -> Iterator[SharedURL]:
+        """A URL for programs that keep one client for all episodes, which are admitted to it one by one."""
+        name = secrets.token_hex(8)
+        shared = self._shared[name] = SharedURL(f"{self._url}/e/{name}")
+        try:
+            yield shared
+        finally:
+            del self._shared[name]
+
+    async def _dispatch(self, request: web.Request) -> web.StreamResponse:
+        name, role, endpoint = _route(request.method, request.path)
+        door = self._sessions.get(name) or self._shared.get(name)
+        expected = door.api_key if door else _NO_KEY
+        is_valid = hmac.compare_digest(_key_of(request), expected.encode())
+        place = door.place_of(request) if isinstance(door, SharedURL) else door and (door, role)
+        if not is_valid or place is None:
+            return web.json_response(endpoint.error(_INVALID_KEY), status=_INVALID_KEY.status)
+        return await _answer(Exchange(request, *place), endpoint)
+
+
+async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
+    """The one boundary at which a call's failure becomes an answer, and is counted."""
+    session = exchange.session
+    try:
+        async with session.answering():
+            exchange.body = await exchange.request.read()
+            return await endpoint.answer(exchange)
+    except CancelledError:
+        session.counts.cancelled += 1
+        raise
+    except (ConnectionResetError, web.RequestPayloadError):
+        session.counts.cancelled += 1
+        return _hung_up(exchange.request)
+    except Exception as error:  # noqa: BLE001
+        refusal = refusal_of(error)
+        session.note(error, refusal)
+        with suppress(ConnectionResetError):
+            return await exchange.refuse(refusal, endpoint)
+        return _hung_up(exchange.request)
+
+
+def _hung_up(request: web.Request) -> web.StreamResponse:
+    """What to return where nobody is left to answer: aiohttp takes anything else for a failure of ours."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=HTTPStatus.BAD_REQUEST)
+
+
+def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
+    """The episode, the role and the endpoint that a path names; "" and UNKNOWN for what it does not."""
+    _, prefix, name, rest = (*path.split("/", 3), "", "", "")[:4]
+    if prefix != "e":
+        return "", AGENT, UNKNOWN
+    if endpoint := _ROUTES.get((method, f"/{rest}")):
+        return name, AGENT, endpoint
+    role, _, rest = rest.partition("/")
+    return name, role, _ROUTES.get((method, f"/{rest}"), UNKNOWN) if is_role(role) else UNKNOWN
+
+
+def _key_of(request: web.Request) -> bytes:
+    """As OpenAI's clients send it, or Anthropic's; headers may hold bytes that are no text."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return key.encode(errors="surrogateescape")

@@ -1,0 +1,205 @@
+"""Environments of verifiers (0.4) as a workflow: their tasks, agents and rewards, trained as they are.
+
+    env = local_environment({"taskset": {"id": "gsm8k-v1"}})
+    workflow = VerifiersWorkflow(env, tokenizer, sampling=SamplingParams(max_new_tokens=1024))
+    dataset = workflow.rows(env.taskset.take(1000))
+
+verifiers runs the rollout, renders prompts and scores what came of it. Its training client asks an OpenAIProxy for
+tokens (`/inference/v1/generate`), so the trajectories are what the model sampled, with logprobs and versions. All runs
+in this process and event loop, and nothing but loopback is reached, as far as the environment itself keeps to that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING, Any, Self
+
+from arl.api.errors import ArlError, ModelError
+from arl.api.types import Example, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
+from arl.workflow.paths import trajectories
+from arl.workflow.proxy.models import MODEL
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.proxy.session import EpisodeSession
+from arl.workflow.proxy.shared_url import SharedURL
+
+if TYPE_CHECKING:
+    import verifiers.v1 as vf
+    from renderers import RendererConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from arl.api.engine import InferenceEngine
+
+HARNESS = "arl-chat"
+"""The id of arl.workflow.verifiers_harness, which runs an agent without a process of its own."""
+_NO_KEY = "ARL_HAS_NO_API_KEY"
+"""verifiers reads keys from variables; ours is in a header, and this variable is nobody's."""
+
+
+class EnvironmentFailedError(ArlError):
+    """A rollout failed in the environment's own code, in its agents', or for want of a model that answers."""
+
+
+def local_environment(config: Mapping[str, Any]) -> vf.Env:
+    """The environment of a verifiers config, `{"taskset": {"id": ...}, ...}`, with agents that run here.
+
+    An agent whose harness neither the config nor the environment's author chose, or that has verifiers' `null`, is a
+    coroutine of this process: it has the environment's tools and, unlike verifiers' default `bash`, executes nothing.
+    Where no runtime is chosen, it is this machine, unconfined. Raises ArlError where verifiers is not installed, and
+    what verifiers raises for a config that it does not take.
+    """
+    vf = _verifiers()
+    _name_harness()
+    given, taskset_id = dict(config), dict(config.get("taskset") or {}).get("id", "")
+    has_harness = vf.default_harness_id(taskset_id) != "bash"
+    for name, field in vf.env_config_type(taskset_id, given.get("id", "")).model_fields.items():
+        if not isinstance(field.default, vf.AgentConfig):
+            continue
+        harness = field.default.harness
+        ours = {} if has_harness or (harness and harness.id != "null") else {"harness": {"id": HARNESS}}
+        if "runtime" not in field.default.model_fields_set:
+            ours["runtime"] = {"type": "subprocess"}
+        given[name] = {**ours, **dict(given.get(name) or {})}
+    return vf.load_environment(vf.resolve_env_config(given))
+
+
+class VerifiersWorkflow(RolloutWorkflow):
+    """Runs a task of `env` in each episode. Each agent that the environment trains gives trajectories of its own: its
+    reward, with named parts, its metrics, and its name as their role.
+
+    tokenizer: loaded from a directory or by name, since verifiers' renderers load it again. sampling: for agents whose
+    config says nothing else. renderer: how prompts are rendered; None: as the `renderers` package does for a model of
+    that name, or by the chat template, without tools. context_length: tokens that the model can hold, which ends
+    rollouts that outgrow it.
+    """
+
+    def __init__(
+        self,
+        env: vf.Env,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        renderer: RendererConfig | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        if not tokenizer.name_or_path:
+            raise ModelError(
+                "the tokenizer was not loaded from a directory or by name, so verifiers' renderers cannot load it too; "
+                "save it (save_pretrained), and load it from there"
+            )
+        self.env = env
+        self._model = tokenizer.name_or_path
+        self._sampling = sampling
+        self._renderer = renderer
+        self._proxy = OpenAIProxy(tokenizer, sampling=sampling, context_length=context_length)
+        self._tasks: list[vf.Task] = []
+        self._stack = AsyncExitStack()
+        self._context: vf.ModelContext | None = None
+        self._shared: SharedURL | None = None
+
+    def rows(self, tasks: Iterable[vf.Task]) -> list[Example]:
+        """A dataset of these tasks, which are kept here: rows of another workflow, or another run, are not the same.
+
+        Each row has the task's data beside its place.
+        """
+        first = len(self._tasks)
+        self._tasks += tasks
+        return [
+            {"task": i, **task.data.model_dump(mode="json", exclude_defaults=True)}
+            for i, task in enumerate(self._tasks[first:], start=first)
+        ]
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._proxy)
+            self._shared = stack.enter_context(self._proxy.shared_url())
+            await stack.enter_async_context(self.env.serving())
+            self._context = self._model_context(self._shared)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._context = self._shared = None
+        await self._stack.aclose()
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+        """Raises EnvironmentFailedError, with the first error of the rollout, where it did not come to its end."""
+        shared, context = self._shared, self._context
+        if shared is None or context is None:
+            raise ArlError("this VerifiersWorkflow is not open; use it within `async with`")
+        slot = self.env.slots(self._tasks[data["task"]])[0]
+        async with self._proxy.episode(engine) as session:
+            with ExitStack() as admitted:
+                episode = await self.env.run_slot(
+                    slot, context, on_trace=lambda trace: admitted.enter_context(shared.admitting(trace.id, session))
+                )
+        if not self.env.complete(episode):
+            cause = session.errors[0] if session.errors else None
+            raise EnvironmentFailedError(_why(episode)) from cause
+        return _trajectories(episode, session)
+
+    def _model_context(self, shared: SharedURL) -> vf.ModelContext:
+        vf = _verifiers()
+        sampling = self._sampling
+        params = vf.SamplingConfig(
+            temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_new_tokens
+        )
+        client = vf.TrainClientConfig(
+            base_url=shared.base_url,
+            api_key_var=_NO_KEY,
+            headers={"Authorization": f"Bearer {shared.api_key}"},
+            renderer=self._renderer,
+            renderer_model_name=self._model,
+        )
+        return vf.ModelContext(model=MODEL, client=client, sampling=params)
+
+
+def _verifiers() -> Any:
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise ArlError("environments of verifiers need it installed: pip install 'arl[verifiers]'") from error
+    return vf
+
+
+def _name_harness() -> None:
+    """verifiers imports a harness as the top-level module that its id names, and takes the class that it exports."""
+    from arl.workflow import verifiers_harness
+
+    sys.modules.setdefault(HARNESS.replace("-", "_"), verifiers_harness)
+
+
+def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajectory]:
+    """Of each agent's run that is to be trained; a run's turns are those that it called for under its id."""
+    made: list[Trajectory] = []
+    runs = [trace for trace in episode.traces if trace.agent.trainable and session.turns(trace.id)]
+    for trace in runs:
+        prefix = "" if len(episode.traces) == 1 else f"{trace.agent.name}/"
+        is_cut = trace.is_truncated or trace.calls[-1].error is not None
+        turns = session.turns(trace.id)
+        numbers = {f"{prefix}{name}": value for name, value in trace.metrics.items() if value is not None}
+        made += trajectories(
+            turns,
+            trace.reward,
+            metrics={f"{prefix}turns": trace.num_turns, **numbers},
+            role=trace.agent.name,
+            rewards={name: part.value for name, part in trace.rewards.items() if part is not None},
+            cut_after=turns[-1] if is_cut else None,
+        )
+    if not made:
+        ended = ", ".join(str(trace.stop_condition) for trace in episode.traces)
+        raise EnvironmentFailedError(f"no agent that is to be trained called the model; they ended by: {ended}")
+    return made
+
+
+def _why(episode: vf.Episode) -> str:
+    """The error that ended the rollout, and where it was raised."""
+    errors = [(trace.agent.name, error) for trace in episode.traces for error in trace.errors]
+    errors += [("environment", error) for error in episode.errors]
+    if not errors:
+        return f"the environment {episode.env.id} ended without a result, and says not why"
+    where, error = errors[0]
+    traceback = f"\n{error.traceback}" if error.traceback else ""
+    return f"the environment {episode.env.id} failed, its {where}: {error.type}: {error.message}{traceback}"

@@ -1,0 +1,261 @@
+"""The client against the embedded server: interruptions that leave no mark but versions, and servers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams, ScriptedTrainEngine
+from arl.api.config import ClientConfig, DiskWeightsConfig, LocalEngineConfig, PauseMode
+from arl.api.errors import PromptTooLongError
+from arl.engine.client import processes, supervision
+from arl.engine.client.processes import local_servers
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+from arl.engine.weights.disk import DiskTransport
+
+PROMPT = (30, 40, 50, 60)
+NUM_TOKENS = 400
+GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+SEEDED = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True, seed=7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Two directories of the same architecture with different weights."""
+
+    one: Path
+    two: Path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("models")
+    # Weights large enough that the next token is never nearly a tie.
+    shape = TinyShape(hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2, initializer_range=0.3)
+    made = Models(*(write_tiny_model(root / name, shape=shape, seed=i) for i, name in enumerate(("one", "two"))))
+    torch.set_num_threads(before)
+    return made
+
+
+Starter = Callable[[], tuple[str, subprocess.Popen[str]]]
+
+
+@pytest.fixture(scope="module")
+def start(models: Models) -> Iterator[Starter]:
+    """Starts an embedded server; gives its address and process."""
+    with ExitStack() as stack:
+
+        def start() -> tuple[str, subprocess.Popen[str]]:
+            command = processes._local_command(str(models.one), LocalEngineConfig(context_length=1000), port=0)
+            environment = processes._local_environment(num_threads=1)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            return f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}", process
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def address(start: Starter) -> str:
+    return start()[0]
+
+
+@asynccontextmanager
+async def engine_at(*addresses: str, mode: PauseMode = "in_place") -> AsyncIterator[RemoteSGLangEngine]:
+    async with RemoteSGLangEngine(addresses, ClientConfig(pause_mode=mode, request_timeout_s=60.0)) as engine:
+        yield engine
+
+
+def request(sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> ModelRequest:
+    return ModelRequest(input_ids=prompt, sampling=sampling)
+
+
+async def timed(engine: RemoteSGLangEngine, sampling: SamplingParams) -> tuple[ModelResponse, float]:
+    """An undisturbed response and the seconds that it took."""
+    started = time.monotonic()
+    response = await engine.agenerate(request(sampling))
+    return response, time.monotonic() - started
+
+
+async def interrupted(
+    engine: RemoteSGLangEngine, sampling: SamplingParams, duration_s: float, *directories: Path
+) -> ModelResponse:
+    """A response during which, as it usually takes duration_s, the weights are updated from each directory in turn."""
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(engine.agenerate(request(sampling)))
+        for directory in directories:
+            await asyncio.sleep(duration_s / (len(directories) + 1))
+            await engine.update_weights(DiskWeights(version=engine.version + 1, directory=directory))
+    return call.result()
+
+
+def assert_same(response: ModelResponse, plain: ModelResponse) -> None:
+    assert response.output_ids == plain.output_ids
+    assert response.stop_reason == plain.stop_reason
+    assert response.output_logprobs == pytest.approx(plain.output_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [("in_place", GREEDY), ("retract", GREEDY), ("abort", GREEDY), ("abort", SEEDED)],
+    ids=["in_place", "retract", "abort", "abort-seeded"],
+)
+async def test_updates_to_the_same_weights_leave_no_mark_but_the_versions(
+    address: str, models: Models, mode: PauseMode, sampling: SamplingParams
+) -> None:
+    async with engine_at(address, mode=mode) as engine:
+        await engine.update_weights(DiskWeights(version=1, directory=models.one))
+        plain, duration_s = await timed(engine, sampling)
+        response = await interrupted(engine, sampling, duration_s, models.one, models.one, models.one)
+    assert_same(response, plain)
+    assert set(plain.output_versions) == {1}
+    assert list(response.output_versions) == sorted(response.output_versions)
+    assert len(set(response.output_versions)) > 1
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+async def test_each_token_is_of_the_weights_that_its_version_names(
+    address: str, models: Models, mode: PauseMode
+) -> None:
+    async with engine_at(address, mode=mode) as engine:
+        await engine.update_weights(DiskWeights(version=1, directory=models.one))
+        old, duration_s = await timed(engine, GREEDY)
+        response = await interrupted(engine, GREEDY, duration_s, models.two)
+        seam = response.output_versions.count(1)
+        assert 0 < seam < NUM_TOKENS
+        rest = dataclasses.replace(GREEDY, max_new_tokens=NUM_TOKENS - seam)
+        new = await engine.agenerate(request(rest, PROMPT + response.output_ids[:seam]))
+    assert response.output_versions == (1,) * seam + (2,) * (NUM_TOKENS - seam)
+    assert response.output_ids == old.output_ids[:seam] + new.output_ids
+    assert response.output_logprobs[:seam] == pytest.approx(old.output_logprobs[:seam], abs=1e-4)
+    assert response.output_logprobs[seam:] == pytest.approx(new.output_logprobs, abs=1e-4)
+
+
+async def test_a_new_turn_does_not_see_the_cache_of_old_weights(address: str, models: Models) -> None:
+    async with engine_at(address) as engine:
+        await engine.update_weights(DiskWeights(version=1, directory=models.two))
+        expected = await engine.agenerate(request(GREEDY))
+        await engine.update_weights(DiskWeights(version=2, directory=models.one))
+        await engine.agenerate(request(GREEDY))
+        await engine.update_weights(DiskWeights(version=3, directory=models.two))
+        again = await engine.agenerate(request(GREEDY))
+    assert_same(again, expected)
+
+
+async def test_a_stop_string_is_found_across_interruptions(address: str, models: Models) -> None:
+    tokenizer = tiny_tokenizer()
+    async with engine_at(address, mode="abort") as engine:
+        await engine.update_weights(DiskWeights(version=1, directory=models.one))
+        plain, duration_s = await timed(engine, SEEDED)
+        text = [str(tokenizer.decode([token])) for token in plain.output_ids]
+        ends = [
+            t + 1
+            for t in range(NUM_TOKENS // 2, NUM_TOKENS)
+            if (stop := "".join(text[t - 3 : t + 1])).isascii() and stop not in "".join(text[:t])
+        ]
+        stop = "".join(text[ends[0] - 4 : ends[0]])
+        sampling = dataclasses.replace(SEEDED, stop=(stop,))
+        response = await interrupted(engine, sampling, duration_s / 2, *[models.one] * 4)
+    assert response.output_ids == plain.output_ids[: ends[0]]
+    assert response.stop_reason == "stop"
+
+
+async def test_a_prompt_longer_than_the_context_is_told(address: str) -> None:
+    async with engine_at(address) as engine:
+        with pytest.raises(PromptTooLongError, match="1000 tokens"):
+            await engine.agenerate(request(GREEDY, PROMPT * 300))
+
+
+async def test_a_server_killed_in_the_middle_costs_a_retry_and_comes_back_with_current_weights(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "_FIRST_BACKOFF_S", 0.1)
+    prompts = [(first, *PROMPT) for first in range(20, 28)]
+    config = LocalEngineConfig(num_servers=2, context_length=1000)
+    async with local_servers(str(models.two), config, tmp_path) as addresses, engine_at(*addresses) as engine:
+        await engine.update_weights(DiskWeights(version=1, directory=models.one))
+        plain = await asyncio.gather(*(engine.agenerate(request(GREEDY, prompt)) for prompt in prompts))
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(engine.agenerate(request(GREEDY, prompt))) for prompt in prompts * 3]
+            doomed = engine._pool.servers[0]
+            while not (await doomed.client.look_up("server_info"))["internal_states"][0]["num_running_reqs"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            os.kill(_pid(tmp_path / "server-0.log"), signal.SIGKILL)
+            assert not any(call.done() for call in calls)
+        for call, expected in zip(calls, plain * 3, strict=True):
+            assert_same(call.result(), expected)
+            assert set(call.result().output_versions) == {1}
+        while doomed.state == "fenced":
+            await engine._pool.changed()
+        assert engine.version == 1
+        again = await engine.agenerate(request(GREEDY, prompts[0]))
+        assert not any(other.attempts for other in engine._pool.servers)
+        assert_same(again, plain[0])
+        assert await doomed.client.weight_label() == "1"
+
+
+def _pid(log: Path) -> int:
+    """Of the server whose log this is: it tells in its first line."""
+    ready = next(line for line in log.read_text().splitlines() if line.startswith("{"))
+    return json.loads(ready)["pid"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A snapshot of a model directory."""
+
+    version: int
+    model: Path
+
+    def write(self, directory: Path) -> int:
+        shutil.copytree(self.model, directory)
+        return (directory / "model.safetensors").stat().st_size
+
+    def release(self) -> None: ...
+
+
+class Copying(ScriptedTrainEngine):
+    """Its weights are those of a model directory."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        self._model = model
+
+    def snapshot(self) -> Copy:
+        return Copy(self.version, self._model)
+
+
+async def test_from_a_snapshot_to_the_servers_and_back(models: Models, tmp_path: Path) -> None:
+    config = LocalEngineConfig(context_length=1000)
+    transport = DiskTransport(DiskWeightsConfig(directory=tmp_path / "weights"), tmp_path)
+    short = dataclasses.replace(GREEDY, max_new_tokens=20)
+    async with (
+        local_servers(str(models.two), config, tmp_path / "logs") as addresses,
+        engine_at(*addresses) as engine,
+    ):
+        expected = await engine.agenerate(request(short))
+        for model in (models.one, models.two):
+            stats = await transport.deliver(transport.snapshot(Copying(model)), engine)
+            assert 0 < stats.load_s <= stats.pause_s
+        response = await engine.agenerate(request(short))
+    transport.close()
+    assert_same(response, expected)

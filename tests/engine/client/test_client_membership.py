@@ -1,0 +1,209 @@
+"""Servers that join and leave while requests and updates go on."""
+
+import asyncio
+
+import pytest
+from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+from scripted_weights import ScriptedWeights, raising, waiting, weights
+
+from arl.api.errors import ConfigError, ServerError, TransportError
+
+
+async def test_a_server_that_joins_holds_the_current_weights_before_its_first_request(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    gate = asyncio.Event()
+    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+        await engine.update_weights(ScriptedWeights(3, before=waiting(gate, at=other.address)))
+        joining = group.create_task(engine.add_server(other.address))
+        await other.until(lambda: "health" in [name for name, _ in other.calls])
+        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
+        assert other.requests == []
+        gate.set()
+        await joining
+        responses = await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
+    assert len(other.requests) == 2
+    assert {response.output_versions for response in responses} == {(3, 3, 3, 3)}
+
+
+async def test_a_server_that_joins_before_the_first_update_serves_as_it_is(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    other.label = "17"
+    async with engine_over([server], version=2) as engine:
+        await engine.add_server(other.address + "/")
+        responses = await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
+        assert {response.output_versions for response in responses} == {(2, 2, 2, 2)}
+    assert len(other.requests) == 2
+
+
+async def test_a_server_that_joins_during_an_update_gets_the_newer_weights(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    other.load_gate.clear()
+    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+        await engine.update_weights(weights(1))
+        joining = group.create_task(engine.add_server(other.address))
+        await other.until(lambda: "update_weights_from_disk" in other.names())
+        await engine.update_weights(weights(2))
+        other.load_gate.set()
+        await joining
+        assert other.label == "2"
+        assert engine.version == 2
+
+
+async def test_a_server_that_joins_though_another_run_left_it_with_that_label_is_loaded(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    other.label = "1"
+    async with engine_over([server]) as engine:
+        await engine.update_weights(weights(1))
+        await engine.add_server(other.address)
+    assert other.names().count("update_weights_from_disk") == 1
+
+
+async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server], update_timeout_s=0.5) as engine:
+        with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9 could not be reached"):
+            await engine.add_server("http://127.0.0.1:9")
+        with pytest.raises(ConfigError, match="base URLs"):
+            await engine.add_server("127.0.0.1:9")
+        with pytest.raises(ConfigError, match="is one of the servers already"):
+            await engine.add_server(server.address)
+        await engine.update_weights(
+            ScriptedWeights(1, before=raising(TransportError("no mirror"), at=other.address, times=9))
+        )
+        with pytest.raises(ServerError, match="could not be given the current weights: no mirror"):
+            await engine.add_server(other.address)
+        other.load_gate.clear()
+        await engine.update_weights(weights(2))
+        with pytest.raises(ServerError, match=r"was not ready within 0\.5 s \(engine\.update_timeout_s\)"):
+            await engine.add_server(other.address)
+        assert [s.address for s in engine._pool.servers] == [server.address]
+        assert_seamless(await engine.agenerate(ask()), 4)
+        other.load_gate.set()
+
+
+async def test_a_server_whose_first_load_breaks_off_is_left_out_but_not_paused(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server]) as engine:
+        await engine.update_weights(ScriptedWeights(1, midway=raising(ServerError("it broke"), at=other.address)))
+        with pytest.raises(ServerError, match="it broke"):
+            await engine.add_server(other.address)
+        assert "pause_generation" in other.names()
+        assert other.pause_mode is None
+        assert [s.address for s in engine._pool.servers] == [server.address]
+
+
+async def test_a_server_of_another_model_cannot_join(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.info["model_type"], other.info["model_type"] = "qwen3", "llama"
+    async with engine_over([server]) as engine:
+        with pytest.raises(ServerError, match=r"the model type is qwen3 at .* but llama at"):
+            await engine.add_server(other.address)
+        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(2)))
+    assert other.requests == []
+
+
+async def test_a_server_that_leaves_ends_what_it_runs_and_gets_nothing_new(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.is_automatic = False
+    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+        call = group.create_task(engine.agenerate(ask(session="s")))
+        await server.until(lambda: len(server.running) == 1)
+        leaving = group.create_task(engine.remove_server(server.address))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            await engine.agenerate(ask(session="s"))
+        assert not leaving.done()
+        server.advance(4)
+        assert_seamless(await call, 4)
+        await leaving
+        await engine.update_weights(weights(1))
+    assert len(server.requests) == 1
+    assert server.names() == []
+    assert server.aborted == []
+
+
+@pytest.mark.parametrize("answers_aborts", [True, False])
+async def test_requests_that_outlast_the_draining_are_continued_elsewhere(
+    server: ProtocolServer,
+    other: ProtocolServer,
+    engine_over: Engines,
+    answers_aborts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("arl.engine.client.upkeep._CLEANUP_TIMEOUT_S", 0.2)
+    server.is_automatic = False
+    if not answers_aborts:
+        server.tells["abort_request"] = {}
+    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+        call = group.create_task(engine.agenerate(ask(6, session="s")))
+        await server.until(lambda: len(server.running) == 1)
+        server.advance(2)
+        await engine.remove_server(server.address, drain_timeout_s=0.05)
+        assert_seamless(await call, 6)
+    kept = 2 if answers_aborts else 0
+    assert [len(sent["input_ids"]) for sent in other.requests] == [3 + kept]
+
+
+async def test_the_last_server_that_serves_cannot_leave(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server, other]) as engine:
+        with pytest.raises(ConfigError, match=r"is none of the servers, which are http://127\.0\.0\.1"):
+            await engine.remove_server("http://127.0.0.1:9")
+        await other.stop()
+        await engine.update_weights(weights(1))  # fences the other
+        with pytest.raises(ServerError, match="is the last server that serves; add another before"):
+            await engine.remove_server(server.address)
+        await engine.remove_server(other.address)
+        with pytest.raises(ServerError, match="is the last server that serves"):
+            await engine.remove_server(server.address)
+        assert_seamless(await engine.agenerate(ask()), 4)
+
+
+async def test_a_fenced_server_that_left_is_probed_no_more(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server, other]) as engine:
+        other.tells["update_weights_from_disk"] = 500
+        await engine.update_weights(weights(1))
+        await engine.remove_server(other.address)
+        assert not engine._upkeep._tasks
+        assert other.pause_mode is None
+
+
+async def test_a_removal_that_is_given_up_leaves_the_server_in_service(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.is_automatic = False
+    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+        group.create_task(engine.agenerate(ask()))
+        await server.until(lambda: len(server.running) == 1)
+        leaving = group.create_task(engine.remove_server(server.address))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        server.advance(4)
+        server.is_automatic = True
+        for _ in range(2):
+            await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
+    assert len(server.requests) > 1
+
+
+async def test_a_server_can_leave_and_join_again(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server, other]) as engine:
+        await engine.update_weights(weights(1))
+        await engine.remove_server(other.address)
+        await engine.update_weights(weights(2))
+        await engine.add_server(other.address)
+        assert other.label == "2"
+        assert engine.version == 2

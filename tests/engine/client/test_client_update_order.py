@@ -1,0 +1,255 @@
+"""Updates of several servers: at once or one after another, and what a failure in the middle of one may not do."""
+
+import asyncio
+
+import pytest
+from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+from scripted_weights import ScriptedWeights, raising, waiting, weights
+
+from arl.api import WeightServer
+from arl.api.config import ClientConfig
+from arl.api.errors import ConfigError, ServerError, TrainingError, TransportError
+from arl.engine.client.sglang import RemoteSGLangEngine
+
+
+async def test_preparing_disturbs_no_request(server: ProtocolServer, engine_over: Engines) -> None:
+    gate = asyncio.Event()
+    update = ScriptedWeights(1, before=waiting(gate, at=server.address))
+    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+        running = group.create_task(engine.update_weights(update))
+        await asyncio.sleep(0)
+        assert (await engine.agenerate(ask())).output_versions == (0, 0, 0, 0)
+        assert server.names() == []
+        gate.set()
+        await running
+        assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
+
+
+async def test_rolling_updates_one_server_after_another(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    gate = asyncio.Event()
+    update = ScriptedWeights(1, before=waiting(gate, at=server.address))
+    async with engine_over([server, other], update_order="rolling") as engine, asyncio.TaskGroup() as group:
+        running = group.create_task(engine.update_weights(update))
+        await asyncio.sleep(0.02)
+        assert other.names() == []
+        assert [address for _, address in update.calls] == [server.address]
+        gate.set()
+        await running
+        assert update.calls == [(step, s.address) for s in (server, other) for step in ("prepare", "load")]
+        assert engine.version == 1
+
+
+async def test_all_prepares_every_server_at_once(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    gate = asyncio.Event()
+    update = ScriptedWeights(1, before=waiting(gate, at=server.address))
+    async with engine_over([server, other], update_order="all") as engine, asyncio.TaskGroup() as group:
+        running = group.create_task(engine.update_weights(update))
+        await other.until(lambda: other.label == "1")
+        gate.set()
+        await running
+
+
+@pytest.mark.parametrize("order", ["all", "rolling"])
+async def test_a_session_whose_server_is_paused_goes_on_at_another(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines, order: str
+) -> None:
+    server.load_gate.clear()
+    async with engine_over([server, other], update_order=order) as engine, asyncio.TaskGroup() as group:
+        await engine.agenerate(ask(session="s"))
+        assert len(server.requests) == 1
+        running = group.create_task(engine.update_weights(weights(1)))
+        await server.until(lambda: "update_weights_from_disk" in server.names())
+        if order == "all":
+            await other.until(lambda: "continue_generation" in other.names())
+        assert_seamless(await engine.agenerate(ask(session="s")), 4)
+        assert len(other.requests) == 1
+        server.load_gate.set()
+        await running
+
+
+async def test_the_version_is_that_of_the_server_furthest_behind(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    other.load_gate.clear()
+    async with engine_over([server, other], update_order="rolling") as engine, asyncio.TaskGroup() as group:
+        running = group.create_task(engine.update_weights(weights(1)))
+        await other.until(lambda: "update_weights_from_disk" in other.names())
+        assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
+        assert engine.version == 0
+        other.load_gate.set()
+        await running
+        assert engine.version == 1
+
+
+async def test_a_server_that_new_weights_do_not_reach_ends_what_it_runs_and_gets_nothing_new(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.is_automatic = False
+    unreachable = raising(TransportError("the mirror is gone"), at=server.address, times=10**6)
+    async with engine_over([server, other], max_retries=0) as engine, asyncio.TaskGroup() as group:
+        call = group.create_task(engine.agenerate(ask(session="s")))
+        await server.until(lambda: len(server.running) == 1)
+        server.advance(2)
+        await engine.update_weights(ScriptedWeights(1, before=unreachable))
+        assert engine.version == 1
+        assert (await engine.agenerate(ask(session="s"))).output_versions == (1, 1, 1, 1)
+        server.advance(2)
+        assert (await call).output_versions == (0, 0, 0, 0)
+        assert "pause_generation" not in server.names()
+    assert len(server.requests) == 1
+
+
+async def test_a_label_alone_does_not_bring_a_server_back_after_a_load_that_broke_off(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    update = ScriptedWeights(1, midway=raising(TransportError("the sender is gone"), at=server.address, times=2))
+    async with engine_over([server, other]) as engine:
+        await engine.update_weights(update)
+        assert engine.version == 1
+        assert server.label == "1"  # and yet it may hold anything
+        assert server.pause_mode == "in_place"
+        for _ in range(4):
+            await engine.agenerate(ask())
+        assert server.requests == []
+        await server.until(lambda: server.pause_mode is None)
+        assert update.calls.count(("load", server.address)) == 3
+
+
+async def test_requests_on_a_server_whose_load_broke_off_are_answered_by_another(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.is_automatic = False
+    update = ScriptedWeights(1, midway=raising(ServerError("it broke off"), at=server.address, times=10**6))
+    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+        call = group.create_task(engine.agenerate(ask(session="s")))
+        await server.until(lambda: len(server.running) == 1)
+        server.advance(2)
+        await engine.update_weights(update)
+        response = await call
+    assert_seamless(response, 4)
+    assert response.output_versions == (1, 1, 1, 1)
+
+
+async def test_a_server_that_another_run_left_with_the_right_label_is_loaded_nevertheless(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    server.label = "1"
+    update = ScriptedWeights(1, before=raising(ServerError("not now"), at=server.address))
+    async with engine_over([server, other]) as engine:
+        await engine.update_weights(update)
+        await server.until(lambda: "continue_generation" in server.names())
+    assert ("load", server.address) in update.calls
+
+
+async def test_a_failed_request_in_the_middle_of_an_update_does_not_load_the_server_twice_at_once(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    gate = asyncio.Event()
+    update = ScriptedWeights(1, before=waiting(gate, at=server.address))
+    server.faults.append(500)
+    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+        running = group.create_task(engine.update_weights(update))
+        await asyncio.sleep(0)
+        await engine.agenerate(ask())  # fences the server, whose probe starts
+        await asyncio.sleep(0.1)
+        assert update.calls.count(("prepare", server.address)) == 1
+        gate.set()
+        await running
+        assert server.names().count("update_weights_from_disk") == 1
+        assert engine.version == 1
+
+
+async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    has_died = asyncio.Event()
+
+    async def die(_: WeightServer) -> None:
+        if not has_died.is_set():
+            await server.stop()
+            has_died.set()
+
+    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+        running = group.create_task(engine.update_weights(ScriptedWeights(1, midway=die)))
+        await has_died.wait()
+        server.label = "default"
+        await server.start()
+        await running
+        assert engine.version == 1
+        assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
+
+
+async def test_an_update_that_only_dead_servers_could_take_gives_up_in_the_end(
+    server: ProtocolServer, engine_over: Engines
+) -> None:
+    async with engine_over([server], update_timeout_s=0.3) as engine:
+        await server.stop()
+        with pytest.raises(ServerError, match=r"no server took version 1: .*could not be reached"):
+            await engine.update_weights(weights(1))
+
+
+async def test_an_error_of_the_update_itself_passes_and_no_server_serves_what_it_left(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    update = ScriptedWeights(1, midway=raising(KeyError("a bug"), at=server.address))
+    async with engine_over([server, other], update_order="rolling") as engine:
+        with pytest.raises(KeyError, match="a bug"):
+            await engine.update_weights(update)
+        assert server.pause_mode == "in_place"
+        response = await engine.agenerate(ask())
+        assert len(other.requests) == 1
+        assert_seamless(response, 4)
+
+
+async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_the_next(
+    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
+) -> None:
+    asked = asyncio.Event()
+
+    async def prepare(at: WeightServer) -> None:
+        if at.address == server.address:
+            if asked.is_set():
+                raise TrainingError("rank 0 died")
+            asked.set()
+            raise TransportError("it broke off")
+
+    async with engine_over([server, other]) as engine:
+        await engine.update_weights(ScriptedWeights(1, before=prepare))
+        await server.until(lambda: "rank 0 died" in engine._pool.report())
+        await engine.update_weights(weights(2))
+        await server.until(lambda: server.label == "2")
+        assert_seamless(await engine.agenerate(ask()), 4)
+
+
+@pytest.mark.parametrize("block_error", [None, ConfigError("the block's own")])
+async def test_an_error_in_a_background_task_is_raised_as_it_is_unless_the_block_had_its_own(
+    server: ProtocolServer, other: ProtocolServer, block_error: Exception | None
+) -> None:
+    async def prepare(at: WeightServer) -> None:
+        if at.address == server.address:
+            if not engine._upkeep._probes:
+                raise TransportError("it broke off")
+            raise ZeroDivisionError("in the probe")
+
+    async def block() -> None:
+        try:
+            await engine.update_weights(ScriptedWeights(1, before=prepare))
+            await asyncio.wait_for(asyncio.Event().wait(), 5)
+        finally:
+            if block_error is not None:
+                raise block_error
+
+    engine = RemoteSGLangEngine([server.address, other.address], ClientConfig())
+    try:
+        async with engine:
+            await block()
+    except (ZeroDivisionError, ConfigError) as error:
+        raised = error
+    else:
+        pytest.fail("nothing was raised")
+    assert isinstance(raised, ZeroDivisionError if block_error is None else ConfigError)
+    assert "in the probe" in str(raised) + str(getattr(raised, "__notes__", ""))

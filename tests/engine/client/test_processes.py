@@ -1,0 +1,320 @@
+"""Child servers: ready or an error with their log, watched and started again while they run, and gone afterwards."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
+from arl.api.errors import ConfigError, ServerError
+from arl.engine.client import processes, supervision
+from arl.engine.client.processes import local_servers, sglang_servers
+
+Play = Callable[[str], None]
+
+PRELUDE = """
+import http.server, os, signal, subprocess, sys, threading, time
+port, notes = int(sys.argv[1]), sys.argv[2]
+open(f"{notes}/{os.getpid()}.pid", "w").close()
+births = len(os.listdir(notes))
+def say(text): print(text, file=sys.stderr, flush=True)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *args): pass
+def serve(): http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+SERVE = "serve()\n"
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch, notes: Path) -> Play:
+    """Let the children run a script in place of the server; each notes its process id."""
+    monkeypatch.setattr(supervision, "_FIRST_BACKOFF_S", 0.01)
+
+    def play(script: str) -> None:
+        def command(model: str, config: LocalEngineConfig, port: int) -> list[str]:
+            return [sys.executable, "-c", PRELUDE + script, str(port), str(notes)]
+
+        monkeypatch.setattr(processes, "_local_command", command)
+
+    return play
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    (tmp_path / "notes").mkdir()
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[str]:
+    queue: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(supervision.logger, "warning", lambda message, *args: queue.put_nowait(message % args))
+    return queue
+
+
+def pids(notes: Path) -> list[int]:
+    return [int(path.stem) for path in notes.glob("*.pid")]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - of another process, which sets no event here
+            await asyncio.sleep(0.01)
+
+
+async def answers(address: str) -> bool:
+    try:
+        (await asyncio.to_thread(urllib.request.urlopen, f"{address}/health")).close()
+    except OSError:
+        return False
+    return True
+
+
+async def test_servers_answer_at_their_addresses_and_are_gone_after_the_block(
+    play: Play, tmp_path: Path, notes: Path
+) -> None:
+    play(SERVE)
+    async with local_servers("m", LocalEngineConfig(num_servers=2), tmp_path) as addresses:
+        assert len(set(addresses)) == 2
+        assert [await answers(address) for address in addresses] == [True, True]
+        assert len(pids(notes)) == 2
+    assert not any(map(is_running, pids(notes)))
+
+
+async def test_what_a_server_says_is_added_to_its_log(play: Play, tmp_path: Path) -> None:
+    play("say(f'hello {births}')\n" + SERVE)
+    for _ in range(2):
+        async with local_servers("m", LocalEngineConfig(), tmp_path / "logs"):
+            pass
+    log = (tmp_path / "logs" / "server-0.log").read_text().splitlines()
+    assert [line for line in log if line.startswith("hello")] == ["hello 1", "hello 2"]
+
+
+async def test_threads_are_set_before_the_server_starts(play: Play, tmp_path: Path) -> None:
+    play("say(os.environ['OMP_NUM_THREADS'])\n" + SERVE)
+    async with local_servers("m", LocalEngineConfig(num_threads=3), tmp_path):
+        pass
+    assert (tmp_path / "server-0.log").read_text().endswith("\n3\n")
+
+
+async def test_a_server_that_dies_at_the_start_is_an_error_with_the_end_of_its_log(play: Play, tmp_path: Path) -> None:
+    play("say('cannot find the model'); sys.exit(3)")
+    with pytest.raises(ServerError, match=r"did not start: it ended with exit code 3(.|\n)*cannot find the model"):
+        async with local_servers("m", LocalEngineConfig(), tmp_path):
+            pytest.fail("it started")
+
+
+async def test_a_server_that_is_never_ready_is_an_error_and_is_stopped(play: Play, tmp_path: Path, notes: Path) -> None:
+    play("time.sleep(60)")
+    with pytest.raises(ServerError, match=r"not ready within 0\.5 s \(engine\.startup_timeout_s\)"):
+        async with local_servers("m", LocalEngineConfig(startup_timeout_s=0.5), tmp_path):
+            pytest.fail("it started")
+    assert not any(map(is_running, pids(notes)))
+
+
+async def test_a_server_that_dies_is_started_again_at_its_address(
+    play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str]
+) -> None:
+    play("say(f'life {births}')\n" + SERVE)
+    async with local_servers("m", LocalEngineConfig(num_servers=1), tmp_path) as addresses:
+        (first,) = pids(notes)
+        os.kill(first, signal.SIGKILL)
+        warning = await warnings.get()
+        await until(lambda: len(pids(notes)) == 2)
+        await asyncio.to_thread(_wait_until_answered, addresses[0])
+    assert "start 1 of 3 in its place" in warning
+    assert "exit code -9" in warning
+    assert "life 1" in warning
+    assert not any(map(is_running, pids(notes)))
+
+
+async def test_what_a_dead_server_had_started_dies_before_another_takes_its_place(
+    play: Play, tmp_path: Path, notes: Path
+) -> None:
+    play("subprocess.Popen(['sleep', '60'], start_new_session=False); say('up')\n" + SERVE)
+    async with local_servers("m", LocalEngineConfig(), tmp_path):
+        (first,) = pids(notes)
+        assert len(_group(first)) == 2
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(pids(notes)) == 2)
+        assert _group(first) == []
+
+
+async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_their_last_words(
+    play: Play, tmp_path: Path, notes: Path
+) -> None:
+    play("threading.Timer(0.3, lambda: (say('out of memory'), os._exit(9))).start()\n" + SERVE)
+    with pytest.raises(ServerError, match=r"every server that was started here died(.|\n)*exit code 9(.|\n)*of memory"):
+        async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=1), tmp_path):
+            await asyncio.Event().wait()
+    assert len(pids(notes)) == 4
+
+
+async def test_when_one_of_two_dies_for_good_the_block_goes_on(
+    play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str]
+) -> None:
+    play(SERVE)
+    async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path) as addresses:
+        os.kill(pids(notes)[0], signal.SIGKILL)
+        assert "is not started again: it ended with exit code -9" in await warnings.get()
+        assert sorted([await answers(address) for address in addresses]) == [False, True]
+    assert len(pids(notes)) == 2
+
+
+async def test_a_process_that_is_long_gone_is_not_killed_again(
+    play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    kill_group = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda pid, number: (killed.append(pid), kill_group(pid, number)))
+    play(SERVE)
+    async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path):
+        os.kill(pids(notes)[0], signal.SIGKILL)
+        await warnings.get()
+    assert sorted(killed) == sorted(pids(notes))
+
+
+async def test_a_server_that_ignores_the_polite_signal_is_killed(
+    play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "_STOP_TIMEOUT_S", 0.2)
+    play("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVE)
+    async with local_servers("m", LocalEngineConfig(), tmp_path):
+        pass
+    assert not any(map(is_running, pids(notes)))
+
+
+async def test_errors_and_cancellation_of_the_block_stop_the_servers_and_pass(
+    play: Play, tmp_path: Path, notes: Path
+) -> None:
+    play(SERVE)
+
+    async def run(error: BaseException) -> None:
+        async with local_servers("m", LocalEngineConfig(), tmp_path):
+            raise error
+
+    for error in (ZeroDivisionError(), ExceptionGroup("two", [ValueError()]), asyncio.CancelledError()):
+        with pytest.raises(type(error)):
+            await run(error)
+    assert len(pids(notes)) == 3
+    assert not any(map(is_running, pids(notes)))
+
+
+RUN = """
+import asyncio, signal, sys
+from pathlib import Path
+from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
+from arl.engine import processes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
+notes, tmp, script = sys.argv[1:]
+processes._local_command = lambda model, config, port: [sys.executable, "-c", script, str(port), notes]
+processes._sglang_command = lambda python, model, config, port: [python, "-c", script, str(port), notes]
+async def main():
+    async with {servers}("m", {config}, Path(tmp)):
+        print("up", flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def _interrupt(servers: str, config: str, number: signal.Signals, notes: Path, tmp_path: Path) -> None:
+    """Run servers in a process of its own, and end it by a signal."""
+    run = RUN.format(servers=servers, config=config)
+    command = [sys.executable, "-c", run, str(notes), str(tmp_path), PRELUDE + SERVE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        assert all(map(is_running, pids(notes)))
+        process.send_signal(number)
+
+
+def test_an_interrupted_run_leaves_no_server_behind(notes: Path, tmp_path: Path) -> None:
+    _interrupt("processes.local_servers", "LocalEngineConfig()", signal.SIGINT, notes, tmp_path)
+    assert not any(map(is_running, pids(notes)))
+
+
+async def test_a_killed_run_leaves_no_stock_server_behind(notes: Path, tmp_path: Path) -> None:
+    _interrupt("processes.sglang_servers", "SGLangProcessesConfig(gpus_per_server=0)", signal.SIGKILL, notes, tmp_path)
+    assert len(pids(notes)) == 1
+    await until(lambda: not any(map(is_running, pids(notes))))
+
+
+async def test_a_missing_model_is_told_in_the_servers_words(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="not a directory"):
+        async with local_servers(str(tmp_path / "none"), LocalEngineConfig(), tmp_path):
+            pytest.fail("it started")
+
+
+def test_stock_servers_get_their_gpus_in_order() -> None:
+    config = SGLangProcessesConfig(num_servers=2, gpus_per_server=2, first_gpu=1, arguments=("--mem", "0.8"))
+    assert [processes._gpus(config, index) for index in range(2)] == ["1,2", "3,4"]
+    command = processes._sglang_command("python", "/m", config, 7)
+    assert command[1:] == [
+        "-m", "sglang.launch_server", "--model-path", "/m", "--host", "127.0.0.1", "--port", "7", "--tp-size", "2",
+        "--mem", "0.8",
+    ]  # fmt: skip
+
+
+def test_stock_servers_share_out_the_gpus_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    config = SGLangProcessesConfig(num_servers=2, first_gpu=1)
+    assert [processes._gpus(config, index) for index in range(2)] == ["6", "7"]
+    with pytest.raises(ConfigError, match="need more GPUs than the 3 of CUDA_VISIBLE_DEVICES"):
+        processes._gpus(SGLangProcessesConfig(num_servers=2, first_gpu=2), 1)
+
+
+async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.python is '/nowhere/python'"):
+        async with sglang_servers("m", SGLangProcessesConfig(python=Path("/nowhere/python")), tmp_path):
+            pytest.fail("it started")
+
+
+async def test_an_interpreter_without_sglang_is_told_in_its_own_words(tmp_path: Path) -> None:
+    config = SGLangProcessesConfig(python=Path(sys.executable), gpus_per_server=0)
+    with pytest.raises(ServerError, match="No module named"):
+        async with sglang_servers("m", config, tmp_path):
+            pytest.fail("it started")
+
+
+def _wait_until_answered(address: str) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"{address}/health").close()
+        except OSError:
+            time.sleep(0.01)
+        else:
+            return
+    pytest.fail(f"{address} does not answer")
+
+
+def _group(leader: int) -> list[int]:
+    """The running processes of a process group."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == leader and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,139 @@
+"""The engines that launch builds for an algorithm train together, continue together, and close together."""
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from train_critics import load_critic, slow_values
+from train_sequences import random_sequences
+
+from arl.api.config import Config
+from arl.api.errors import ConfigError, ModelError
+from arl.api.types import Group, Trajectory
+from arl.assembly import _learner
+from arl.training.learner import Learner
+
+Make = Callable[..., Learner]
+CRITIC = {"value_clip": None}
+SEPARATE, SHARED = {"lr": 3e-3}, {"backbone": "shared"}
+DIVIDED = ("microbatches", "packing_efficiency", "forwarded_tokens", "forwarded_share")
+"""Metrics that depend on how a batch is divided."""
+
+
+@pytest.fixture
+def make_learner(model_dir: Path) -> Iterator[Make]:
+    """make_learner(critic={...}, train={...}) -> a learner of PPO with a critic, as `launch` makes it."""
+    learners: list[Learner] = []
+
+    def make(critic: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Learner:
+        learners.append(_learner(config(model_dir, SEPARATE if critic is None else critic, train or {})))
+        return learners[-1]
+
+    yield make
+    for learner in learners:
+        learner.close()
+
+
+def config(model_dir: Path, critic: dict[str, Any], train: dict[str, Any]) -> Config:
+    optimizer = {"lr": 1e-3, "eps": 1e-3}
+    settings = {
+        "model": str(model_dir),
+        "rollout": {"batch_size": 3, "group_size": 2},
+        "train": {"optimizer": optimizer, "max_tokens_per_microbatch": 60, **train},
+        "algorithm": {"preset": "ppo", "minibatches": 1, "critic": {**CRITIC, **critic}, "kl": {"coefficient": 0.01}},
+    }
+    return Config.model_validate(settings)
+
+
+def groups(seed: int = 0) -> list[Group]:
+    """Three of two trajectories of one prompt; the reward is how many tokens of the answer are small."""
+    rng = random.Random(seed)
+    made: list[Group] = []
+    for group_id in range(3):
+        prompt = [rng.randrange(256) for _ in range(10)]
+        answers = [[rng.randrange(256) for _ in range(rng.randrange(3, 9))] for _ in range(2)]
+        trajectories = tuple(trajectory(prompt, answer) for answer in answers)
+        made.append(
+            Group(
+                group_id=group_id, example_id=(0, group_id), stamp=0, trajectories=trajectories, episode_indices=(0, 1)
+            )
+        )
+    return made
+
+
+def trajectory(prompt: list[int], answer: list[int]) -> Trajectory:
+    p, a = len(prompt), len(answer)
+    return Trajectory(
+        token_ids=(*prompt, *answer),
+        loss_mask=(0,) * p + (1,) * a,
+        behavior_logprobs=(0.0,) * p + (-5.5,) * a,
+        versions=(-1,) * p + (0,) * a,
+        reward=float(sum(token < 64 for token in answer)),
+    )
+
+
+@pytest.mark.parametrize("critic", [SEPARATE, SHARED], ids=["separate", "shared"])
+def test_the_critic_learns_beside_the_policy(make_learner: Make, critic: dict[str, Any]):
+    learner = make_learner(critic, {"optimizer": {"lr": 5e-3, "eps": 1e-3}})
+    metrics = [learner.train(learner.prepare(groups())) for _ in range(10)]
+    assert learner.version == 10
+    assert metrics[-1]["critic/value_error"] < 0.8 * metrics[0]["critic/value_error"]
+    assert metrics[0]["lr"] == pytest.approx(5e-3)
+    assert metrics[0].get("critic/lr") == (pytest.approx(3e-3) if critic == SEPARATE else None)
+
+
+@pytest.mark.parametrize("critic", [SEPARATE, SHARED], ids=["separate", "shared"])
+def test_what_was_saved_goes_on_to_the_bit(make_learner: Make, tmp_path: Path, critic: dict[str, Any]):
+    learner, again = make_learner(critic), make_learner(critic)
+    for _ in range(2):
+        learner.train(learner.prepare(groups()))
+    learner.save(tmp_path / "saved").wait()
+    expected = learner.train(learner.prepare(groups(1)))
+    again.load(tmp_path / "saved")
+    assert again.train(again.prepare(groups(1))) == expected
+
+
+def test_a_critic_begins_as_the_reward_model_that_is_named(make_learner: Make, critic_dir: Path):
+    learner = make_learner({"model": str(critic_dir)})
+    assert learner._critic is not None
+    (sequence,) = random_sequences(1)
+    (values,) = learner._critic.forward([sequence], "values")
+    torch.testing.assert_close(values, slow_values(load_critic(critic_dir), sequence), rtol=1e-5, atol=1e-5)
+
+
+def test_the_policy_is_closed_where_the_critic_cannot_be_built(make_learner: Make, tmp_path: Path):
+    assert not dist.is_initialized()
+    with pytest.raises(ModelError, match="nowhere"):
+        make_learner({"model": str(tmp_path / "nowhere")})
+    assert not dist.is_initialized()
+
+
+def test_gpus_for_the_policy_alone_are_not_enough(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    expected = r"num_ranks is 2 for the policy, and as many for the critic, and this machine has 3 GPU\(s\); .*=shared"
+    with pytest.raises(ConfigError, match=expected):
+        _learner(config(model_dir, {}, {"device": "cuda", "num_ranks": 2}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
+def test_a_policy_and_a_critic_of_two_ranks_each_train_as_one_process_does(
+    make_learner: Make, monkeypatch: pytest.MonkeyPatch
+):
+    alone = make_learner()
+    expected = [alone.train(groups(seed)) for seed in range(2)]
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:  # whose name is short, as Ray wants it
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        ranks = make_learner(train={"num_ranks": 2})
+        for seed in range(2):
+            metrics = ranks.train(groups(seed))
+            assert metrics.keys() == expected[seed].keys()
+            for name, value in expected[seed].items():
+                if not name.endswith(DIVIDED):
+                    assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        ranks.close()

@@ -1,0 +1,456 @@
+"""Adapters: peft's own model trains alike, the model beside them stays as it is, and servers get it merged or apart."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from train_models import MakeEngine, load_twin, write_model
+from train_sequences import random_sequences, twin_logprobs, twin_loss
+from transformers import (
+    AutoModelForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from arl.algorithm.losses import PolicyLoss, SFTLoss
+from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
+from arl.api.algorithm import preset
+from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError
+from arl.engine.fsdp.snapshot import AdapterEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.tiny import tiny_tokenizer
+from arl.training.finetuning import Demonstration, finetune
+
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
+VALUE = ValueLoss(value_clip=0.2)
+LORA = LoRAConfig(rank=4, alpha=8)
+MINIBATCHES = [random_sequences(6, seed=1), random_sequences(5, seed=2)]
+RETURNS = [[replace(s, returns=s.advantages + s.loss_mask) for s in minibatch] for minibatch in MINIBATCHES]
+OPTIMIZER = OptimizerConfig(lr=2e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+
+
+def write_adapter(engine: FSDPTrainEngine, directory: Path) -> Path:
+    snapshot = engine.snapshot()
+    snapshot.write_adapter(directory)
+    snapshot.release()
+    return directory
+
+
+def frozen(engine: FSDPTrainEngine) -> dict[str, torch.Tensor]:
+    return {n: p.full_tensor().clone() for n, p in engine._policy.named_parameters() if not p.requires_grad}
+
+
+def trained(engine: FSDPTrainEngine) -> dict[str, torch.Tensor]:
+    return {n: p.full_tensor().clone() for n, p in engine._policy.named_parameters() if p.requires_grad}
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+# Training
+
+
+@pytest.mark.parametrize("head", ["policy", "policy_and_value"])
+def test_before_its_first_step_it_is_the_model(any_model_dir: Path, make_engine: MakeEngine, head: str):
+    engine, plain = make_engine(any_model_dir, head=head, lora=LORA), make_engine(any_model_dir)
+    for ours, theirs in zip(engine.forward(MINIBATCHES[0]), plain.forward(MINIBATCHES[0]), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_steps_equal_those_of_peft_one_sequence_at_a_time(any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(any_model_dir, optimizer=OPTIMIZER, max_tokens_per_microbatch=60, lora=LORA)
+    start = write_adapter(engine, tmp_path / "start")
+    twin = peft.PeftModel.from_pretrained(load_twin(any_model_dir), start, is_trainable=True).eval()
+    parameters = [p for p in twin.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(parameters, lr=2e-2, betas=OPTIMIZER.betas, eps=1e-3, weight_decay=0.1)
+    norms: list[float] = []
+    for minibatch in MINIBATCHES:
+        twin_loss(twin, minibatch, LOSS).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_grad_norm).item())
+        adamw.step()
+        adamw.zero_grad()
+
+    metrics = engine.train_batch(MINIBATCHES, LOSS)
+    assert max(norms) > OPTIMIZER.max_grad_norm
+    assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
+    twin.save_pretrained(tmp_path / "twin")
+    ours = load_file(write_adapter(engine, tmp_path / "ours") / "adapter_model.safetensors")
+    assert_close(ours, load_file(tmp_path / "twin" / "adapter_model.safetensors"))
+    for sequence, logprobs in zip(MINIBATCHES[0], engine.forward(MINIBATCHES[0]), strict=True):
+        with torch.no_grad():
+            expected, _ = twin_logprobs(twin, sequence)
+        torch.testing.assert_close(logprobs[sequence.loss_mask], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_stays_as_it_is_to_the_bit_and_has_no_optimizer_state(make_engine: MakeEngine):
+    engine = make_engine(optimizer=OPTIMIZER, lora=LORA)
+    before, adapters = frozen(engine), trained(engine)
+    engine.train_batch(MINIBATCHES, LOSS)
+    for name, tensor in frozen(engine).items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(not torch.equal(tensor, adapters[name]) for name, tensor in trained(engine).items())
+    assert set(engine._optimizer.state) == {p for p in engine._policy.parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("budget", [7, 40, 1000])
+def test_steps_do_not_depend_on_microbatches_or_order(make_engine: MakeEngine, budget: int):
+    expected, engine = (
+        make_engine(optimizer=OPTIMIZER, lora=LORA, max_tokens_per_microbatch=size) for size in (100, budget)
+    )
+    metrics = expected.train_batch(MINIBATCHES, LOSS)
+    ours = engine.train_batch([list(reversed(minibatch)) for minibatch in MINIBATCHES], LOSS)
+    for name in ("loss", "grad_norm", "entropy"):
+        assert ours[name] == pytest.approx(metrics[name], rel=1e-4)
+    assert_close(trained(engine), trained(expected))
+
+
+def test_checkpointed_activations_change_no_number(make_engine: MakeEngine):
+    plain, checkpointing = (
+        make_engine(optimizer=OPTIMIZER, lora=LORA, activation_checkpointing=on) for on in (False, True)
+    )
+    assert checkpointing.train_batch(MINIBATCHES, LOSS) == pytest.approx(plain.train_batch(MINIBATCHES, LOSS))
+    assert_close(trained(checkpointing), trained(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers_change_no_number(make_engine: MakeEngine):
+    plain, compiled = (make_engine(optimizer=OPTIMIZER, lora=LORA, compile=on) for on in (False, True))
+    assert compiled.train_batch(MINIBATCHES, LOSS) == pytest.approx(plain.train_batch(MINIBATCHES, LOSS), rel=1e-4)
+    assert_close(trained(compiled), trained(plain))
+
+
+def test_bfloat16_rounds_what_is_computed_and_not_what_is_trained(make_engine: MakeEngine):
+    half, full = (make_engine(optimizer=OPTIMIZER, lora=LORA, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    losses = [engine.train_batch(MINIBATCHES, SFTLoss())["loss"] for engine in (half, full)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert {tensor.dtype for tensor in trained(half).values()} == {torch.float32}
+
+
+def test_a_model_stored_in_bfloat16_is_held_in_it_where_it_is_computed_in_it(make_engine: MakeEngine, tmp_path: Path):
+    directory = write_model(tmp_path / "half", tied=True, dtype=torch.bfloat16)
+    engine, plain = (make_engine(directory, optimizer=OPTIMIZER, dtype="bfloat16", lora=on) for on in (LORA, None))
+    for ours, theirs in zip(engine.forward(MINIBATCHES[0]), plain.forward(MINIBATCHES[0]), strict=True):
+        assert torch.equal(ours, theirs)
+    engine.export(tmp_path / "before")
+    assert (tmp_path / "before" / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+    before = frozen(engine)
+    metrics = engine.train_batch(MINIBATCHES, LOSS)
+    assert {tensor.dtype for tensor in frozen(engine).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in trained(engine).values()} == {torch.float32}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen(engine).items())
+    full = make_engine(directory, optimizer=OPTIMIZER, lora=LORA)
+    assert metrics["loss"] == pytest.approx(full.train_batch(MINIBATCHES, LOSS)["loss"], rel=0.05, abs=0.05)
+    engine.save(tmp_path / "checkpoint").wait()
+    full.load(tmp_path / "checkpoint")
+
+
+def test_a_seed_fixes_the_adapters(model_dir: Path):
+    def start(seed: int) -> dict[str, torch.Tensor]:
+        engine = FSDPTrainEngine(model_dir, TrainConfig(lora=LORA), seed=seed)
+        adapters = trained(engine)
+        engine.close()
+        return {name: tensor for name, tensor in adapters.items() if "lora_A" in name}
+
+    first, again, other = start(1), start(1), start(2)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        assert not torch.equal(tensor, other[name])
+
+
+def test_finetuning_learns_its_demonstrations(make_engine: MakeEngine):
+    demonstrations: list[Demonstration] = [([i, 200 + i, 100 + i, 7], [0, 0, 1, 1]) for i in range(10)]
+    losses: list[float] = []
+    engine = make_engine(optimizer=OptimizerConfig(lr=2e-2), lora=LORA)
+    before = frozen(engine)
+    finetune(
+        engine,
+        demonstrations,
+        epochs=12,
+        batch_size=5,
+        on_step=lambda _, metrics: losses.append(metrics["loss"]),
+    )
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen(engine).items())
+
+
+def test_the_reference_is_one_of_the_adapters_and_stays_behind(make_engine: MakeEngine):
+    engine = make_engine(optimizer=OPTIMIZER, lora=LORA)
+    start = engine.forward(MINIBATCHES[0])
+    engine.update_reference()
+    engine.train_batch(MINIBATCHES, LOSS)
+    assert engine._reference.values.keys() == trained(engine).keys()
+    for reference, before in zip(engine.forward(MINIBATCHES[0], "reference_logprobs"), start, strict=True):
+        assert torch.equal(reference, before)
+
+
+def test_a_value_head_beside_the_policys_is_trained_with_the_adapters(make_engine: MakeEngine):
+    engine = make_engine(optimizer=OPTIMIZER, head="policy_and_value", lora=LORA)
+    before, adapters = frozen(engine), trained(engine)
+    engine.train_batch(RETURNS, ActorCriticLoss(policy=LOSS, value=VALUE, coefficient=0.5))
+    assert "value_head.weight" in adapters
+    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen(engine).items())
+    moved = {name for name, tensor in trained(engine).items() if not torch.equal(tensor, adapters[name])}
+    assert moved == adapters.keys()
+
+
+# What servers get
+
+
+def test_an_export_is_what_peft_merges(any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(any_model_dir, optimizer=OPTIMIZER, lora=LORA)
+    engine.train_batch(MINIBATCHES, LOSS)
+    engine.export(tmp_path / "merged")
+    adapter = write_adapter(engine, tmp_path / "adapter")
+    twin = peft.PeftModel.from_pretrained(load_twin(any_model_dir), adapter).merge_and_unload()
+    assert_close(load_twin(tmp_path / "merged").state_dict(), twin.state_dict())
+    assert sorted(os.listdir(tmp_path / "merged")) == sorted(os.listdir(any_model_dir))
+    merged, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", any_model_dir))
+    assert {n: (t.dtype, t.shape) for n, t in merged.items()} == {n: (t.dtype, t.shape) for n, t in plain.items()}
+
+
+def test_a_merge_is_rounded_once_to_the_dtype_that_the_model_is_stored_in(make_engine: MakeEngine, tmp_path: Path):
+    directory = write_model(tmp_path / "half", tied=True, dtype=torch.bfloat16)
+    engine = make_engine(directory, optimizer=OPTIMIZER, lora=LORA)
+    engine.train_batch(MINIBATCHES, LOSS)
+    engine.export(tmp_path / "merged")
+    adapter = load_file(write_adapter(engine, tmp_path / "adapter") / "adapter_model.safetensors")
+    base, merged = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "merged"))
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+    expected = (base[f"{name}.weight"].float() + 2 * b @ a).bfloat16()
+    wrong = (merged[f"{name}.weight"] != expected).float().mean()
+    assert merged[f"{name}.weight"].dtype == torch.bfloat16
+    assert wrong < 0.01  # products that are summed in another order may fall on the other side
+
+
+def test_a_snapshot_changes_nothing_that_is_trained(make_engine: MakeEngine):
+    engine, plain = (make_engine(optimizer=OPTIMIZER, lora=LORA) for _ in range(2))
+    for one in (engine, plain):
+        one.train_batch([MINIBATCHES[0]], LOSS)
+    engine.snapshot().release()
+    assert engine.train_batch([MINIBATCHES[1]], LOSS) == plain.train_batch([MINIBATCHES[1]], LOSS)
+    for name, tensor in trained(plain).items():
+        assert torch.equal(tensor, trained(engine)[name])
+
+
+def test_later_steps_do_not_change_a_snapshot(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(optimizer=OPTIMIZER, lora=LORA)
+    engine.train_batch([MINIBATCHES[0]], LOSS)
+    write_adapter(engine, tmp_path / "at_once")
+    snapshot = engine.snapshot()
+    engine.train_batch([MINIBATCHES[1]], LOSS)
+    snapshot.write_adapter(tmp_path / "later")
+    assert (tmp_path / "later" / "adapter_model.safetensors").read_bytes() == (
+        tmp_path / "at_once" / "adapter_model.safetensors"
+    ).read_bytes()
+
+
+def test_an_adapters_directory_names_its_model_and_suffixes_and_replaces_the_older_one(
+    model_dir: Path, make_engine: MakeEngine, tmp_path: Path
+):
+    engine = make_engine(lora=LORA)
+    snapshot = engine.snapshot()
+    for _ in range(2):
+        num_bytes = snapshot.write_adapter(tmp_path / "adapter")
+    assert num_bytes == sum(file.stat().st_size for file in (tmp_path / "adapter").iterdir())
+    assert os.listdir(tmp_path) == ["adapter"]
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"], written["task_type"]) == (4, 8, "CAUSAL_LM")
+    assert written["base_model_name_or_path"] == str(model_dir)
+    projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert written["target_modules"] == projections
+
+
+def test_targets_are_found_by_the_end_of_their_names(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(lora=LoRAConfig(rank=2, alpha=2, target_modules=("q_proj", "1.mlp.up_proj")))
+    layers = {name.rpartition(".lora_")[0] for name in trained(engine)}
+    assert layers == {
+        "model.model.layers.0.self_attn.q_proj",
+        "model.model.layers.1.self_attn.q_proj",
+        "model.model.layers.1.mlp.up_proj",
+    }
+    adapter = write_adapter(engine, tmp_path / "adapter")
+    # up_proj would be that of layer 0 too.
+    assert json.loads((adapter / "adapter_config.json").read_text())["target_modules"] == [
+        name.removeprefix("model.") for name in sorted(layers)
+    ]
+
+
+def test_a_critics_adapter_has_its_head(model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(optimizer=OPTIMIZER, head="value", lora=LORA)
+    engine.train_batch(RETURNS, VALUE)
+    engine.export(tmp_path / "merged")
+    adapter = write_adapter(engine, tmp_path / "adapter")
+    base = AutoModelForSequenceClassification.from_pretrained(model_dir, num_labels=1)
+    twin = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    assert (written["task_type"], written["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert merged.score.weight.any()
+    assert_close(merged.state_dict(), twin.state_dict())
+
+
+def test_experts_stay_frozen_and_are_exported_as_they_were_stored(make_engine: MakeEngine, tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    tokenizer.save_pretrained(tmp_path / "moe")
+    engine = make_engine(tmp_path / "moe", optimizer=OPTIMIZER, lora=LORA)
+    engine.train_batch(MINIBATCHES, LOSS)
+    engine.export(tmp_path / "out")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("moe", "out"))
+    assert before.keys() == after.keys()
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "self_attn" in name and "proj" in name}
+
+
+def test_adapters_are_copied_aside_without_the_model(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(optimizer=OPTIMIZER, lora=LORA)
+    assert isinstance(engine, AdapterEngine)
+    engine.train_batch([MINIBATCHES[0]], LOSS)
+    alone, whole = engine.snapshot_adapter(), engine.snapshot()
+    assert alone.version == 1
+    engine.train_batch([MINIBATCHES[1]], LOSS)
+    assert alone.write_adapter(tmp_path / "alone") == whole.write_adapter(tmp_path / "whole")
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "alone" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_only_adapters_that_are_there_are_written(make_engine: MakeEngine, tmp_path: Path):
+    plain, engine = make_engine(), make_engine(lora=LORA)
+    with pytest.raises(ConfigError, match=r"no adapters to publish.* set train\.lora"):
+        plain.snapshot().write_adapter(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"no adapters to publish.* set train\.lora"):
+        plain.snapshot_adapter()
+    for snapshot in (engine.snapshot(), engine.snapshot_adapter()):
+        snapshot.release()
+        with pytest.raises(TransportError, match="was released"):
+            snapshot.write_adapter(tmp_path / "adapter")
+
+
+# Checkpoints
+
+
+def test_a_loaded_run_continues_bit_for_bit(any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
+    uninterrupted, resumed = (make_engine(any_model_dir, optimizer=OPTIMIZER, lora=LORA) for _ in range(2))
+    uninterrupted.update_reference()
+    uninterrupted.train_batch([MINIBATCHES[0]], LOSS)
+    uninterrupted.save(tmp_path / "checkpoint").wait()
+    resumed.load(tmp_path / "checkpoint")
+    expected = uninterrupted.train_batch([MINIBATCHES[1]], LOSS)
+    assert resumed.train_batch([MINIBATCHES[1]], LOSS) == expected
+    for output in ("logprobs", "reference_logprobs"):
+        for ours, theirs in zip(
+            resumed.forward(MINIBATCHES[0], output), uninterrupted.forward(MINIBATCHES[0], output), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_checkpoint_holds_what_is_trained_alone(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(lora=LORA)
+    engine.save(tmp_path / "checkpoint").wait()
+    progress = json.loads((tmp_path / "checkpoint" / "progress.json").read_text())
+    assert progress["parameters"].keys() == trained(engine).keys()
+    stored = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
+    expected = {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq", "step") for name in trained(engine)}
+    assert {name for name in stored if not name.startswith("rng")} == expected
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (LORA, None, r"with train\.lora, which is unset here; set it alike"),
+        (None, LORA, r"without train\.lora, which is set here; unset it"),
+        (LORA, LoRAConfig(rank=8, alpha=8), r"train\.lora\.rank=4, and here it is 8"),
+        (LORA, LoRAConfig(rank=4, alpha=16), r"train\.lora\.alpha=8, and here it is 16"),
+        (LORA, LoRAConfig(rank=4, alpha=8, target_modules=("q_proj",)), r"target_modules=.*here it is \['q_proj'\]"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused_naming_what_differs(
+    make_engine: MakeEngine, tmp_path: Path, saved: LoRAConfig | None, loaded: LoRAConfig | None, message: str
+):
+    make_engine(lora=saved).save(tmp_path / "checkpoint").wait()
+    with pytest.raises(CheckpointError, match=message):
+        make_engine(lora=loaded).load(tmp_path / "checkpoint")
+
+
+def test_adapters_of_another_model_are_refused_naming_a_tensor_that_differs(make_engine: MakeEngine, tmp_path: Path):
+    make_engine(lora=LORA).save(tmp_path / "checkpoint").wait()
+    other = write_model(tmp_path / "other", tied=False)
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][5, 3] += 1e-6
+    model = load_twin(other)
+    model.load_state_dict(weights)
+    model.save_pretrained(other)
+    with pytest.raises(CheckpointError, match=r"of another model: its .*layers\.1\.mlp\.up_proj.* differs"):
+        make_engine(other, lora=LORA).load(tmp_path / "checkpoint")
+
+
+# What cannot be adapted
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("nowhere",), r"cannot adapt this Qwen3ForCausalLM: .*nowhere"),
+        (("q_proj", "nowhere"), r"target_modules names nowhere, which no layer"),
+        (("q_proj", "lm_head"), r"target_modules is q_proj, lm_head, by which peft finds lm_head: not a linear layer"),
+        (("embed_tokens",), r"target_modules is embed_tokens, by which peft finds model\.embed_tokens: not a linear"),
+        (("q_norm",), r"cannot adapt this Qwen3ForCausalLM: .*q_norm|cannot adapt this .*not supported"),
+    ],
+)
+def test_targets_that_are_no_layers_to_adapt_are_refused_by_name(
+    make_engine: MakeEngine, targets: tuple[str, ...], message: str
+):
+    with pytest.raises(ModelError, match=message):
+        make_engine(lora=LoRAConfig(target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dropout": 0.1}, r"dropout is 0\.1; it must be 0"),
+        ({"target_modules": ()}, "target_modules has no names"),
+        ({"target_modules": "q_proj"}, "target_modules"),
+        ({"rank": 0}, "rank"),
+        ({"init": "pissa"}, "init"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        LoRAConfig(**settings)
+
+
+def test_adapters_and_split_layers_exclude_each_other():
+    with pytest.raises(ValueError, match="lora is set and tensor_parallel is above 1"):
+        TrainConfig(num_ranks=2, tensor_parallel=2, lora=LORA)
+
+
+def test_without_peft_the_extra_to_install_is_named(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'arl\[lora\]'"):
+        make_engine(lora=LORA)

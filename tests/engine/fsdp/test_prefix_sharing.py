@@ -1,0 +1,271 @@
+"""Forwarding what sequences share once gives the logprobs, the loss and the gradients of forwarding it for each."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_models import MakeEngine
+from train_sequences import family_sequences
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
+from arl.api.algorithm import preset
+from arl.api.types import TrainSequence
+from arl.engine.fsdp.attention import PACKED_ATTENTION
+from arl.engine.fsdp.attention_blocks import block_attention, masked_attention
+from arl.engine.fsdp.attention_cuda import block_mask, cuda_attention, flex_row_attention, varlen_attention
+from arl.engine.fsdp.minibatch import build_microbatch
+from arl.engine.fsdp.model import Policy, load_model
+from arl.engine.fsdp.packed_layout import PackedLayout
+
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
+CPU = torch.device("cpu")
+WINDOW = 5
+
+
+def outcome(policy: Policy, sequences: list[TrainSequence], *, share_prefixes: bool) -> dict[str, torch.Tensor]:
+    """Logprobs, entropies, loss and all gradients of one microbatch, and how many tokens it forwarded."""
+    batch = build_microbatch(sequences, CPU, share_prefixes=share_prefixes)
+    policy.zero_grad()
+    outputs = policy(batch)
+    loss = (LOSS(outputs, batch.tokens).loss * batch.tokens.loss_weights).sum()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    numbers = {"logprobs": outputs.logprobs, "entropy": outputs.entropy, "loss": loss}
+    return {**numbers, **gradients, "num_forwarded": torch.tensor(batch.num_forwarded_tokens)}
+
+
+def assert_sharing_changes_nothing(policy: Policy, sequences: list[TrainSequence], tolerance: float) -> None:
+    shared = outcome(policy, sequences, share_prefixes=True)
+    apart = outcome(policy, sequences, share_prefixes=False)
+    assert shared.pop("num_forwarded") < apart.pop("num_forwarded")
+    assert shared.keys() == apart.keys()
+    for name, values in shared.items():
+        torch.testing.assert_close(values, apart[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_of_grouped_queries_equal_those_without_sharing(any_model_dir: Path, seed: int):
+    policy = Policy(load_model(any_model_dir).model, logprob_chunk_size=16)
+    assert_sharing_changes_nothing(policy, family_sequences(seed), 1e-5)
+
+
+def test_gradients_of_sliding_windows_equal_those_without_sharing(tmp_path: Path):
+    policy = Policy(sliding_model(tmp_path), logprob_chunk_size=16)
+    assert_sharing_changes_nothing(policy, family_sequences(3), 1e-5)
+
+
+def sliding_model(directory: Path) -> PreTrainedModel:
+    config = MistralConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=WINDOW,
+        initializer_range=0.2,
+    )
+    MistralForCausalLM(config).save_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation=PACKED_ATTENTION).eval()
+
+
+def test_a_step_does_not_depend_on_sharing_or_on_where_families_are_cut(make_engine: MakeEngine):
+    def train(**options) -> tuple[dict[str, float], torch.Tensor]:
+        engine = make_engine(**options)
+        metrics = engine.train_batch([sequences], LOSS)
+        return metrics, torch.cat(engine.forward(sequences))
+
+    sequences = family_sequences(4)
+    metrics, after = train(share_prefixes=False)
+    assert metrics["forwarded_tokens"] < metrics["tokens"] == sum(map(len, sequences))
+    shares: list[float] = []
+    for budget in (1, 60, 100, 1000):
+        other_metrics, other_after = train(max_tokens_per_microbatch=budget)
+        shares.append(other_metrics["forwarded_share"])
+        for name in metrics.keys() - {"microbatches", "packing_efficiency", "forwarded_tokens", "forwarded_share"}:
+            assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+        torch.testing.assert_close(other_after, after, rtol=1e-5, atol=1e-5)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.7 * metrics["forwarded_share"]
+
+
+def test_identical_sequences_are_forwarded_once_and_count_each_for_itself():
+    (sequence, *_) = family_sequences(5)
+    twice = [sequence, replace(sequence, advantages=-sequence.advantages)]
+    batch = build_microbatch(twice, CPU)
+    assert batch.num_forwarded_tokens == build_microbatch([sequence], CPU).num_forwarded_tokens
+    num_trained = int(sequence.loss_mask.sum())
+    assert torch.equal(batch.predictors[:num_trained], batch.predictors[num_trained:])
+    assert torch.equal(batch.tokens.advantages[:num_trained], -batch.tokens.advantages[num_trained:])
+    assert batch.tokens.sequence_ids.tolist() == [0] * num_trained + [1] * num_trained
+
+
+def test_what_follows_the_last_trained_token_is_not_forwarded():
+    (sequence, *_) = family_sequences(6)
+    last = int(sequence.loss_mask.nonzero()[-1])
+    batch = build_microbatch([sequence], CPU)
+    assert batch.input_ids[0].tolist() == sequence.token_ids[:last].tolist()
+    assert [len(values) for values in batch.unpack(torch.zeros(len(batch.targets)))] == [len(sequence)]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> PackedLayout:
+    """Rows of random trees, in which one shared token is enough to share it."""
+    sequences: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 8))):
+        stem: list[int] = []
+        if sequences:
+            earlier = draw(st.sampled_from(sequences))
+            stem = earlier[: draw(st.integers(0, len(earlier)))]
+        sequences.append(stem + draw(st.lists(st.integers(0, 2), min_size=1, max_size=9)))
+    order = PrefixOrder.of([torch.tensor(tokens) for tokens in sequences], min_shared=1)
+    return PackedLayout.of_plan(RowPlan.of(order), CPU)
+
+
+def seen(layout: PackedLayout, window: int | None) -> torch.Tensor:
+    """bool[T, T] from the subtrees' ends: the slow twin of stretches, blocks and gathered keys."""
+    place = torch.arange(len(layout.positions))
+    mask = (place[None, :] <= place[:, None]) & (place[:, None] < layout.subtree_stops[None, :])
+    distance = layout.positions[:, None] - layout.positions[None, :]
+    return mask if window is None else mask & (distance < window)
+
+
+def random_heads(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query [1, 4, T, 8], key and value [1, 2, T, 8], laid out as the model has them."""
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randn(1, num_tokens, heads, 8, generator=generator, dtype=dtype) for heads in (4, 2, 2))
+    query, key, value = (x.requires_grad_().transpose(1, 2) for x in rows)
+    return query, key, value
+
+
+def twin_attention(layout: PackedLayout, window: int | None, *qkv: torch.Tensor) -> torch.Tensor:
+    """Scores, mask, softmax, in full: [1, T, H, D]."""
+    query, key, value = qkv
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = (0.3 * query @ key.transpose(2, 3)).masked_fill(~seen(layout, window), float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def assert_equal_with_gradients(ours: torch.Tensor, theirs: torch.Tensor, leaves: tuple[torch.Tensor, ...]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view(ours.shape)
+    gradients = [torch.autograd.grad((x * weights).sum(), leaves) for x in (ours, theirs)]
+    for mine, twin in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, twin, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_blocks_merge_to_the_softmax_over_the_whole_prefix(layout: PackedLayout):
+    qkv = random_heads(len(layout.positions), torch.float64)
+    ours = block_attention(*qkv, layout.blocks, 0.3)
+    assert_equal_with_gradients(ours, twin_attention(layout, None, *qkv), qkv)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.sampled_from([None, 1, 3, 6]))
+def test_masked_stretches_see_the_prefix_and_the_window(layout: PackedLayout, window: int | None):
+    qkv = random_heads(len(layout.positions), torch.float64)
+    ours = masked_attention(*qkv, layout.stretches, 0.3, window)
+    assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
+
+
+class FlashTwin:
+    """What torch's flash-attention promises of sequences with as many queries and keys as the bounds say.
+
+    They are aligned at their last query and last key; query heads share keys where there are fewer of those.
+    """
+
+    def forward(self, query, key, value, query_bounds, key_bounds, max_q, max_k, dropout, is_causal, debug, **options):
+        assert (max_q, max_k) == (query_bounds.diff().max(), key_bounds.diff().max())
+        assert dropout == 0
+        assert is_causal == (options["window_size_left"] == -1)
+        assert not debug
+        output = self._attend(query, key, value, query_bounds, key_bounds, **options)
+        return output, torch.empty(0), torch.empty(0), torch.empty(0), torch.empty(0)
+
+    def backward(self, grad, query, key, value, output, logsumexp, query_bounds, key_bounds, *rest, **options):
+        with torch.enable_grad():
+            leaves = q, k, v = tuple(x.detach().requires_grad_() for x in (query, key, value))
+            again = self._attend(q, k, v, query_bounds, key_bounds, **options)
+        torch.testing.assert_close(again, output)
+        return torch.autograd.grad(again, leaves, grad)
+
+    def _attend(self, query, key, value, query_bounds, key_bounds, *, scale, window_size_left, window_size_right):
+        assert window_size_right == 0
+        outputs: list[torch.Tensor] = []
+        queries, keys = pairwise(query_bounds.tolist()), pairwise(key_bounds.tolist())
+        for (q0, q1), (k0, k1) in zip(queries, keys, strict=True):
+            q, k, v = query[q0:q1], key[k0:k1].repeat_interleave(2, 1), value[k0:k1].repeat_interleave(2, 1)
+            distance = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
+            mask = (distance >= 0) & ((distance <= window_size_left) | (window_size_left == -1))
+            scores = (scale * torch.einsum("qhd,khd->hqk", q, k)).masked_fill(~mask, float("-inf"))
+            outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        return torch.cat(outputs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.sampled_from([None, 1, 3, 6]))
+def test_gathered_stretches_are_what_varlen_attention_needs(layout: PackedLayout, window: int | None):
+    qkv = random_heads(len(layout.positions), torch.float64)
+    query, key, value = (x[0].transpose(0, 1) for x in qkv)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.aten, "_flash_attention_forward", FlashTwin().forward)
+        patch.setattr(torch.ops.aten, "_flash_attention_backward", FlashTwin().backward)
+        ours = varlen_attention(query, key, value, layout, 0.3, window).unsqueeze(0)
+        assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 40])
+def test_flex_attention_is_masked_by_the_tree(window: int | None):
+    layout = long_layout()
+    query, key, value = (x.detach() for x in random_heads(len(layout.positions), torch.float32))
+    ours = flex_row_attention(query, key, value, layout, 0.3, window).transpose(1, 2)
+    torch.testing.assert_close(ours, twin_attention(layout, window, query, key, value), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_heads_too_small_for_flex_attention_go_without_it(window: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr("arl.engine.fsdp.attention_cuda._flex")
+    layout = long_layout()
+    qkv = random_heads(len(layout.positions), torch.float32)
+    ours = cuda_attention(*qkv, layout, 0.3, window)
+    torch.testing.assert_close(ours, twin_attention(layout, window, *qkv), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_blocks_of_the_flex_mask_hold_all_that_is_seen_and_full_ones_nothing_else(window: int | None):
+    layout = long_layout()
+    mask, blocks = seen(layout, window), block_mask(layout, window)
+    num_blocks = -(-len(mask) // 128)
+    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
+    full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    assert not partial & full
+    assert bool(full) == (window is None)
+    for q in range(num_blocks):
+        for k in range(num_blocks):
+            tile = mask[q * 128 : (q + 1) * 128, k * 128 : (k + 1) * 128]
+            assert ((q, k) in partial | full) == bool(tile.any()) or window is not None
+            assert (q, k) in partial | full or not tile.any()
+            assert (q, k) not in full or tile.all()
+
+
+def listed(counts: torch.Tensor | None, indices: torch.Tensor | None) -> set[tuple[int, int]]:
+    assert counts is not None
+    assert indices is not None
+    rows = zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
+    return {(q, k) for q, (count, blocks) in enumerate(rows) for k in blocks[:count]}
+
+
+def long_layout() -> PackedLayout:
+    """A row of 800 tokens: two prompts, branches within branches, and a sequence for itself."""
+    lengths, shared = (300, 250, 280, 90, 200, 150), (0, 200, 240, 0, 60, 140)
+    plan = RowPlan.of(PrefixOrder(indices=tuple(range(6)), lengths=lengths, shared=shared))
+    return PackedLayout.of_plan(plan, CPU)

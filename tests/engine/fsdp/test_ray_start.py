@@ -1,0 +1,160 @@
+"""Ray started for a run alone: it listens to this machine only, leaves the process as it was, gone at the end."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arl.api.config import TrainConfig
+from arl.api.errors import ConfigError, ModelError, TrainingError
+from arl.engine.fsdp.ray_cluster import Placement, RayLease, _as_ray_starts
+from arl.engine.fsdp.ray_engine import RayTrainEngine
+
+pytestmark = pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
+LISTEN = "0A"
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of this test's own for what Ray writes: not in tmp_path, whose name is too long for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("RAY_TMPDIR", directory)  # where `auto` looks for a cluster, and clusters are noted
+        yield Path(directory)
+
+
+def processes_of(directory: Path) -> list[Path]:
+    """/proc entries of the processes whose command line names the directory, as those of Ray's daemons do."""
+    found: list[Path] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(directory).encode() in (entry / "cmdline").read_bytes():
+                found.append(entry)
+        except OSError:
+            continue  # it ended
+    return found
+
+
+def listening_at(process: Path) -> set[str]:
+    """Local addresses, in hexadecimal, at which a process waits for connections."""
+    targets = [os.readlink(fd) for fd in (process / "fd").iterdir() if fd.is_symlink()]
+    inodes = {match[1] for target in targets if (match := re.fullmatch(r"socket:\[(\d+)\]", target))}
+    rows = [line.split() for table in ("tcp", "tcp6") for line in (process / "net" / table).read_text().splitlines()]
+    return {row[1].split(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes}
+
+
+def test_without_a_model_nothing_stays_behind(tmp_path: Path, temporary: Path):
+    before = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ModelError, match="nowhere") as error:
+        RayTrainEngine(tmp_path / "nowhere", TrainConfig())
+    assert "on rank 0" in str(error.value.__cause__)
+    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
+    assert processes_of(temporary) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_ray_that_is_there_is_used_and_left_as_it_was(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lease = RayLease(None, num_cpus=1, num_gpus=0)
+    import ray
+
+    try:
+        addresses = {address for process in processes_of(temporary) for address in listening_at(process)}
+        loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
+        assert addresses
+        assert addresses <= loopback
+
+        monkeypatch.setattr(RayLease, "_holders", 0)  # as if it were someone else's
+        short = TrainConfig(num_ranks=2, startup_timeout_s=1)
+        with pytest.raises(
+            TrainingError, match=r"2 ranks need 1 CPU\(s\) each; of the Ray cluster 1 of 1 CPUs are free"
+        ):
+            RayTrainEngine(tmp_path, short)
+        monkeypatch.undo()
+        assert ray.is_initialized()
+        assert ray.available_resources()["CPU"] == 1
+    finally:
+        lease.release()
+    assert not ray.is_initialized()
+    assert processes_of(temporary) == []
+
+
+def test_what_a_ray_does_not_change_of_the_environment_is_there_all_the_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CHANGED", "before")
+    before, unset = dict(os.environ), list[bytes]()
+    unsetenv = os.unsetenv
+    monkeypatch.setattr(os, "unsetenv", lambda name: (unset.append(name), unsetenv(name)))
+    with _as_ray_starts(private=True):
+        os.environ.update(CHANGED="by Ray", ADDED="by Ray")
+    assert dict(os.environ) == before
+    assert b"ADDED" in unset
+    assert {os.fsdecode(name) for name in unset}.isdisjoint(before)
+
+
+def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'arl\[ray\]'"):
+        RayTrainEngine(tmp_path, TrainConfig(num_ranks=2))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
+def test_a_cluster_that_is_not_there_is_an_error_with_its_address(tmp_path: Path, address: str):
+    with pytest.raises(ConfigError, match=f"ray_address={address}"):
+        RayTrainEngine(tmp_path, TrainConfig(num_ranks=2, ray_address=address))
+
+
+@pytest.mark.slow
+def test_rank_0_is_on_this_node_where_there_is_room(temporary: Path):
+    from ray.cluster_utils import Cluster
+
+    lease = None
+    (temporary / "ray").mkdir()  # Ray notes its address in it and does not make it
+    cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False, "temp_dir": str(temporary)})
+    try:
+        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2")
+        cluster.wait_for_nodes()
+        lease = RayLease(cluster.address, num_cpus=2, num_gpus=0)
+        deadline = time.monotonic() + 30
+        here = Placement(2, num_cpus=1, num_gpus=0, deadline=deadline)
+        assert here.address != "127.0.0.2"  # though both have room there
+        elsewhere = Placement(1, num_cpus=1, num_gpus=0, deadline=deadline)
+        assert elsewhere.address == "127.0.0.2"
+    finally:
+        if lease:
+            lease.release()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["killed", "without closing"])
+def test_a_process_takes_its_ray_along(temporary: Path, end: str):
+    script = (
+        f"import tempfile; tempfile.tempdir = {str(temporary)!r}\n"
+        "from arl.engine.fsdp.ray_cluster import Placement, RayLease\n"
+        "RayLease(None, num_cpus=1, num_gpus=0)\n"
+        "print('there', flush=True)\n"
+        "input()\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        assert processes_of(temporary)
+        if end == "killed":
+            process.kill()
+        else:
+            process.communicate("\n")
+            assert list(temporary.iterdir()) == []
+    deadline = time.monotonic() + 60
+    while processes_of(temporary) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert processes_of(temporary) == []

@@ -1,0 +1,208 @@
+"""An optimizer step is AdamW on the minibatch's gradient, clipped, scheduled, and skipped when it is not finite."""
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from train_models import MakeEngine, load_twin
+from train_sequences import random_sequences, twin_loss
+
+from arl.algorithm.losses import PolicyLoss, SFTLoss
+from arl.api.algorithm import preset
+from arl.api.config import OptimizerConfig
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+from arl.api.errors import ConfigError, EngineClosedError
+from arl.engine.fsdp.model import transformer_layers
+from arl.engine.fsdp.optimizer import learning_rate
+
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
+
+
+def twin_steps(directory: Path, config: OptimizerConfig, minibatches, loss) -> tuple[torch.nn.Module, list[float]]:
+    """A plain loop over the minibatches with torch's own AdamW and clipping; the gradient norms before clipping."""
+    twin = load_twin(directory)
+    groups = [
+        {"params": [p for p in twin.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in twin.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
+    norms: list[float] = []
+    for step, minibatch in enumerate(minibatches):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        twin_loss(twin, minibatch, loss).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(twin.parameters(), config.max_grad_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return twin, norms
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.05, 1e9])
+def test_steps_equal_those_of_a_plain_loop(any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path, max_grad_norm):
+    config = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=max_grad_norm, warmup_steps=2)
+    minibatches = [random_sequences(6, seed=1), random_sequences(5, seed=2)]
+    engine = make_engine(any_model_dir, optimizer=config, max_tokens_per_microbatch=60)
+    metrics = engine.train_batch(minibatches, LOSS)
+    engine.export(tmp_path / "trained")
+
+    twin, norms = twin_steps(any_model_dir, config, minibatches, LOSS)
+    assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
+    assert metrics["lr"] == pytest.approx(0.75e-2)
+    ours = load_twin(tmp_path / "trained").state_dict()
+    for name, theirs in twin.state_dict().items():
+        torch.testing.assert_close(ours[name], theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_metrics_are_token_means_and_maxima_over_the_minibatches(make_engine: MakeEngine):
+    def lengths(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        return TokenLosses(
+            loss=0 * outputs.logprobs, means={"advantage": tokens.advantages}, maxima={"peak": tokens.advantages}
+        )
+
+    minibatches = [random_sequences(4, seed=1), random_sequences(7, seed=2)]
+    metrics = make_engine(max_tokens_per_microbatch=30).train_batch(minibatches, lengths)
+    advantages = [torch.cat([s.advantages[s.loss_mask] for s in minibatch]) for minibatch in minibatches]
+    assert metrics["advantage"] == pytest.approx(sum(a.mean().item() for a in advantages) / 2, rel=1e-5)
+    assert metrics["peak"] == pytest.approx(max(a.max().item() for a in advantages))
+    assert metrics["trained_tokens"] == sum(map(len, advantages))
+    assert metrics["tokens"] == sum(len(s) for minibatch in minibatches for s in minibatch)
+    assert metrics["packing_efficiency"] == pytest.approx(metrics["forwarded_tokens"] / (30 * metrics["microbatches"]))
+    assert metrics["forwarded_share"] == pytest.approx(metrics["forwarded_tokens"] / metrics["tokens"])
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_reported(make_engine: MakeEngine, caplog):
+    poisoned = [replace(s, advantages=s.advantages * math.inf) for s in random_sequences(3)]
+    sound = random_sequences(4, seed=2)
+    engine, untouched = make_engine(), make_engine()
+    with caplog.at_level(logging.ERROR, "arl.engine.fsdp.train_engine"):
+        metrics = engine.train_batch([poisoned, sound], LOSS)
+    reference = untouched.train_batch([sound], LOSS)
+    assert "skipped" in caplog.text
+    assert metrics["nonfinite_grads"] == 1
+    assert metrics["grad_norm"] == reference["grad_norm"]
+    after, expected = engine.forward(sound), untouched.forward(sound)
+    assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
+
+
+def test_a_step_whose_loss_raised_leaves_no_gradients_behind(make_engine: MakeEngine):
+    sequences = random_sequences(6)
+    calls: list[int] = []
+
+    def failing(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("a user's loss")
+        return LOSS(outputs, tokens)
+
+    engine, untouched = make_engine(max_tokens_per_microbatch=30), make_engine(max_tokens_per_microbatch=30)
+    with pytest.raises(RuntimeError, match="a user's loss"):
+        engine.train_batch([sequences], failing)
+    assert engine.version == 0
+    assert engine.train_batch([sequences], LOSS) == untouched.train_batch([sequences], LOSS)
+
+
+@pytest.mark.parametrize("interrupted", ["between the passes", "within the forward pass"])
+def test_what_raised_amid_a_step_can_be_saved_and_gone_on_from(
+    make_engine: MakeEngine, tmp_path: Path, interrupted: str, monkeypatch: pytest.MonkeyPatch
+):
+    def failing(*args: object, **kwargs: object) -> TokenLosses:
+        raise RuntimeError("out of memory")
+
+    sequences = random_sequences(4)
+    engine = make_engine()
+    before = engine.forward(sequences)
+    with monkeypatch.context() as patch:
+        if interrupted == "within the forward pass":
+            patch.setattr(transformer_layers(engine._policy.model)[1].mlp, "forward", failing)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.forward(sequences)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.train_batch([sequences], failing)
+    engine.save(tmp_path / "checkpoint").wait()
+    again = make_engine()
+    again.load(tmp_path / "checkpoint")
+    for trained in (engine, again):
+        assert all(torch.equal(a, b) for a, b in zip(trained.forward(sequences), before, strict=True))
+
+
+def test_a_minibatch_without_trained_tokens_leaves_the_weights_alone(make_engine: MakeEngine):
+    sequences = random_sequences(3)
+    engine = make_engine()
+    engine.train_batch([sequences], LOSS)
+    before = engine.forward(sequences)
+    nothing = [replace(s, loss_mask=torch.zeros_like(s.loss_mask)) for s in sequences]
+    metrics = engine.train_batch([nothing], LOSS)
+    assert metrics["trained_tokens"] == metrics["tokens"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(engine.forward(sequences), before, strict=True))
+    assert not any(values.any() for values in engine.forward(nothing))
+
+
+def test_a_loss_is_lowered_by_training_on_it(make_engine: MakeEngine):
+    engine, sequences = make_engine(), random_sequences(6)
+    losses = [engine.train_batch([sequences], SFTLoss())["loss"] for _ in range(8)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_version_counts_batches_not_minibatches(make_engine: MakeEngine):
+    engine = make_engine()
+    assert engine.version == 0
+    engine.train_batch([random_sequences(2), random_sequences(2)], LOSS)
+    assert engine.version == 1
+
+
+def test_calls_use_the_configured_threads_whatever_thread_makes_them(make_engine: MakeEngine):
+    engine = make_engine(num_threads=1)
+    torch.set_num_threads(2)
+    engine.forward(random_sequences(1))
+    assert torch.get_num_threads() == 1
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights(make_engine: MakeEngine, tmp_path: Path):
+    sequences = random_sequences(6)
+    half, full = make_engine(dtype="bfloat16"), make_engine()
+    for ours, theirs in zip(half.forward(sequences), full.forward(sequences), strict=True):
+        assert not torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
+    norms = [engine.train_batch([sequences], LOSS)["grad_norm"] for engine in (half, full)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)
+    half.export(tmp_path / "half")
+    head = load_twin(tmp_path / "half").state_dict()["lm_head.weight"]
+    assert not torch.equal(head, head.bfloat16().float())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
+def test_a_device_that_torch_does_not_have_is_refused(make_engine: MakeEngine):
+    with pytest.raises(ConfigError, match=r"train\.device is cuda, which this torch cannot compute on"):
+        make_engine(device="cuda")
+
+
+def test_a_closed_engine_says_so(make_engine: MakeEngine):
+    engine = make_engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.forward(random_sequences(1))
+
+
+def test_engines_of_one_process_do_not_close_each_other(make_engine: MakeEngine):
+    first, second = make_engine(), make_engine()
+    first.close()
+    assert second.train_batch([random_sequences(2)], LOSS)["trained_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8828, 0.6, 0.3172, 0.2, 0.2]),
+    ],
+)
+def test_schedules_warm_up_and_decay_to_their_floor(schedule, expected: list[float]):
+    decay = {} if schedule == "constant" else {"total_steps": 6, "min_lr_ratio": 0.2}
+    config = OptimizerConfig(lr=2.0, schedule=schedule, warmup_steps=2, **decay)
+    rates = [learning_rate(config, step) / 2 for step in range(8)]
+    assert rates == pytest.approx(expected, abs=1e-4)

@@ -1,0 +1,89 @@
+"""Reading and checking the weights of a model directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from arl.engine.local.received_weights import WeightsError, check_fit, read_directory
+
+TENSORS = {"embed": torch.arange(6.0).reshape(2, 3), "norm": torch.ones(3)}
+SHAPES = {name: tensor.shape for name, tensor in TENSORS.items()}
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor]) -> str:
+    save_file(tensors, directory / "model.safetensors")
+    return str(directory)
+
+
+def test_a_single_file_is_read_as_it_is(tmp_path: Path) -> None:
+    read = read_directory(write(tmp_path, TENSORS), SHAPES, is_tied=False)
+    assert read.keys() == TENSORS.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_shards_are_read_together(tmp_path: Path) -> None:
+    for i, (name, tensor) in enumerate(TENSORS.items()):
+        save_file({name: tensor}, tmp_path / f"{i}.safetensors")
+    weight_map = {name: f"{i}.safetensors" for i, name in enumerate(TENSORS)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    read = read_directory(str(tmp_path), SHAPES, is_tied=False)
+    assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+    read = read_directory(write(tmp_path, TENSORS), SHAPES, is_tied=False)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(b"\xff" * file.stat().st_size)
+    assert torch.equal(read["norm"], TENSORS["norm"])
+
+
+def test_a_tied_output_layer_may_be_stored_once_more(tmp_path: Path) -> None:
+    directory = write(tmp_path, {**TENSORS, "lm_head.weight": torch.zeros(2, 3)})
+    assert read_directory(directory, SHAPES, is_tied=True).keys() == TENSORS.keys()
+    with pytest.raises(WeightsError, match=r"the served model has no lm_head\.weight"):
+        read_directory(directory, SHAPES, is_tied=False)
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="lacks norm, which the served model has"):
+        read_directory(write(tmp_path, {"embed": TENSORS["embed"]}), SHAPES, is_tied=False)
+
+
+def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
+    shapes = {f"layer{i}": torch.Size([1]) for i in range(8)}
+    with pytest.raises(WeightsError, match="lacks layer0, layer1, layer2, layer3, layer4 and 3 more"):
+        read_directory(write(tmp_path, {}), shapes, is_tied=False)
+
+
+def test_a_wrong_shape_is_told_beside_the_right_one() -> None:
+    with pytest.raises(WeightsError, match=r"norm has shape \[4\]; the served model's has \[3\]"):
+        check_fit({"norm": torch.ones(4)}, SHAPES)
+
+
+def test_a_relative_path_is_refused() -> None:
+    with pytest.raises(WeightsError, match="send the absolute path"):
+        read_directory("runs/weights", SHAPES, is_tied=False)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"holds neither model\.safetensors nor"):
+        read_directory(str(tmp_path), SHAPES, is_tied=False)
+
+
+@pytest.mark.parametrize("index", ["{bad", "{}", "[]"])
+def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(WeightsError, match="is not an index of weight files"):
+        read_directory(str(tmp_path), SHAPES, is_tied=False)
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00not a header")
+    with pytest.raises(WeightsError, match=r"cannot read .*model\.safetensors"):
+        read_directory(str(tmp_path), SHAPES, is_tied=False)

@@ -1,0 +1,257 @@
+"""Adapters in the embedded server's batch: each request is computed as by the model that its adapter makes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_files import write_adapter
+from safetensors.torch import load_file, save_file
+from tiny_qwen import Reference, build_model, make_job, prompt_of, run_all, step_until_sampled
+from transformers import AutoModelForCausalLM
+
+from arl.engine.local.job import Job
+from arl.engine.local.received_weights import WeightsError
+from arl.engine.local.running_batch import Batch
+
+NAMES = ("one", "two")
+
+
+@pytest.fixture(scope="module")
+def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the adapters `one` and `two`, and the models that they make as `merged-one`, `merged-two`."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(NAMES):
+        write_adapter(root / name, model_dir, seed, merged=root / f"merged-{name}", r=4 + seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def references(adapters: Path, reference: Reference) -> dict[str, Reference]:
+    """By adapter; of the empty name, the model alone."""
+    merged = {n: Reference(AutoModelForCausalLM.from_pretrained(adapters / f"merged-{n}")) for n in NAMES}
+    return {"": reference, **merged}
+
+
+def load(batch: Batch, name: str, directory: Path) -> None:
+    adapter = batch._runner.adapters.read(name, str(directory))
+    batch._runner.adapters.add(adapter)
+
+
+@pytest.fixture
+def adapted(batch: Batch, adapters: Path) -> Batch:
+    for name in NAMES:
+        load(batch, name, adapters / name)
+    return batch
+
+
+def job_under(adapter: str, prompt: list[int], **options: Any) -> Job:
+    job = make_job(prompt, **options)
+    job.adapter = adapter
+    return job
+
+
+def assert_sampled_by(reference: Reference, job: Job) -> None:
+    assert job.output_ids
+    wanted = reference.logprobs(job.input_ids, job.output_ids)
+    torch.testing.assert_close(torch.tensor(job.output_logprobs), wanted, rtol=0, atol=2e-5)
+
+
+def is_sampled_by(reference: Reference, job: Job) -> bool:
+    wanted = reference.logprobs(job.input_ids, job.output_ids)
+    return torch.allclose(torch.tensor(job.output_logprobs), wanted, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("max_rows", [8, 3], ids=["all at once", "joining one another"])
+def test_requests_of_several_adapters_and_of_none_share_steps(
+    make_batch: Callable[..., Batch], adapters: Path, references: dict[str, Reference], max_rows: int
+) -> None:
+    batch = make_batch(max_rows=max_rows, prefill_tokens=16)
+    for name in NAMES:
+        load(batch, name, adapters / name)
+    names = ("", "one", "two", "one", "", "two")
+    jobs = [job_under(name, prompt_of(9 + 3 * i, i), max_new_tokens=5 + i) for i, name in enumerate(names)]
+    run_all(batch, jobs)
+    for name, job in zip(names, jobs, strict=True):
+        assert_sampled_by(references[name], job)
+        assert [other for other in references if is_sampled_by(references[other], job)] == [name]
+
+
+def test_a_batch_of_one_adapter_alone(adapted: Batch, references: dict[str, Reference]) -> None:
+    jobs = [job_under("one", prompt_of(12, i)) for i in range(3)]
+    run_all(adapted, jobs)
+    for job in jobs:
+        assert_sampled_by(references["one"], job)
+
+
+def test_a_prefix_is_found_by_requests_of_the_same_adapter_alone(
+    adapted: Batch, references: dict[str, Reference]
+) -> None:
+    prompt = prompt_of(40, 0)
+    cached = {}
+    for turn, name in enumerate(("one", "two", "", "one", "two", "")):
+        job = job_under(name, prompt)
+        run_all(adapted, [job])
+        cached[turn] = job.cached_tokens
+        assert_sampled_by(references[name], job)
+    assert list(cached.values()) == [0, 0, 0, 39, 39, 39]
+
+
+def test_running_requests_of_other_adapters_share_no_prefix(adapted: Batch, references: dict[str, Reference]) -> None:
+    jobs = [job_under(name, prompt_of(40, 0)) for name in ("one", "two", "")]
+    run_all(adapted, jobs)
+    for job in jobs:
+        assert job.cached_tokens == 0
+        assert_sampled_by(references[job.adapter], job)
+
+
+def test_a_name_that_was_given_anew_finds_nothing_of_the_adapter_before(
+    batch: Batch, adapters: Path, references: dict[str, Reference]
+) -> None:
+    for name in NAMES:
+        load(batch, "same", adapters / name)
+        job = job_under("same", prompt_of(40, 0))
+        run_all(batch, [job])
+        assert job.cached_tokens == 0
+        assert_sampled_by(references[name], job)
+        batch._runner.adapters.remove("same")
+
+
+def test_requests_under_way_and_waiting_keep_an_adapter_that_is_unloaded(
+    make_batch: Callable[..., Batch], adapters: Path, references: dict[str, Reference]
+) -> None:
+    batch = make_batch(max_rows=1)
+    load(batch, "one", adapters / "one")
+    running, waiting = (job_under("one", prompt_of(20, i)) for i in range(2))
+    batch.add(running)
+    batch.add(waiting)
+    step_until_sampled(batch, running, 3)
+    batch._runner.adapters.remove("one")
+    run_all(batch)
+    for job in (running, waiting):
+        assert_sampled_by(references["one"], job)
+
+
+def test_a_retracted_request_goes_on_under_its_adapter(adapted: Batch, references: dict[str, Reference]) -> None:
+    job = job_under("two", prompt_of(20, 0))
+    adapted.add(job)
+    step_until_sampled(adapted, job, 3)
+    adapted.retract()
+    run_all(adapted)
+    assert job.num_retractions == 1
+    assert_sampled_by(references["two"], job)
+
+
+def test_logprobs_of_given_tokens_are_those_under_the_adapter(adapted: Batch, references: dict[str, Reference]) -> None:
+    job = job_under("one", prompt_of(30, 0))
+    job.logprob_start = 0
+    run_all(adapted, [job])
+    wanted = references["one"].logprobs(job.input_ids[:1], job.input_ids[1:])
+    torch.testing.assert_close(torch.tensor(job.input_logprobs), wanted, rtol=0, atol=2e-5)
+
+
+def test_new_weights_of_the_model_leave_the_adapters_on_top(
+    adapted: Batch, adapters: Path, other_weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    adapted.load(other_weights.items, "1")
+    job = job_under("one", prompt_of(20, 0))
+    run_all(adapted, [job])
+    build_model(1).save_pretrained(tmp_path / "base")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    files = load_file(adapters / "one" / "adapter_model.safetensors")
+    state = other.state_dict()
+    for name in [key for key in files if key.endswith("lora_A.weight")]:
+        update = files[name.replace("lora_A", "lora_B")] @ files[name] * 2
+        state[name.removeprefix("base_model.model.").replace("lora_A.", "")].add_(update)
+    assert_sampled_by(Reference(other), job)
+    assert set(job.versions) == {"1"}
+
+
+def test_an_adapter_that_is_not_loaded_is_refused_with_those_that_are(adapted: Batch) -> None:
+    job = job_under("three", prompt_of(5, 0))
+    assert not adapted.add(job)
+    assert job.finish_reason is not None
+    assert job.finish_reason["status_code"] == 400
+    assert job.finish_reason["message"] == "LoRA adapter three is not loaded. Loaded adapters: one, two"
+
+
+def test_the_names_of_a_models_parameters_are_its_own_beside_adapters(adapted: Batch, model_dir: str) -> None:
+    names = AutoModelForCausalLM.from_pretrained(model_dir).state_dict().keys()
+    assert adapted._runner.model.state_dict().keys() == names
+
+
+def test_rank_stabilized_adapters_have_their_own_scale(batch: Batch, model_dir: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", model_dir, 5, merged=tmp_path / "merged", use_rslora=True, target_modules=["q_proj"])
+    load(batch, "a", tmp_path / "a")
+    job = job_under("a", prompt_of(20, 0))
+    run_all(batch, [job])
+    assert_sampled_by(Reference(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), job)
+
+
+def configured(directory: Path, **changes: Any) -> None:
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def rewritten(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = directory / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, file)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+SPOILT: list[tuple[Callable[[Path], object], str]] = [
+    (lambda at: configured(at, use_dora=True), "needs use_dora, which this server does not support"),
+    (lambda at: configured(at, rank_pattern={"q_proj": 2}), "needs rank_pattern"),
+    (lambda at: configured(at, modules_to_save=["lm_head"]), "needs modules_to_save"),
+    (lambda at: configured(at, bias="lora_only"), "trains biases"),
+    (lambda at: configured(at, peft_type="IA3"), "an adapter of type IA3"),
+    (lambda at: configured(at, r="many"), "is not a configuration as peft writes it"),
+    (lambda at: (at / "adapter_config.json").unlink(), "is not a configuration as peft writes it"),
+    (lambda at: (at / "adapter_model.safetensors").unlink(), "cannot read .*adapter_model.safetensors"),
+    (lambda at: (at / "adapter_model.safetensors").write_bytes(b"x"), "cannot read .*adapter_model.safetensors"),
+    (lambda at: rewritten(at, lambda t: t.pop(f"{Q}B.weight")), r"q_proj has A \[4, 32\] and B None; it must have A"),
+    (lambda at: rewritten(at, lambda t: t.pop(f"{Q}A.weight")), "q_proj.lora_B.weight, which no layer has a use for"),
+    (
+        lambda at: rewritten(at, lambda t: t.update({f"{Q}A.weight": torch.ones(4, 31)})),
+        r"q_proj has A \[4, 31\] and B \[64, 4\]; it must have A \[rank, 32\] and B \[64, rank\]",
+    ),
+    (
+        lambda at: rewritten(
+            at, lambda t: t.update({"base_model.model.model.layers.9.x.lora_A.weight": torch.ones(1)})
+        ),
+        "no linear layer model.layers.9.x to adapt",
+    ),
+    (
+        lambda at: rewritten(at, lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(1)})),
+        "no linear layer lm_head to adapt",
+    ),
+    (shutil.rmtree, "is not an absolute path of a directory here"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), SPOILT, ids=[sentence[:40] for _, sentence in SPOILT])
+def test_what_it_cannot_hold_is_refused_with_a_reason(
+    spoil: Callable[[Path], object], sentence: str, batch: Batch, adapters: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "spoilt"
+    shutil.copytree(adapters / "one", directory)
+    spoil(directory)
+    with pytest.raises(WeightsError, match=sentence):
+        batch._runner.adapters.read("x", str(directory))
+
+
+def test_a_name_is_taken_once(adapted: Batch, adapters: Path) -> None:
+    with pytest.raises(WeightsError, match="Failed to load LoRA adapter one because it is already loaded"):
+        load(adapted, "one", adapters / "two")
+
+
+def test_what_is_not_loaded_cannot_be_unloaded(adapted: Batch) -> None:
+    with pytest.raises(WeightsError, match=r"LoRA with name three does not exist. Loaded LoRAs: one, two"):
+        adapted._runner.adapters.remove("three")

@@ -1,0 +1,95 @@
+"""Where a response stops: stop strings over any tokenization, stop tokens, the end of sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_qwen import EOS, build_tokenizer, make_job, prompt_of, run_all
+
+from arl.engine.local.running_batch import Batch
+from arl.engine.local.stop import StopStrings
+
+TOKENIZER: Any = build_tokenizer()
+AB, CD, BC = (TOKENIZER.convert_tokens_to_ids(piece) for piece in ("ab", "cd", "bc"))
+
+
+def ids(text: str) -> list[int]:
+    """One token for each byte, whatever could be merged."""
+    return [token for character in text for token in TOKENIZER.encode(character)]
+
+
+def first_stop(tokens: list[int], *stop: str) -> tuple[int, str] | None:
+    """After how many tokens generation stops, and at which string."""
+    finder = StopStrings(TOKENIZER)
+    for end in range(1, len(tokens) + 1):
+        if (found := finder.find(tokens[:end], stop)) is not None:
+            return end, found
+    return None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "wanted"),
+    [
+        (ids("xxstopyy"), ["stop"], (6, "stop")),
+        ([*ids("x"), AB, CD, *ids("y")], ["bc"], (3, "bc")),
+        ([*ids("xa"), BC, *ids("dy")], ["abcd"], (4, "abcd")),
+        ([AB, AB, CD], ["abab", "abcd"], (2, "abab")),
+        (ids("a né b"), ["né"], (5, "né")),
+        (ids("one\n\ntwo"), ["\n\n"], (5, "\n\n")),
+        ([*ids("x"), EOS], ["<|end|>"], (2, "<|end|>")),
+        (ids("x" * 50 + "0123456789abcdefghij"), ["0123456789abcdefghij"], (70, "0123456789abcdefghij")),
+        (ids("stostostosto"), ["stop"], None),
+    ],
+)
+def test_stop_strings_are_found_at_the_token_that_completes_them(
+    tokens: list[int], stop: list[str], wanted: tuple[int, str] | None
+) -> None:
+    assert first_stop(tokens, *stop) == wanted
+
+
+def biased(batch: Batch, script: list[int]) -> None:
+    """Make the model say `script`, whatever it is asked: the step's logits are replaced by certainties."""
+    runner: Any = batch._runner
+    forward = runner.forward
+    said = iter(script)
+
+    def scripted(*args: Any) -> torch.Tensor:
+        logits = forward(*args)
+        return torch.full_like(logits, -30.0).index_fill_(1, torch.tensor([next(said)]), 30.0)
+
+    runner.forward = scripted
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(batch: Batch) -> None:
+    biased(batch, [*ids("xa"), BC, *ids("dyz")])
+    job = make_job(prompt_of(5, 1), stop=("zz", "abc"), max_new_tokens=6)
+    run_all(batch, [job])
+    assert job.output_ids == [*ids("xa"), BC]
+    assert job.finish_reason == {"type": "stop", "matched": "abc"}
+
+
+@pytest.mark.parametrize("stop_token_ids", [(), (7,)])
+def test_a_stop_token_is_part_of_the_response_that_it_ends(batch: Batch, stop_token_ids: tuple[int, ...]) -> None:
+    token = stop_token_ids[0] if stop_token_ids else EOS
+    biased(batch, [1, 2, token, 3])
+    job = make_job(prompt_of(5, 1), ignore_eos=False, stop_token_ids=stop_token_ids)
+    run_all(batch, [job])
+    assert job.output_ids == [1, 2, token]
+    assert job.finish_reason == {"type": "stop", "matched": token}
+
+
+def test_ignore_eos_passes_over_the_end_and_over_stop_tokens(batch: Batch) -> None:
+    biased(batch, [1, EOS, 7, 3])
+    job = make_job(prompt_of(5, 1), ignore_eos=True, stop_token_ids=(7,), max_new_tokens=4)
+    run_all(batch, [job])
+    assert job.output_ids == [1, EOS, 7, 3]
+    assert job.finish_reason == {"type": "length", "length": 4}
+
+
+def test_a_stop_token_at_the_last_allowed_place_is_a_stop(batch: Batch) -> None:
+    biased(batch, [1, EOS])
+    job = make_job(prompt_of(5, 1), ignore_eos=False, max_new_tokens=2)
+    run_all(batch, [job])
+    assert job.finish_reason == {"type": "stop", "matched": EOS}

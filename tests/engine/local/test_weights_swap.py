@@ -1,0 +1,149 @@
+"""Weight updates while requests are in flight: each token is of the weights that its version names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_qwen import Reference, logprobs_across_swap, make_job, prompt_of, run_all, step_until_sampled
+
+from arl.api.errors import ModelError
+from arl.engine.local.running_batch import Batch
+
+Weights = dict[str, torch.Tensor]
+
+
+def close(logprobs: list[float], wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
+
+
+def differs(logprobs: list[float], other: torch.Tensor) -> bool:
+    return (torch.tensor(logprobs) - other).abs().max().item() > 1e-2
+
+
+def test_in_place_tokens_are_of_old_cache_and_new_weights(
+    batch: Batch, reference: Reference, other_reference: Reference, other_weights: Weights
+) -> None:
+    jobs = [make_job(prompt_of(10 + 3 * i, i), max_new_tokens=20) for i in range(4)]
+    for job in jobs:
+        batch.add(job)
+    step_until_sampled(batch, jobs[0], 8)
+    batch.load(other_weights.items, "1")
+    run_all(batch)
+    for job in jobs:
+        num_old = job.versions.count("0")
+        assert job.versions == ["0"] * num_old + ["1"] * (20 - num_old)
+        assert 0 < num_old < 20
+        across = logprobs_across_swap(reference, other_reference, job.input_ids, job.output_ids, num_old)
+        close(job.output_logprobs, across)
+        assert differs(job.output_logprobs[num_old:], other_reference.logprobs(job.input_ids, job.output_ids)[num_old:])
+
+
+def test_retracted_tokens_are_recomputed_wholly_under_the_new_weights(
+    batch: Batch, reference: Reference, other_reference: Reference, other_weights: Weights
+) -> None:
+    jobs = [make_job(prompt_of(10 + 3 * i, i), max_new_tokens=20) for i in range(4)]
+    for job in jobs:
+        batch.add(job)
+    step_until_sampled(batch, jobs[0], 8)
+    batch.retract()
+    batch.load(other_weights.items, "1")
+    run_all(batch)
+    for job in jobs:
+        num_old = job.versions.count("0")
+        assert job.num_retractions == 1
+        assert 0 < num_old < 20
+        close(job.output_logprobs[:num_old], reference.logprobs(job.input_ids, job.output_ids)[:num_old])
+        close(job.output_logprobs[num_old:], other_reference.logprobs(job.input_ids, job.output_ids)[num_old:])
+
+
+def test_a_prompt_that_was_half_computed_when_the_weights_changed_goes_on_with_what_it_has(
+    batch: Batch, other_reference: Reference, other_weights: Weights
+) -> None:
+    job = make_job(prompt_of(150, 1), temperature=0)
+    batch.add(job)
+    batch.step()
+    batch.load(other_weights.items, "1")
+    run_all(batch)
+    assert job.versions == ["1"] * 8
+    assert differs(job.output_logprobs, other_reference.logprobs(job.input_ids, job.output_ids))
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_no_cache_of_old_weights_serves_a_later_request(
+    batch: Batch, other_reference: Reference, other_weights: Weights, is_running: bool
+) -> None:
+    first = make_job(prompt_of(40, 1), max_new_tokens=20)
+    batch.add(first)
+    step_until_sampled(batch, first, 10 if is_running else 20)
+    batch.load(other_weights.items, "1")
+    same_prompt = make_job(first.input_ids, max_new_tokens=20)
+    run_all(batch, [same_prompt])
+    next_turn = make_job([*first.input_ids, *first.output_ids, 7], max_new_tokens=20)
+    run_all(batch, [next_turn])
+    for job in (same_prompt, next_turn):
+        close(job.output_logprobs, other_reference.logprobs(job.input_ids, job.output_ids))
+
+
+def test_the_cache_of_new_weights_serves_later_requests(
+    batch: Batch, other_reference: Reference, other_weights: Weights
+) -> None:
+    batch.load(other_weights.items, "1")
+    first = make_job(prompt_of(40, 1))
+    run_all(batch, [first])
+    turn = make_job([*first.input_ids, *first.output_ids, 7])
+    run_all(batch, [turn])
+    assert turn.cached_tokens == 47
+    close(turn.output_logprobs, other_reference.logprobs(turn.input_ids, turn.output_ids))
+
+
+def _misnamed(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from weights.items()
+    yield "model.layers.7.nothing.weight", torch.zeros(1)
+
+
+def _misshapen(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from weights.items()
+    yield "model.norm.weight", torch.zeros(31)
+
+
+def _interrupted(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from weights.items()
+    raise ModelError("the sender is gone")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [(_misnamed, "no parameter"), (_misshapen, r"shape \[31\]"), (_interrupted, "the sender is gone")],
+)
+def test_weights_that_do_not_fit_change_nothing(
+    batch: Batch, reference: Reference, other_weights: Weights, tensors, message: str
+) -> None:
+    first = make_job(prompt_of(40, 1))
+    run_all(batch, [first])
+    with pytest.raises(ModelError, match=message):
+        batch.load(lambda: tensors(other_weights), "1")
+    turn = make_job([*first.input_ids, *first.output_ids, 7])
+    run_all(batch, [turn])
+    assert turn.versions == ["0"] * 8
+    assert turn.cached_tokens == 47
+    close(turn.output_logprobs, reference.logprobs(turn.input_ids, turn.output_ids))
+
+
+def test_weights_that_are_not_numbers_fail_requests_and_good_ones_heal_the_server(
+    batch: Batch, other_reference: Reference, other_weights: Weights
+) -> None:
+    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in other_weights.items()}
+    batch.load(broken.items, "1")
+    failing = [make_job(prompt_of(40, i)) for i in range(3)]
+    for job in failing:
+        batch.add(job)
+    with pytest.raises(FloatingPointError, match="not numbers") as caught:
+        run_all(batch)
+    batch.fail(caught.value)
+    batch.load(other_weights.items, "2")
+    jobs = [make_job(prompt_of(10 + 20 * i, i)) for i in range(3)]
+    run_all(batch, jobs)
+    for job in jobs:
+        close(job.output_logprobs, other_reference.logprobs(job.input_ids, job.output_ids))

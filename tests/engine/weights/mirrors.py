@@ -1,0 +1,78 @@
+"""Mirrors: in this process, or in one of their own that may be killed and started again at the same address."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from arl.engine.weights.mirror import build_app
+from arl.engine.weights.mirror_store import MirrorStore
+
+
+@dataclass
+class MirrorDirectory:
+    """What a mirror keeps."""
+
+    directory: Path
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the directories that are there under their names."""
+        return sorted(int(path.name.split("-")[1]) for path in self.directory.glob("version-*"))
+
+    @property
+    def unfinished(self) -> list[Path]:
+        return list(self.directory.glob(".writing-*"))
+
+    def files(self, version: int) -> dict[str, bytes]:
+        """What the directory of a version holds."""
+        (directory,) = self.directory.glob(f"version-{version}-*")
+        return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@dataclass
+class Mirror(MirrorDirectory):
+    """Where a mirror is, and what it keeps."""
+
+    address: str
+
+
+@asynccontextmanager
+async def mirror_here(directory: Path) -> AsyncIterator[Mirror]:
+    """A mirror in this process."""
+    with MirrorStore(directory, num_threads=2) as store:
+        runner = web.AppRunner(build_app(store, None), handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield Mirror(directory, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        await runner.cleanup()
+
+
+class MirrorProcess(Mirror):
+    def __init__(self, directory: Path, *options: str) -> None:
+        self._options = options
+        self._port = 0
+        self.directory = directory
+        self.process = self.start()
+        super().__init__(directory, f"http://127.0.0.1:{self._port}")
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "arl.engine.weights.mirror", "--port", str(self._port)]
+        command += ["--directory", str(self.directory), "--parent-pid", str(os.getpid()), *self._options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        self._port = json.loads(self.process.stdout.readline())["port"]
+        return self.process
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()

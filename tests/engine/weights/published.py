@@ -1,0 +1,202 @@
+"""A tiny trainer, embedded servers of its model, and what the trainer says of tokens that were sampled meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from arl.api import (
+    ModelResponse,
+    ScriptedTrainEngine,
+    TensorSpec,
+    TokenLosses,
+    TokenOutputs,
+    TrainSequence,
+    WeightGroup,
+)
+from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine import PackedTokens
+from arl.engine.fsdp.snapshot import RankSnapshot
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.tiny import tiny_tokenizer
+
+PROMPT = (30, 40, 50, 60)
+CONTEXT = 800
+
+
+def write_model(directory: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
+    """A Qwen3 of two layers whose next token is seldom nearly a tie; its vocabulary does not split evenly."""
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=46,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def towards_advantage(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+    return TokenLosses(loss=-outputs.logprobs * tokens.advantages)
+
+
+def sequence(token_ids: Sequence[int], seed: int = 0) -> TrainSequence:
+    """All but the first token trained, with random advantages."""
+    count = len(token_ids)
+    mask = torch.ones(count, dtype=torch.bool)
+    mask[0] = False
+    return TrainSequence(
+        token_ids=torch.tensor(token_ids),
+        loss_mask=mask,
+        behavior_logprobs=torch.zeros(count),
+        proximal_logprobs=torch.zeros(count),
+        advantages=torch.randn(count, generator=torch.Generator().manual_seed(seed)),
+        loss_weights=mask / (count - 1),
+        versions=torch.zeros(count, dtype=torch.int64),
+    )
+
+
+@dataclass
+class Trainee:
+    """A train engine, and the weights of each of its versions as transformers runs them by itself."""
+
+    engine: FSDPTrainEngine
+    directory: Path
+    twins: list[torch.nn.Module] = field(default_factory=list[torch.nn.Module])
+
+    def __post_init__(self) -> None:
+        self._keep_twin()
+
+    def train(self) -> None:
+        """One version more, of clearly other weights."""
+        batch = [sequence(range(20 * i, 20 * i + 20), seed=self.engine.version) for i in range(3)]
+        self.engine.train_batch([batch], towards_advantage)
+        self._keep_twin()
+
+    def _keep_twin(self) -> None:
+        directory = self.directory / f"version-{self.engine.version}"
+        self.engine.export(directory)
+        twin = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+        self.twins.append(twin.eval())
+
+    @torch.no_grad()
+    def logprobs(self, prompt: Sequence[int], response: ModelResponse) -> torch.Tensor:
+        """[versions, tokens]: of each token of the response under each version, all of its context under the same."""
+        token_ids = torch.tensor([*prompt, *response.output_ids])
+        logits = torch.stack([twin(input_ids=token_ids[None]).logits[0, len(prompt) - 1 : -1] for twin in self.twins])
+        chosen = token_ids[len(prompt) :].expand(len(self.twins), -1)[..., None]
+        return torch.log_softmax(logits, dim=-1).gather(-1, chosen)[..., 0]
+
+    def assert_of_its_versions(self, prompt: Sequence[int], response: ModelResponse, upto: int | None = None) -> None:
+        """Each of the first `upto` tokens has the trainer's logprob under the version that it bears."""
+        expected = self.logprobs(prompt, response)
+        for version, other in itertools.combinations(range(len(self.twins)), 2):
+            assert (expected[version] - expected[other]).abs().max() > 0.1  # so that a wrong version would show
+        own = expected[:, :upto].gather(0, torch.tensor(response.output_versions[:upto])[None])[0]
+        torch.testing.assert_close(torch.tensor(response.output_logprobs[:upto]), own, rtol=1e-4, atol=1e-4)
+
+
+@contextmanager
+def trainee(model: Path, directory: Path) -> Iterator[Trainee]:
+    torch.set_num_threads(1)
+    engine = FSDPTrainEngine(model, TrainConfig(optimizer=OptimizerConfig(lr=1e-2, eps=1e-3)))
+    try:
+        yield Trainee(engine, directory)
+    finally:
+        engine.close()
+
+
+class HookedEngine(ScriptedTrainEngine):
+    """Takes the trainer's snapshots, which call `before_send(server's address, start)` before they send a range."""
+
+    def __init__(self, trainer: Trainee) -> None:
+        super().__init__()
+        self.trainer = trainer
+        self.before_send: Callable[[str, int], None] = lambda address, start: None
+        self.servers: dict[str, str] = {}
+
+    def snapshot(self) -> HookedSnapshot:
+        return HookedSnapshot(self, self.trainer.engine.snapshot())
+
+
+class HookedSnapshot:
+    """A SendableSnapshot of a HookedEngine."""
+
+    def __init__(self, engine: HookedEngine, inner: RankSnapshot) -> None:
+        self.version = inner.version
+        self.specs: tuple[TensorSpec, ...] = inner.specs
+        self.num_bytes = inner.num_bytes
+        self.backend = inner.backend
+        self._engine = engine
+        self._inner = inner
+
+    def write(self, directory: Path) -> int:
+        return self._inner.write(directory)
+
+    def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
+        group = self._inner.open_group(server, num_ranks, backend, address)
+        self._engine.servers[group.name] = server
+        return group
+
+    def join(self, group: WeightGroup) -> None:
+        self._inner.join(group)
+
+    def send(self, group: str, start: int, stop: int) -> None:
+        self._engine.before_send(self._engine.servers[group], start)
+        self._inner.send(group, start, stop)
+
+    def leave(self, group: str) -> None:
+        self._inner.leave(group)
+
+    def release(self) -> None:
+        self._inner.release()
+
+
+class EmbeddedServer:
+    """An embedded server in a process of its own, which may be killed, and started again at the same address."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._port = 0
+        self.process = self.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "arl.engine.local", "--model", str(self._model), "--port", str(self._port)]
+        command += ["--parent-pid", str(os.getpid())]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+        assert self.process.stdout is not None
+        self._port = json.loads(self.process.stdout.readline())["port"]
+        return self.process
+
+    def kill(self) -> None:
+        """Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()

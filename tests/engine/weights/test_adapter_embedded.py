@@ -1,0 +1,149 @@
+"""From a trainer of adapters to embedded servers that are generating, and what their tokens are of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agent_script import SayDigits
+from published import PROMPT, EmbeddedServer, Trainee
+
+from arl.api import Config, Group, ModelRequest, SamplingParams
+from arl.api.config import AdapterWeightsConfig, ClientConfig, LoRAConfig, OptimizerConfig, TrainConfig
+from arl.assembly import launch
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.tiny import write_tiny_model
+from arl.engine.weights.adapter import AdapterTransport
+
+
+@pytest.fixture(scope="module")
+def first(model: Path) -> Iterator[EmbeddedServer]:
+    """Of this module alone: adapters belong to the weights that a server was started with."""
+    server = EmbeddedServer(model)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def second(model: Path) -> Iterator[EmbeddedServer]:
+    """The one that tests kill and start again; it runs when they end."""
+    server = EmbeddedServer(model)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def trainer(model: Path, tmp_path: Path) -> Iterator[Trainee]:
+    torch.set_num_threads(1)
+    config = TrainConfig(optimizer=OptimizerConfig(lr=0.1, eps=1e-3), lora=LoRAConfig(rank=4, alpha=8))
+    engine = FSDPTrainEngine(model, config)
+    yield Trainee(engine, tmp_path)
+    engine.close()
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[AdapterTransport]:
+    transport = AdapterTransport(AdapterWeightsConfig(directory=tmp_path / "weights"), tmp_path)
+    yield transport
+    transport.close()
+
+
+def client(*servers: EmbeddedServer) -> RemoteSGLangEngine:
+    return RemoteSGLangEngine([server.address for server in servers], ClientConfig(request_timeout_s=60.0))
+
+
+def request(count: int, seed: int = 0) -> ModelRequest:
+    sampling = SamplingParams(max_new_tokens=count, ignore_eos=True, seed=seed)
+    return ModelRequest(input_ids=(seed, *PROMPT), sampling=sampling)
+
+
+async def test_every_token_is_of_the_adapter_that_its_version_names_while_others_are_published(
+    trainer: Trainee, transport: AdapterTransport, first: EmbeddedServer
+) -> None:
+    updates = [transport.snapshot(trainer.engine)]
+    for _ in range(3):
+        trainer.train()
+        updates.append(transport.snapshot(trainer.engine))
+    async with client(first) as engine, asyncio.TaskGroup() as group:
+        calls: list[asyncio.Task[Any]] = []
+        for seed, update in enumerate(updates):
+            stats = await transport.deliver(update, engine)
+            assert stats.pause_s == 0
+            calls.append(group.create_task(engine.agenerate(request(400, seed))))
+            calls.append(group.create_task(engine.agenerate(request(1, seed))))
+            await calls[-1]
+            assert not calls[-2].done(), "it was to run while the next is published"
+    for version, call in enumerate(calls[::2]):
+        response = call.result()
+        assert set(response.output_versions) == {version}
+        trainer.assert_of_its_versions((version, *PROMPT), response)
+
+
+async def test_a_server_that_died_gets_the_newest_adapter_before_it_serves_again(
+    trainer: Trainee, transport: AdapterTransport, second: EmbeddedServer
+) -> None:
+    async with client(second) as engine:
+        for _ in range(2):
+            await transport.deliver(transport.snapshot(trainer.engine), engine)
+            trainer.train()
+        long = asyncio.create_task(engine.agenerate(request(700)))
+        await engine.agenerate(request(1, seed=3))
+        second.kill()
+        second.start()
+        response = await long
+    assert set(response.output_versions) == {1}
+    trainer.assert_of_its_versions((0, *PROMPT), response)
+
+
+def config_of(model: Path, run_dir: Path, **changes: Any) -> Config:
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "run_dir": run_dir,
+        "steps": 3,
+        "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 0},
+        "train": {"optimizer": {"lr": 0.01}, "lora": {"rank": 4}},
+        "weights": {"transport": "adapter"},
+        "log": {"console": False},
+    }
+    return Config.model_validate(settings | changes)
+
+
+EXAMPLES = [{"number": n} for n in range(9)]
+
+
+async def test_training_sees_the_samplers_logprobs_again_and_a_rerun_continues(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", ["Say a number"])
+    for steps in (3, 5):
+        config = config_of(model, tmp_path / "run", steps=steps)
+        async with launch(config, workflow=SayDigits(), dataset=EXAMPLES) as trainer:
+            seen = [step async for step in trainer]
+        assert [step.version for step in seen] == list(range(steps - len(seen) + 1, steps + 1))
+        for step in seen:
+            assert step.max_staleness_seen == 0
+            assert step.metrics["behavior_weight_max"] == pytest.approx(1.0, abs=1e-4)
+            assert abs(step.metrics["behavior_kl_proximal"]) < 1e-6
+            assert step.metrics["weights/pause_s"] == 0
+    assert len(seen) == 2
+
+
+async def test_tokens_are_no_older_than_their_groups_and_within_the_bound(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", ["Say a number"])
+    groups: list[Group] = []
+    config = config_of(
+        model,
+        tmp_path / "run",
+        steps=6,
+        engine={"num_servers": 2},
+        rollout={"batch_size": 2, "group_size": 4, "max_staleness": 2},
+    )
+    keep = lambda group: groups.append(group) is None  # noqa: E731
+    async with launch(config, workflow=SayDigits(), dataset=EXAMPLES, keep=keep) as trainer:
+        seen = [step async for step in trainer]
+    assert max(step.max_staleness_seen for step in seen) in (1, 2)
+    for group in groups:
+        assert group.oldest_version >= group.stamp

@@ -1,0 +1,290 @@
+"""The mirror process: a version is whole or absent, whatever is sent and whenever it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+import torch
+from mirrors import Mirror, MirrorProcess, mirror_here
+from safetensors.torch import save_file
+
+from arl.api.errors import ConfigError, ServerError
+from arl.engine.client.server_client import ServerFailedError
+from arl.engine.weights.mirror import check_arguments, parse_arguments
+from arl.engine.weights.mirror_client import Held, MirrorClient, WrongBaseError
+from arl.engine.weights.mirror_store import MirrorStore
+from arl.engine.weights.package import FilePart, PackageHeader
+from arl.engine.weights.replica import Replica, delta_package, survey, whole_package
+
+SIZE = 3 << 19
+"""Numbers of bfloat16 in the model: a block and a half."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, pool: Executor) -> list[Replica]:
+    """Four versions of a model; from one to the next a hundredth of its numbers change."""
+    root = tmp_path_factory.mktemp("models")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(SIZE, generator=generator)
+    out = []
+    for version in range(4):
+        directory = root / str(version)
+        directory.mkdir()
+        save_file({"weight": weight.bfloat16()}, directory / "model.safetensors")
+        (directory / "config.json").write_text('{"model_type": "qwen3"}')
+        out.append(survey(directory, pool))
+        chosen = torch.randint(SIZE, (SIZE // 100,), generator=generator)
+        weight[chosen] = torch.randn(len(chosen), generator=generator)
+    return out
+
+
+@pytest.fixture
+async def mirror(tmp_path: Path) -> AsyncIterator[Mirror]:
+    async with mirror_here(tmp_path / "mirror") as mirror:
+        yield mirror
+
+
+@pytest.fixture
+def client(mirror: Mirror) -> MirrorClient:
+    return MirrorClient(mirror.address, None)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[MirrorProcess]:
+    process = MirrorProcess(tmp_path / "process")
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def send_to(models: list[Replica], pool: Executor):
+    async def send(mirror: Mirror, version: int, base: int | None = None) -> Held:
+        client, new = MirrorClient(mirror.address, None), models[version]
+        if base is None:
+            return await client.put(*whole_package(new, version))
+        pieces = delta_package(models[base], new, version, pool, max_bytes=1 << 30)
+        assert pieces is not None
+        return await client.put(sum(map(len, pieces)), pieces)
+
+    return send
+
+
+@pytest.fixture
+def send(mirror: Mirror, send_to):
+    return partial(send_to, mirror)
+
+
+def contents(replica: Replica) -> dict[str, bytes]:
+    return {name: (replica.directory / name).read_bytes() for name in replica.files}
+
+
+async def test_it_begins_with_nothing(client: MirrorClient) -> None:
+    assert await client.held() == Held(checksum=None, directory=None)
+
+
+async def test_what_is_sent_whole_and_then_in_part_is_there_to_the_bit(
+    send, client: MirrorClient, mirror: Mirror, models: list[Replica]
+) -> None:
+    for version, base in ((0, None), (1, 0), (2, 1)):
+        held = await send(version, base)
+        assert held == await client.held()
+        assert held.checksum == models[version].checksum
+        assert held.directory is not None
+        assert held.directory.is_absolute()
+        assert mirror.files(version) == contents(models[version])
+
+
+async def test_the_version_before_the_newest_stays_and_older_ones_go(send, mirror: Mirror) -> None:
+    for version, base in ((0, None), (1, 0), (2, 1)):
+        await send(version, base)
+    assert mirror.versions == [1, 2]
+
+
+async def test_a_base_that_is_not_held_is_refused_and_what_is_held_stays(
+    send, client: MirrorClient, mirror: Mirror
+) -> None:
+    before = await send(0)
+    with pytest.raises(WrongBaseError, match="not held here"):
+        await send(2, base=1)
+    assert await client.held() == before
+    assert (await send(1, base=0)).directory is not None
+    assert mirror.versions == [0, 1]
+
+
+async def test_a_result_with_another_checksum_is_never_named(
+    send, client: MirrorClient, mirror: Mirror, models: list[Replica], pool: Executor
+) -> None:
+    """As when a sender's memory fails: it says one thing and sends another."""
+    before = await send(0)
+    pieces = delta_package(models[0], models[1], 1, pool, max_bytes=1 << 30)
+    assert pieces is not None
+    pieces[0] = pieces[0].replace(models[1].checksum.encode(), models[2].checksum.encode())
+    with pytest.raises(WrongBaseError, match="another checksum"):
+        await client.put(sum(map(len, pieces)), pieces)
+    assert await client.held() == before
+    assert mirror.unfinished == []
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"arl", b"PK\3\4" + bytes(100), b"arldelta" + b"\xff" * 8, b"arldelta" + bytes(8)]
+)
+async def test_what_is_no_package_is_refused(client: MirrorClient, body: bytes) -> None:
+    with pytest.raises(ServerError, match="HTTP 400: not a package"):
+        await client.put(len(body), [body])
+
+
+async def test_a_mirror_without_room_says_so_before_it_was_sent_everything(
+    client: MirrorClient, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MirrorStore, "_file", full)
+    part = FilePart(name="model.safetensors", num_bytes=32 << 20, how="whole")
+    header = PackageHeader(version=1, checksum="a" * 64, base=None, files=(part,)).to_bytes()
+    with pytest.raises(ServerFailedError, match=f"no room in {mirror.directory}"):
+        await client.put(len(header) + part.num_bytes, [header, *[bytes(1 << 20)] * 32])
+
+
+async def begin(mirror: Mirror, models: list[Replica], version: int) -> tuple[asyncio.StreamWriter, bytes]:
+    """A sender that has sent all of a whole package but its last bytes, which it returns."""
+    num_bytes, pieces = whole_package(models[version], version)
+    body = b"".join(pieces)
+    url = urlsplit(mirror.address)
+    _, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(f"PUT /version HTTP/1.1\r\nHost: mirror\r\nContent-Length: {num_bytes}\r\n\r\n".encode())
+    writer.write(body[:-10])
+    await writer.drain()
+    async with asyncio.timeout(20):
+        while not mirror.unfinished:
+            await asyncio.to_thread(time.sleep, 0.01)
+    return writer, body[-10:]
+
+
+async def test_a_mirror_killed_in_the_middle_begins_again_with_what_was_whole(
+    send_to, process: MirrorProcess, models: list[Replica]
+) -> None:
+    before = await send_to(process, 0)
+    writer, _ = await begin(process, models, 1)
+    process.kill()
+    writer.close()
+    assert process.versions == [0]
+    process.start()
+    assert await MirrorClient(process.address, None).held() == before
+    assert process.unfinished == []
+    assert (await send_to(process, 1, base=0)).checksum == models[1].checksum
+
+
+def test_a_copy_that_was_damaged_meanwhile_is_not_held(tmp_path: Path, models: list[Replica]) -> None:
+    for name in (models[0].checksum, models[1].checksum):
+        shutil.copytree(models[0].directory, tmp_path / f"version-3-{name}")
+    with MirrorStore(tmp_path, num_threads=1) as store:
+        assert store.newest is not None
+        assert store.newest.checksum == models[0].checksum
+        assert list(tmp_path.glob("version-*")) == [store.newest.directory]
+
+
+async def test_a_sender_that_goes_away_leaves_nothing_and_the_next_one_is_served(
+    send, mirror: Mirror, models: list[Replica]
+) -> None:
+    writer, _ = await begin(mirror, models, 0)
+    writer.close()
+    await send(1)
+    assert mirror.versions == [1]
+    assert mirror.unfinished == []
+
+
+async def test_two_senders_are_served_one_after_the_other(send, mirror: Mirror, models: list[Replica]) -> None:
+    writer, rest = await begin(mirror, models, 0)
+    other = asyncio.create_task(send(1))
+    await asyncio.sleep(0)
+    writer.write(rest)
+    assert (await other).checksum == models[1].checksum
+    writer.close()
+    assert mirror.versions == [0, 1]
+
+
+async def test_without_its_key_an_open_mirror_tells_nothing_but_its_health(tmp_path: Path) -> None:
+    mirror = MirrorProcess(tmp_path / "mirror", "--host", "0.0.0.0", "--api-key", "secret")
+    try:
+        with pytest.raises(ServerError, match=r"set weights\.api_key"):
+            await MirrorClient(mirror.address, "wrong").held()
+        assert (await MirrorClient(mirror.address, "secret").held()).directory is None
+        async with aiohttp.ClientSession() as session, session.get(f"{mirror.address}/health") as answer:
+            assert answer.status == 200
+    finally:
+        mirror.kill()
+
+
+async def test_a_mirror_that_is_not_there_may_come_back() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ServerFailedError, match=f"the mirror at {address} could not be reached"):
+            await MirrorClient(address, None).held()
+
+
+async def test_stopping_it_removes_what_is_its_own_and_nothing_else(send_to, process: MirrorProcess) -> None:
+    await send_to(process, 0)
+    (process.directory / "notes.txt").write_text("mine")
+    process.process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.process.wait, 20) == 0
+    assert [path.name for path in process.directory.iterdir()] == ["notes.txt"]
+
+
+def test_two_mirrors_do_not_share_a_directory(tmp_path: Path) -> None:
+    with MirrorStore(tmp_path, 1), pytest.raises(ConfigError, match=r"another mirror keeps its model in .*--directory"):
+        MirrorStore(tmp_path, 1)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"a model cannot be kept in .*file"):
+        MirrorStore(tmp_path / "file" / "m", 1)
+
+
+def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", "arl.engine.weights.mirror", "--directory", str(tmp_path / "m")]
+    mirror = subprocess.Popen([*command, "--parent-pid", str(parent.pid)], stdout=subprocess.PIPE, text=True)
+    assert mirror.stdout is not None
+    mirror.stdout.readline()
+    parent.kill()
+    parent.communicate()
+    mirror.communicate(timeout=20)
+    assert mirror.returncode == 0
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "which other machines can reach; give --api-key"),
+        (["--port", "70000"], "--port is 70000"),
+        (["--num-threads", "0"], "--num-threads is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARL_MIRROR_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(parse_arguments(options))

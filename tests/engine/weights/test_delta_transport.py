@@ -1,0 +1,317 @@
+"""What the delta transport sends to mirrors, and to which: the least that leads to the new version, once for each."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mirrors import Mirror, mirror_here
+from safetensors.torch import load_file, save_file
+
+from arl.api import ModelResponse, ScriptedEngine, ScriptedTrainEngine, UpdateStats, WeightUpdate
+from arl.api.config import DeltaWeightsConfig
+from arl.api.errors import ServerError, TransportError
+from arl.engine.client.server_client import ServerFailedError
+from arl.engine.weights import delta
+from arl.engine.weights.delta import DeltaTransport, DeltaWeights
+from arl.engine.weights.mirror_client import Held, MirrorClient, WrongBaseError
+from arl.engine.weights.package import PackageHeader
+
+SIZE = 1 << 16
+FULL = 2 * SIZE
+
+
+class Model(ScriptedTrainEngine):
+    """Takes small steps: one number in a hundred moves to its neighbour. `leap` changes all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+        self.bits = torch.randint(1 << 14, (SIZE,), dtype=torch.int16, generator=self._generator)
+
+    def step(self) -> None:
+        self.bits[torch.rand(SIZE, generator=self._generator) < 0.01] += 1
+        self._next()
+
+    def leap(self) -> None:
+        self.bits = torch.randint(1 << 14, (SIZE,), dtype=torch.int16, generator=self._generator)
+        self._next()
+
+    def stay(self) -> None:
+        self._next()
+
+    def _next(self) -> None:
+        self.train_batch([], None)  # type: ignore[arg-type]
+
+    def snapshot(self) -> Any:
+        return Copied(self.version, self.bits.clone())
+
+
+@dataclass
+class Copied:
+    version: int
+    bits: torch.Tensor
+
+    def write(self, directory: Path) -> int:
+        directory.mkdir(parents=True)
+        save_file({"weight": self.bits.view(torch.bfloat16)}, directory / "model.safetensors")
+        (directory / "config.json").write_text("{}")
+        return (directory / "model.safetensors").stat().st_size
+
+    def release(self) -> None: ...
+
+
+@dataclass
+class Loads:
+    """A WeightServer that notes what it was told to load, and reads it as it does."""
+
+    address: str
+    bits: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    versions: list[int] = field(default_factory=list[int])
+    directories: list[Path] = field(default_factory=list[Path])
+    num_ranks: int = 1
+
+    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
+        self.bits.append(load_file(directory / "model.safetensors")["weight"].view(torch.int16))
+        self.versions.append(version)
+        self.directories.append(directory)
+
+
+class Servers(ScriptedEngine):
+    """Gives an update to each of its servers; `failures` keeps those that failed."""
+
+    def __init__(self, *servers: Loads) -> None:
+        super().__init__(silent)
+        self.servers = list(servers)
+        self.failures: dict[str, Exception] = {}
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
+        self.failures.clear()
+        for server in self.servers:
+            try:
+                await update.prepare(server)  # type: ignore[arg-type]
+                await update.load(server, flush_cache=False)  # type: ignore[arg-type]
+            except ServerError as error:
+                self.failures[server.address] = error
+        return UpdateStats(pause_s=0.0, load_s=0.0)
+
+
+def silent(request: object) -> ModelResponse:
+    raise NotImplementedError
+
+
+@pytest.fixture
+async def mirrors(tmp_path: Path) -> AsyncIterator[list[Mirror]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(mirror_here(tmp_path / f"mirror-{i}")) for i in range(2)]
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@dataclass
+class Setup:
+    """Servers 0 and 1 share mirror 0; server 2 has mirror 1; server 3 has none."""
+
+    transport: DeltaTransport
+    servers: list[Loads]
+    mirrors: list[Mirror]
+
+
+@pytest.fixture
+def setup(tmp_path: Path, mirrors: list[Mirror]) -> Iterator[Setup]:
+    servers = [Loads(f"http://server-{i}:30000") for i in range(4)]
+    addresses = {server.address + "/": mirrors[i // 2].address for i, server in enumerate(servers[:3])}
+    transport = DeltaTransport(DeltaWeightsConfig(mirrors=addresses, directory=tmp_path / "weights"), tmp_path)
+    yield Setup(transport, servers, mirrors)
+    transport.close()
+
+
+async def publish(setup: Setup, model: Model, *numbers: int) -> DeltaWeights:
+    """Deliver the model's version to these servers; nothing may fail, and each has to hold it to the bit."""
+    engine = Servers(*(setup.servers[i] for i in numbers))
+    update = setup.transport.snapshot(model)
+    await setup.transport.deliver(update, engine)
+    assert engine.failures == {}
+    for server in engine.servers:
+        assert server.versions[-1] == model.version
+        assert torch.equal(server.bits[-1], model.bits)
+    return update
+
+
+async def test_the_first_version_is_sent_whole_and_then_what_changed(setup: Setup, model: Model) -> None:
+    sent = []
+    for _ in range(3):
+        sent.append((await publish(setup, model, 0)).num_bytes)
+        model.step()
+    assert sent[0] > FULL
+    assert all(num_bytes < FULL / 50 for num_bytes in sent[1:])
+
+
+async def test_servers_that_share_a_mirror_share_what_is_sent(setup: Setup, model: Model) -> None:
+    await publish(setup, model, 0, 1)
+    model.step()
+    alone = await publish(setup, model, 0, 1)
+    model.step()
+    both = await publish(setup, model, 0, 1, 2)
+    assert alone.num_bytes < FULL / 50
+    assert FULL < both.num_bytes < FULL + FULL / 10  # all of it to the second mirror, which was empty
+    assert setup.servers[0].directories == setup.servers[1].directories[-3:]
+
+
+async def test_a_mirror_some_versions_behind_gets_the_deltas_in_a_row(setup: Setup, model: Model) -> None:
+    await publish(setup, model, 0, 2)
+    for _ in range(3):
+        model.step()
+        await publish(setup, model, 0)
+    model.step()
+    update = await publish(setup, model, 2)
+    assert update.num_bytes < FULL / 10
+    assert setup.mirrors[1].versions == [3, 4]
+
+
+async def test_a_mirror_further_behind_than_deltas_are_kept_gets_all_of_it(
+    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "_MAX_DELTAS", 2)
+    await publish(setup, model, 0, 2)
+    for _ in range(2):
+        model.step()
+        await publish(setup, model, 0)
+    model.step()
+    assert (await publish(setup, model, 2)).num_bytes > FULL
+
+
+async def test_deltas_in_a_row_are_never_more_than_half_of_the_model(
+    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "_MAX_SHARE", 0.015)  # room for one, not for two
+    await publish(setup, model, 0, 2)
+    model.step()
+    assert (await publish(setup, model, 0)).num_bytes < FULL / 60
+    model.step()
+    assert (await publish(setup, model, 2)).num_bytes > FULL
+
+
+async def test_when_most_of_the_model_changed_it_is_sent_whole(setup: Setup, model: Model) -> None:
+    await publish(setup, model, 0)
+    model.leap()
+    assert (await publish(setup, model, 0)).num_bytes > FULL
+    model.step()
+    assert (await publish(setup, model, 0)).num_bytes < FULL / 50
+
+
+async def test_weights_that_did_not_change_are_loaded_and_not_sent(setup: Setup, model: Model) -> None:
+    await publish(setup, model, 0)
+    model.stay()
+    assert (await publish(setup, model, 0)).num_bytes == 0
+
+
+async def test_a_mirror_that_lost_what_it_held_gets_all_of_it(setup: Setup, model: Model, tmp_path: Path) -> None:
+    await publish(setup, model, 0)
+    model.step()
+    async with mirror_here(tmp_path / "again") as empty:
+        client = setup.transport._mirrors[setup.servers[0].address]
+        client.address = empty.address
+        assert (await publish(setup, model, 0)).num_bytes > FULL
+
+
+async def test_a_base_that_was_lost_between_question_and_delta_costs_all_of_it(
+    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(setup, model, 0)
+    header = PackageHeader(version=9, checksum="a" * 64, base="b" * 64, files=()).to_bytes()
+    lost = delta.Delta(base="b" * 64, checksum="a" * 64, pieces=[header], num_bytes=len(header))
+    monkeypatch.setattr(delta.DeltaChain, "row", lambda *_: (lost,))
+    model.step()
+    assert (await publish(setup, model, 0)).num_bytes > FULL
+
+
+async def test_a_whole_package_that_a_mirror_refuses_may_be_taken_later(
+    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(self: MirrorClient, num_bytes: int, pieces: object) -> Held:
+        raise WrongBaseError("version 0 came out with another checksum than the package has")
+
+    update = setup.transport.snapshot(model)
+    monkeypatch.setattr(MirrorClient, "put", refuse)
+    with pytest.raises(ServerFailedError, match="another checksum"):
+        await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+    monkeypatch.undo()
+    await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+    assert setup.mirrors[0].versions == [0]
+
+
+async def test_a_server_without_a_mirror_loads_this_machines_directory(setup: Setup, model: Model) -> None:
+    update = await publish(setup, model, 0, 3)
+    here, there = setup.servers[3].directories[0], setup.servers[0].directories[0]
+    assert here != there
+    assert update.num_bytes > 2 * FULL
+
+
+async def test_a_mirror_that_is_away_fails_its_own_servers_alone(setup: Setup, model: Model) -> None:
+    away = setup.transport._mirrors[setup.servers[2].address]
+    away.address = "http://127.0.0.1:9"
+    engine = Servers(*setup.servers)
+    await setup.transport.deliver(setup.transport.snapshot(model), engine)
+    assert list(engine.failures) == [setup.servers[2].address]
+    assert isinstance(engine.failures[setup.servers[2].address], ServerFailedError)
+    assert setup.servers[3].versions == [0]
+    away.address = setup.mirrors[1].address
+    model.step()
+    await publish(setup, model, 0, 1, 2, 3)
+
+
+async def test_an_update_can_be_loaded_again_until_a_newer_one_was_delivered(setup: Setup, model: Model) -> None:
+    update = await publish(setup, model, 0)
+    sent = update.num_bytes
+    await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+    await update.load(setup.servers[0], flush_cache=True)  # type: ignore[arg-type]
+    assert update.num_bytes == sent
+    assert setup.servers[0].versions == [0, 0]
+
+
+async def test_what_nobody_prepared_for_breaks_the_row_and_nothing_else(setup: Setup, model: Model) -> None:
+    await publish(setup, model, 0)
+    model.step()
+    await publish(setup, model)  # no server serves just now
+    model.step()
+    assert (await publish(setup, model, 0)).num_bytes > FULL
+
+
+async def test_a_discarded_snapshot_leaves_the_row_of_deltas_as_it_was(setup: Setup, model: Model) -> None:
+    await publish(setup, model, 0)
+    model.step()
+    setup.transport.discard(setup.transport.snapshot(model))
+    model.step()
+    assert (await publish(setup, model, 0)).num_bytes < FULL / 50
+
+
+async def test_loading_comes_after_preparing(setup: Setup, model: Model) -> None:
+    update = setup.transport.snapshot(model)
+    with pytest.raises(TransportError, match="prepare comes before load"):
+        await update.load(setup.servers[0], flush_cache=False)  # type: ignore[arg-type]
+
+
+async def test_weights_that_were_removed_behind_its_back_are_an_error_in_a_sentence(setup: Setup, model: Model) -> None:
+    update = setup.transport.snapshot(model)
+    await update.prepare(setup.servers[3])  # type: ignore[arg-type]
+    shutil.rmtree(update.written.directory or "")
+    with pytest.raises(TransportError, match="version 0 can't be read any more"):
+        await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+
+
+async def test_closing_removes_what_is_here_and_leaves_the_mirrors(setup: Setup, model: Model, tmp_path: Path) -> None:
+    await publish(setup, model, 0, 3)
+    setup.transport.close()
+    setup.transport.close()
+    assert list((tmp_path / "weights").iterdir()) == []
+    assert setup.mirrors[0].versions == [0]

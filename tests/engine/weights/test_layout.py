@@ -1,0 +1,50 @@
+"""Tensors end to end: how they are split, and which rows of them a rank has."""
+
+import pytest
+import torch
+
+from arl.api import TensorSpec
+from arl.engine.local.received_weights import WeightsError
+from arl.engine.local.weight_group import _one_buffer
+from arl.engine.weights.layout import byte_size, ranges, rows_of, views
+
+
+def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def test_ranges_are_filled_up_and_a_larger_tensor_goes_alone():
+    specs = [spec("a", 2), spec("b", 2), spec("c", 100), spec("d", 1), spec("e")]
+    assert ranges(specs, 16) == [(0, 2), (2, 3), (3, 5)]
+    assert ranges(specs, 1) == [(i, i + 1) for i in range(5)]
+    assert ranges([], 16) == []
+
+
+def test_a_range_is_of_one_dtype_so_that_every_tensor_begins_where_its_dtype_may():
+    specs = [spec("a", 3, dtype="bfloat16"), spec("b", 2), spec("c", 1), spec("d", 1, dtype="bfloat16")]
+    assert ranges(specs, 1 << 20) == [(0, 1), (1, 3), (3, 4)]
+
+
+def test_views_share_the_memory_they_are_of():
+    specs = [spec("a", 2, 3), spec("b"), spec("c", 0, 5), spec("d", 4)]
+    flat = torch.zeros(sum(map(byte_size, specs)), dtype=torch.uint8)
+    a, b, c, d = views(specs, flat)
+    for tensor, value in ((a, 1.0), (b, 2.0), (c, 3.0), (d, 4.0)):
+        tensor.fill_(value)
+    assert flat.view(torch.float32).tolist() == [1.0] * 6 + [2.0] + [4.0] * 4
+    assert (a.shape, b.shape, c.shape) == ((2, 3), (), (0, 5))
+
+
+def test_ranks_have_rows_as_torch_chunks_them():
+    for num_rows in range(12):
+        for num_ranks in range(1, 6):
+            chunks = torch.arange(num_rows).chunk(num_ranks) if num_rows else ()
+            expected = [chunk.tolist() for chunk in chunks] + [[]] * (num_ranks - len(chunks))
+            assert [list(rows_of(num_rows, rank, num_ranks)) for rank in range(num_ranks)] == expected
+
+
+def test_a_server_refuses_a_bucket_in_which_a_tensor_would_begin_between_two_numbers():
+    (flat,), tensors = _one_buffer([("a", "float32", [2]), ("b", "bfloat16", [3])], "cpu")
+    assert (flat.nbytes, tensors["b"].shape) == (14, (3,))
+    with pytest.raises(WeightsError, match="b would begin at byte 6"):
+        _one_buffer([("a", "bfloat16", [3]), ("b", "float32", [2])], "cpu")

@@ -1,0 +1,98 @@
+"""From a snapshot of the trainer to embedded servers that are generating, and what their tokens are of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from published import PROMPT, EmbeddedServer, Trainee, sequence
+
+from arl.api import ModelRequest, ModelResponse, SamplingParams, WeightTransport
+from arl.api.config import ClientConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
+from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.engine.weights.disk import DiskTransport
+from arl.engine.weights.distributed import DistributedTransport
+
+MakeTransport = Callable[[Path], WeightTransport]
+
+
+def disk(directory: Path) -> WeightTransport:
+    return DiskTransport(DiskWeightsConfig(directory=directory / "weights"), directory)
+
+
+def one_bucket(directory: Path) -> WeightTransport:
+    return DistributedTransport(DistributedWeightsConfig())
+
+
+def many_buckets(directory: Path) -> WeightTransport:
+    return DistributedTransport(DistributedWeightsConfig(bucket_bytes=20_000))
+
+
+@pytest.fixture(params=[disk, one_bucket, many_buckets])
+def transport(request: pytest.FixtureRequest, tmp_path: Path):
+    transport = request.param(tmp_path)
+    yield transport
+    transport.close()
+
+
+def client(*servers: EmbeddedServer, mode: PauseMode = "in_place") -> RemoteSGLangEngine:
+    addresses = [server.address for server in servers]
+    return RemoteSGLangEngine(addresses, ClientConfig(pause_mode=mode, request_timeout_s=60.0))
+
+
+def request(count: int, seed: int = 0) -> ModelRequest:
+    sampling = SamplingParams(max_new_tokens=count, ignore_eos=True, seed=seed)
+    return ModelRequest(input_ids=(seed, *PROMPT), sampling=sampling)
+
+
+async def until_running(address: str, count: int) -> None:
+    async with aiohttp.ClientSession(address) as session, asyncio.timeout(30):
+        while True:
+            async with session.get("/server_info") as answer:
+                if (await answer.json())["internal_states"][0]["num_running_reqs"] >= count:
+                    return
+
+
+async def test_the_servers_logprobs_are_the_trainers_after_a_publish(
+    trainer: Trainee, transport: WeightTransport, first: EmbeddedServer
+) -> None:
+    trainer.train()
+    async with client(first) as engine:
+        update = transport.snapshot(trainer.engine)
+        stats = await transport.deliver(update, engine)
+        response = await engine.agenerate(request(30))
+    assert set(response.output_versions) == {1}
+    (expected,) = trainer.engine.forward([sequence((0, *PROMPT, *response.output_ids))])
+    torch.testing.assert_close(
+        torch.tensor(response.output_logprobs), expected[1 + len(PROMPT) :], rtol=1e-4, atol=1e-4
+    )
+    assert 0 < stats.load_s <= stats.pause_s
+    assert update.num_bytes >= trainer.engine.snapshot().num_bytes
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_every_token_is_of_the_weights_that_its_version_names(
+    trainer: Trainee, transport: WeightTransport, first: EmbeddedServer, mode: PauseMode
+) -> None:
+    updates = [transport.snapshot(trainer.engine)]
+    for _ in range(3):
+        trainer.train()
+        updates.append(transport.snapshot(trainer.engine))
+    async with client(first, mode=mode) as engine, asyncio.TaskGroup() as group:
+        await transport.deliver(updates[0], engine)
+        calls = [group.create_task(engine.agenerate(request(600, seed))) for seed in range(3)]
+        for update in updates[1:]:
+            await until_running(first.address, 1)
+            await transport.deliver(update, engine)
+    responses: list[ModelResponse] = [call.result() for call in calls]
+    assert any(len(set(response.output_versions)) > 2 for response in responses)
+    for seed, response in enumerate(responses):
+        assert len(response.output_ids) == 600
+        assert list(response.output_versions) == sorted(response.output_versions)
+        # What comes after an update in place rests on keys and values of old weights, and is of no version alone.
+        upto = response.output_versions.count(response.output_versions[0]) if mode == "in_place" else None
+        trainer.assert_of_its_versions((seed, *PROMPT), response, upto)

@@ -1,0 +1,61 @@
+"""Reward functions that worker processes import."""
+
+import os
+import sys
+import time
+
+from arl.api.types import Example
+from arl.rewards.reward import Score
+
+
+def equal(answer: object, truth: object) -> float:
+    return float(answer == truth)
+
+
+def behaves(how: str) -> object:
+    """One function that does whatever its argument says."""
+    if how == "hangs":
+        time.sleep(1000)
+    if how == "dies":
+        os._exit(7)
+    if how == "raises":
+        raise ValueError("no such answer")
+    if how == "takes a while":
+        time.sleep(0.3)
+    return {"is not a number": "text", "is nan": float("nan")}.get(how, 1)
+
+
+def worker_id(_: object) -> float:
+    return float(os.getpid())
+
+
+def until_file_exists(path: str, _: object) -> float:
+    """Blocks its thread or process until somebody else gets on."""
+    while not os.path.exists(path):
+        time.sleep(0.005)
+    return 1.0
+
+
+def holds(path: str, _: object) -> float:
+    """Tells that it has begun, and then lets no other thread of Python's run."""
+    with open(path, "wb", 0) as held:
+        held.write(b"x")
+        return float(9**9**9 > 0)
+
+
+def script_is_imported(answer: str, _: object) -> float:
+    """Whether multiprocessing imported the script that started this process."""
+    return float(hasattr(sys.modules["__main__"], "__file__"))
+
+
+def two_parts(answer: str, _: object) -> Score:
+    return Score(1.5, {"a": 1.0, "b": 0.5})
+
+
+def length(answer: str, _: object) -> float:
+    return len(answer)
+
+
+def by_name(answer: str, data: Example) -> object:
+    """Answers do to the worker whatever they say."""
+    return behaves(answer)

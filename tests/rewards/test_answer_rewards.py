@@ -1,0 +1,295 @@
+"""What the ready-made rewards say of answers, and that no answer stops or escapes them."""
+
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+from pydantic import BaseModel
+
+from arl.api.errors import ConfigError, DatasetError, RewardError
+from arl.rewards import untrusted
+from arl.rewards.answers import (
+    ExactMatch,
+    InTag,
+    JsonFormat,
+    NumericMatch,
+    Tags,
+    last_boxed,
+    last_number,
+    matches,
+)
+from arl.rewards.gym import GymScore, reasoning_gym_examples, reasoning_gym_reward
+from arl.rewards.mathematics import is_equal, math_reward
+from arl.rewards.reward import Score
+
+EQUAL = [
+    (r"So $x=\boxed{\frac{1}{2}}$.", "0.5"),
+    (r"\boxed{\dfrac12}", r"\frac{1}{2}"),
+    (r"\boxed{2/4}", r"\frac12"),
+    (r"\boxed{3\frac{1}{4}}", r"\frac{13}{4}"),
+    (r"\boxed{0.333333}", r"\frac13"),
+    ("The answer is 42.", "She had 40 and got 2.\n#### 42"),
+    ("so 5*8+2 = 42\n#### 42", "42"),
+    ("#### 1,234", "#### 1234"),
+    (r"\boxed{1{,}234}", "1234"),
+    (r"\boxed{10,000}", "10000"),
+    (r"\boxed{50\%}", "50"),
+    (r"\boxed{0.5}", r"50\%"),
+    (r"\boxed{\left[0, \frac{1}{2}\right)}", "[0,0.5)"),
+    (r"\boxed{(-\infty,2)\cup(3,\infty)}", r"(-\infty, 2) \cup (3, \infty)"),
+    (r"\boxed{\{1,2,3\}}", r"\{3,2,1\}"),
+    (r"\boxed{5\text{ cm}}", "5"),
+    (r"\boxed{12\,\mathrm{km/h}}", "12"),
+    (r"\boxed{\$25}", "25"),
+    (r"\boxed{90^\circ}", "90"),
+    (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
+    (r"\boxed{\text{no solution}}", r"\text{no solution}"),
+    (r"\boxed{\text{(B)}}", "B"),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2"),
+    (r"\boxed{2\sqrt{3}}", r"\sqrt{12}"),
+    (r"\boxed{x=3}", "3"),
+    (r"\boxed{y=2x+1}", "y = 2x + 1"),
+    (r"\boxed{(3,4)}", "(3, 4)"),
+    (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix}1 & 2\\ 3 & 4\end{pmatrix}"),
+    (r"\boxed{1.5\times 10^{3}}", "1500"),
+    (r"\boxed{6!}", "720"),
+    (r"\boxed{11:30}", "11:30"),
+    (r"First \boxed{7}, no: \boxed{8}", "8"),
+    (r"The final answer is $\frac{7}{3}$.", r"$\frac73$"),
+]
+DIFFERENT = [
+    (r"\boxed{(0,1)}", "[0,1)"),
+    (r"\boxed{\{1,2\}}", r"\{1,2,3\}"),
+    (r"\boxed{\text{Evelyn}}", r"\text{Briana}"),
+    (r"\boxed{C}", "B"),
+    (r"\boxed{(4,3)}", "(3, 4)"),
+    (r"\boxed{3.14159}", r"\pi"),
+    (r"\boxed{-3}", "3"),
+    (r"First \boxed{8}, no: \boxed{7}", "8"),
+    (r"\boxed{3,4,5}", "4"),
+    (r"\boxed{0.333}", r"\frac13"),
+    ("I do not know", "4"),
+    (r"\boxed{}", "4"),
+    ("", "4"),
+]
+
+
+def test_answers_are_compared_as_mathematics() -> None:
+    assert [pair for pair in EQUAL if not is_equal(*pair)] == []
+    assert [pair for pair in DIFFERENT if is_equal(*pair)] == []
+
+
+async def test_an_answer_that_hangs_its_worker_is_wrong_and_the_next_one_is_scored() -> None:
+    async with math_reward(timeout_s=0.5, workers=1) as reward:
+        assert await reward(r"\boxed{9^{9^{9^{9}}}}", {"answer": "4"}) == Score(0.0, metrics={"killed": 1.0})
+        assert await reward("long " * 20_000 + "4", {"answer": "4"}) == Score(1.0, metrics={"killed": 0.0})
+        with pytest.raises(RewardError, match=r"'answer' of the example has no reference answer but None .*'solution'"):
+            await reward(r"\boxed{4}", {"solution": "4"})
+
+
+def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(untrusted.importlib.util, "find_spec", lambda name: None)
+    for make in (math_reward, reasoning_gym_reward):
+        with pytest.raises(RewardError, match=r"pip install 'arl\[rewards\]'"):
+            make()
+    with pytest.raises(DatasetError, match=r"pip install 'arl\[rewards\]'"):
+        reasoning_gym_examples("chain_sum", 1)
+
+
+def test_the_last_number_is_found_as_people_write_numbers() -> None:
+    for text, number in [
+        ("The answer is 42.", "42"),
+        ("$1,234,567.50 in all", "1234567.50"),
+        ("7-3=4, so x=-3", "-3"),
+        ("it falls by 10-3", "3"),
+        ("\u22125", "-5"),
+        ("3/4 of it", "0.75"),
+        ("about 2.5e-3", "0.0025"),
+        (".5", "0.5"),
+        ("1, 2, 3", "3"),
+        ("12,3456", "3456"),
+        ("50%", "50"),
+    ]:
+        assert last_number(text) == Decimal(number), text
+    assert [last_number(text) for text in ("none", "", "1/0")] == [None] * 3
+
+
+async def test_numbers_match_within_their_tolerance() -> None:
+    data = {"answer": "so\n#### 1,000", "other": ["3", 4]}
+    assert await NumericMatch()("it is $1000.00", data) == 1.0
+    assert await NumericMatch()("1000.01", data) == 0.0
+    assert await NumericMatch(tolerance=0.01)("1000.01", data) == 1.0
+    assert await NumericMatch(relative_tolerance=1e-3)("1001", data) == 1.0
+    assert await NumericMatch(relative_tolerance=1e-3)("1001.1", data) == 0.0
+    assert await NumericMatch(column="other")("4.0", data) == 1.0
+    assert await NumericMatch(extract=InTag("answer"))("<answer>1000</answer> or 7", data) == 1.0
+    assert await NumericMatch()("no number", data) == 0.0
+    with pytest.raises(RewardError, match="the column 'answer' of the example has no number: 'Paris'"):
+        await NumericMatch()("4", {"answer": "Paris"})
+    with pytest.raises(ConfigError, match="tolerance is -1"):
+        NumericMatch(tolerance=-1)
+
+
+async def test_an_exact_match_looks_where_it_is_told_and_knows_several_references() -> None:
+    data = {"answer": ["New York", "NYC"]}
+    assert await ExactMatch()(" New \n York ", data) == 1.0
+    assert await ExactMatch()("new york", data) == 0.0
+    assert await ExactMatch(ignore_case=True)("nyc", data) == 1.0
+    assert await ExactMatch(extract=InTag("answer"))("<answer>x</answer> <answer>NYC</answer>", data) == 1.0
+    assert await ExactMatch(extract=last_boxed)(r"\boxed{NYC}", data) == 1.0
+    assert await ExactMatch(extract=InTag("answer"))("NYC", data) == 0.0
+    with pytest.raises(RewardError, match="'answer' of the example has no reference"):
+        await ExactMatch()("NYC", {"answer": []})
+
+
+def test_a_box_ends_where_its_braces_match() -> None:
+    assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}} and {3}") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{\{1\}}") == r"\{1\}"
+    assert last_boxed(r"\boxed{4} and \boxed{5") == "4"
+    assert last_boxed("4") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("<think>hm</think>\n<answer>4</answer>\n", 1.0),
+        ("<answer>4</answer>", 0.0),
+        ("<answer>4</answer><think>hm</think>", 0.0),
+        ("Well. <think>hm</think><answer>4</answer>", 0.0),
+        ("<think>hm</think><answer>4</answer> Bye", 0.0),
+        ("<think>hm</think><answer> </answer>", 0.0),
+        ("<think><answer>3</answer></think><answer>4</answer>", 0.0),
+        ("<think>hm<answer>4</answer>", 0.0),
+        ("hm</think><answer>4</answer>", 0.0),
+    ],
+)
+async def test_tags_must_be_all_there_in_order_with_nothing_beside(answer: str, score: float) -> None:
+    assert await Tags("think", "answer")(answer, {}) == score
+
+
+async def test_the_first_tag_may_have_been_opened_by_the_prompt() -> None:
+    reward = Tags("think", "answer", is_first_open=True)
+    assert await reward("hm</think><answer>4</answer>", {}) == 1.0
+    assert await reward("<think>hm</think><answer>4</answer>", {}) == 0.0
+    with pytest.raises(ConfigError, match="give at least one name"):
+        Tags()
+
+
+class Answer(BaseModel):
+    value: int
+
+
+async def test_json_is_checked_against_a_type() -> None:
+    reward = JsonFormat(Answer)
+    assert await reward('```json\n{"value": 4}\n```', {}) == 1.0
+    for answer in ('{"value": "four"}', '{"value": 4', "{}", "", "[" * 100_000):
+        assert await reward(answer, {}) == 0.0
+    assert await JsonFormat()("[1, 2]", {}) == 1.0
+    with pytest.raises(ConfigError, match="no answer can be checked against"):
+        JsonFormat(open)
+
+
+async def test_a_regular_expression_that_an_answer_sends_astray_scores_zero() -> None:
+    async with matches(r"(a+)+", timeout_s=0.3) as reward:
+        assert await reward("aaa", {}) == Score(1.0, metrics={"killed": 0.0})
+        assert await reward("a" * 40 + "!", {}) == Score(0.0, metrics={"killed": 1.0})
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        matches("(")
+
+
+async def test_what_runs_on_the_event_loop_is_quick_whatever_the_answer() -> None:
+    """Ten times as long an answer takes some ten times as long, and not a hundred."""
+    data = {"answer": "4"}
+    rewards = [
+        NumericMatch(),
+        ExactMatch(extract=last_boxed),
+        ExactMatch(extract=InTag("a")),
+        Tags("a", "b"),
+        JsonFormat(),
+    ]
+    pieces = [
+        "9",
+        "1,",
+        "1 / ",
+        "-",
+        "1e1",
+        r"\boxed{",
+        "}",
+        "<a>",
+        "</a>",
+        "{",
+        "[",
+        " ",
+        "```json\n",
+        "\n```\n",
+        "\\",
+    ]
+    began = time.process_time()
+    for piece in pieces:
+        for reward in rewards:
+            await reward(piece * (100_000 // len(piece)), data)
+    assert time.process_time() - began < 0.1 * len(pieces) * len(rewards)
+
+
+def test_examples_of_reasoning_gym_differ_and_stay_the_same() -> None:
+    datasets = {"chain_sum": {"min_terms": 2, "max_terms": 2}, "gcd": {}}
+    held_out = reasoning_gym_examples(datasets, 20, seed=1)
+    training = reasoning_gym_examples(datasets, 20, excluding=held_out)
+    assert held_out == reasoning_gym_examples(datasets, 20, seed=1)
+    assert len({example["question"] for example in (*held_out, *training)}) == 40
+    assert [example["metadata"]["source_dataset"] for example in training] == ["chain_sum", "gcd"] * 10
+    for given, size, what in [
+        ("no_such", 1, "makes no dataset 'no_such'"),
+        ({"chain_sum": {"colour": 1}}, 1, "'chain_sum' with {.*'colour': 1"),
+        ({"gcd": {"min_value": 2, "max_value": 3}}, 50, "different questions that are not excluded, of 50"),
+        ([], 1, "give at least one of each"),
+        ("gcd", 0, "give at least one of each"),
+    ]:
+        with pytest.raises(DatasetError, match=what):
+            reasoning_gym_examples(given, size)
+
+
+async def test_the_examples_own_scorer_scores_and_runs_no_code_that_an_answer_holds(tmp_path: Path) -> None:
+    names = ["gcd", "countdown", "spiral_matrix", "prime_factorization", "polynomial_multiplication"]
+    examples = reasoning_gym_examples(names, len(names))
+    gone = tmp_path / "gone"
+    attack = f"__import__('pathlib').Path({str(gone)!r}).touch()"
+    attacks = [attack, f"[{attack}]", f"open({str(gone)!r}, 'w')", f"sympify({attack!r})", "exit()", f"sin({attack!r})"]
+    async with reasoning_gym_reward(names, timeout_s=10, workers=1) as reward:
+        for example in examples:
+            assert (await reward(example["answer"], example)).value == 1.0
+            for answer in attacks:
+                score = await reward(answer, example)
+                assert score.value < 0.1
+                assert score.metrics["killed"] == 0.0
+        assert (await reward("banana", examples[3])).metrics["unreadable"] == 1.0
+        for data, what in [
+            ({"answer": "4"}, "none of reasoning-gym's"),
+            ({"answer": "4", "metadata": {"source_dataset": "no_such"}}, "makes no dataset 'no_such'"),
+        ]:
+            with pytest.raises(RewardError, match=what):
+                await reward("4", data)
+    assert not gone.exists()
+
+
+def test_an_example_that_its_own_scorer_cannot_read_is_an_error() -> None:
+    (example,) = reasoning_gym_examples("prime_factorization", 1)
+    with pytest.raises(RewardError, match="cannot score the example's own answer either"):
+        GymScore()("banana", {**example, "answer": "banana", "metadata": {"source_dataset": "prime_factorization"}})
+
+
+def test_evaluation_is_held_to_arithmetic_and_mathematics() -> None:
+    evaluate: Any = untrusted._eval_arithmetic
+    assert evaluate(" [[1, -2], (0x1f << 2, 'a')] ") == [[1, -2], (124, "a")]
+    for source in ("__import__('os')", "().__class__", "[x for x in (1,)]", "lambda: 1", "f'{1}'", "a", "x[0]"):
+        with pytest.raises(ValueError, match="neither a literal nor arithmetic"):
+            evaluate(source)
+    names = {"sin": sympy.sin, "Symbol": sympy.Symbol, "open": open}
+    check: Any = untrusted._check_mathematics
+    check("sin(Symbol('x'))**2", names)
+    for source in ("open('f')", "sin('open(1)')", "sin.__class__", "chr(95)", "Symbol(open)", "[y for y in (1,)]"):
+        with pytest.raises(ValueError, match="is no mathematics"):
+            check(source, names)

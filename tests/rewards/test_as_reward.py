@@ -1,0 +1,394 @@
+"""What a user may call a reward, who opens and closes it, and that none of it stops the event loop."""
+
+import asyncio
+import functools
+import logging
+import sys
+import threading
+import types
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scoring import by_name, length, two_parts, until_file_exists
+
+from arl.api import Example, InferenceEngine, ModelRequest, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory
+from arl.api.config import EvaluationConfig
+from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
+from arl.api.shared import Shared
+from arl.rewards.reward import (
+    AsyncReward,
+    InlineReward,
+    RewardPool,
+    Score,
+    ThreadReward,
+    WeightedReward,
+    as_reward,
+    score_of,
+)
+from arl.rollout.episode import EpisodeRunner
+from arl.training.evaluation import Evaluator
+
+
+async def judge(answer: str, data: Example) -> float:
+    await asyncio.sleep(0)
+    return float(answer == data["answer"])
+
+
+async def graded(answer: str, data: Example, scale: float) -> float:
+    return scale * (answer == data["answer"])
+
+
+class Remote:
+    """A user's own reward, which they open and close themselves."""
+
+    async def __call__(self, answer: str, data: Example) -> float:
+        return 0.25
+
+    async def __aenter__(self) -> "Remote":
+        raise AssertionError("it is the user's to open")
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+
+class Counted(Shared):
+    """Remembers when it was opened and closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    async def _open(self) -> None:
+        await asyncio.sleep(0)
+        self.log.append("opened")
+
+    async def _close(self) -> None:
+        self.log.append("closed")
+
+    async def __call__(self, answer: str, data: Example) -> float:
+        assert self.log == ["opened"]
+        return 1.0
+
+
+async def test_whatever_a_user_calls_a_reward_gives_a_score() -> None:
+    data = {"answer": "4"}
+    for given, expected in [
+        (judge, Score(1.0)),
+        (functools.partial(graded, scale=3.0), Score(3.0)),
+        (InlineReward(lambda answer, data: Score(2.0, {"x": 3.0})), Score(2.0, {"x": 3.0})),
+        (ThreadReward(lambda answer, data: Fraction(1, 4)), Score(0.25)),
+        (AsyncReward(judge), Score(1.0)),
+        (Remote(), Score(0.25)),
+        (WeightedReward({"a": (2.0, judge)}), Score(2.0, {"a": 1.0})),
+    ]:
+        async with as_reward(given) as reward:
+            assert await reward("4", data) == expected
+            assert as_reward(reward) is reward
+
+
+async def test_a_synchronous_function_runs_in_a_pool_and_gives_named_parts() -> None:
+    async with as_reward(two_parts, workers=1) as reward:
+        assert await reward("", {}) == Score(1.5, {"a": 1.0, "b": 0.5})
+
+
+async def test_the_event_loop_goes_on_while_a_synchronous_reward_blocks(tmp_path: Path) -> None:
+    """Each blocks until this loop has written a file."""
+    for k, kind in enumerate((as_reward(until_file_exists, workers=1), as_reward(ThreadReward(until_file_exists)))):
+        async with kind as reward, asyncio.TaskGroup() as group:
+            call = group.create_task(reward(str(tmp_path / f"go{k}"), {}))
+            await asyncio.sleep(0.05)
+            assert not call.done()
+            (tmp_path / f"go{k}").touch()
+        assert call.result() == Score(1.0)
+
+
+async def test_one_reward_is_opened_by_its_first_user_and_closed_by_its_last() -> None:
+    inner = Counted()
+    first, second = as_reward(inner), WeightedReward({"a": (1.0, inner), "b": (1.0, inner)})
+    async with first:
+        async with second:
+            assert (await second("", {})).value == 2.0
+        assert inner.log == ["opened"]
+    assert inner.log == ["opened", "closed"]
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(first.__aenter__())
+    assert inner.log == ["opened", "closed", "opened"]
+
+
+async def test_a_pool_that_its_user_opened_stays_open_when_a_workflow_leaves_it() -> None:
+    async with RewardPool(length, workers=1) as pool:
+        async with as_reward(pool) as reward:
+            assert (await reward("four", {})).value == 4.0
+        assert await pool("four", {}) == 4.0
+    with pytest.raises(RewardError, match="length is not open"):
+        await reward("four", {})
+
+
+def test_what_is_no_reward_is_refused() -> None:
+    for given, what in [
+        (0.5, "reward is 0.5; give a function"),
+        (Remote, "give a function .*, or an instance of a reward"),
+        (lambda answer: 1.0, r"<lambda> cannot be called with \(answer, data\)"),
+    ]:
+        with pytest.raises(ConfigError, match=what):
+            as_reward(given)  # type: ignore[arg-type]
+    with pytest.raises(
+        RewardError, match="cannot be sent to a worker; define it at the top level of a module, or wrap"
+    ):
+        as_reward(lambda answer, data: 1.0)
+
+
+def test_a_limit_that_nothing_can_honour_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Remote has limits of its own"):
+        as_reward(Remote(), timeout_s=1.0)
+    with pytest.raises(ConfigError, match="judge is async and runs in no worker"):
+        as_reward(judge, workers=3)
+    for kind in (RewardPool, ThreadReward, AsyncReward):
+        with pytest.raises(ConfigError, match="timeout_s is 0"):
+            kind(length, timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [float("nan"), float("-inf"), "1", "long" * 1000, None, 10**400, 10**9000, np.array([1.0])],
+    ids=lambda _: "",
+)
+async def test_what_is_no_finite_number_is_an_error_that_names_function_and_value(wrong: Any) -> None:
+    def score(answer: str, data: Example) -> Any:
+        return wrong
+
+    async def ascore(answer: str, data: Example) -> Any:
+        return wrong
+
+    for reward in (InlineReward(score), ThreadReward(score), AsyncReward(ascore)):
+        with pytest.raises(RewardError, match=r"score returned .*must be a finite number") as raised:
+            await reward("", {})
+        assert len(str(raised.value)) < 600
+
+
+def test_numbers_of_other_libraries_are_numbers_and_mappings_are_pointed_to_scores() -> None:
+    assert score_of(np.float32(0.5)) == Score(0.5)
+    assert score_of(True) == Score(1.0)
+    score = Score(np.float32(0.5), {"a": np.int64(1)}, {"b": np.float64(2)})  # pyright: ignore[reportArgumentType]
+    assert {type(number) for number in (score.value, *score.parts.values(), *score.metrics.values())} == {float}
+    with pytest.raises(RewardError, match=r"return Score\(value, parts\) for several named ones"):
+        score_of({"a": 1.0})
+    with pytest.raises(ValueError, match=r"parts\['a'\] is nan"):
+        Score(1.0, {"a": float("nan")})
+
+
+async def test_a_thread_that_runs_too_long_is_stopped() -> None:
+    ended, caught = threading.Event(), threading.Event()
+
+    def score(answer: str, data: Example) -> float:
+        try:
+            while answer == "hang":
+                try:
+                    pass
+                except Exception:  # noqa: BLE001 - as a user's function might
+                    caught.set()
+            return 1.0
+        finally:
+            ended.set()
+
+    reward = ThreadReward(score, timeout_s=0.1, workers=1)
+    with pytest.raises(RewardTimeoutError, match=r"score ran longer than 0\.1 s"):
+        await reward("hang", {})
+    assert await asyncio.to_thread(ended.wait, 10)
+    assert not caught.is_set()
+    ended.clear()
+    with pytest.raises(TimeoutError):  # a cancelled call is stopped as well
+        await asyncio.wait_for(ThreadReward(score)("hang", {}), 0.1)
+    assert await asyncio.to_thread(ended.wait, 10)
+
+
+async def test_threads_that_cannot_be_stopped_are_an_error_until_they_end() -> None:
+    go = threading.Event()
+    reward = ThreadReward(lambda answer, data: go.wait() if answer == "hang" else 1.0, timeout_s=0.05, workers=1)
+    with pytest.raises(RewardTimeoutError):
+        await reward("hang", {})
+    with pytest.raises(RewardError, match=r"1 calls of reward function .* hang in threads that cannot be stopped"):
+        await reward("", {})
+    stuck = reward._left_behind
+    go.set()
+    await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in stuck))
+    assert await reward("", {}) == 1.0
+
+
+async def test_calls_that_are_cancelled_within_their_time_do_not_count_as_hung() -> None:
+    go = threading.Event()
+    reward = ThreadReward(lambda answer, data: go.wait(60) if answer == "slow" else 1.0, workers=1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reward("slow", {}), 0.05)
+    assert await reward("", {}) == 1.0
+    go.set()
+
+
+async def test_a_thread_that_finds_nothing_more_is_an_error() -> None:
+    empty = iter(())
+    with pytest.raises(RewardError, match="StopIteration"):
+        await ThreadReward(lambda answer, data: next(empty))("", {})
+
+
+async def test_what_a_thread_raises_names_the_function() -> None:
+    def leave(answer: str, data: Example) -> float:
+        if answer == "exit":
+            sys.exit(3)
+        raise KeyError("colour")
+
+    with pytest.raises(RewardError, match=r"leave failed: KeyError\('colour'\)"):
+        await ThreadReward(leave)("", {})
+    with pytest.raises(RewardError, match=r"leave failed.*SystemExit"):
+        await ThreadReward(leave)("exit", {})
+
+
+async def test_a_function_typed_into_a_notebook_runs_in_a_thread_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    notebook = types.ModuleType("__main__")
+    exec("def score(answer, data):\n    return len(answer)", notebook.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    with caplog.at_level(logging.WARNING):
+        async with as_reward(notebook.score, timeout_s=5.0) as reward:
+            assert await reward("abc", {}) == Score(3.0)
+    assert "score was typed in interactively" in caplog.text
+    assert "%%writefile" in caplog.text
+    with pytest.raises(RewardError, match="was typed in interactively, so no worker can import it"):
+        RewardPool(notebook.score)
+    monkeypatch.setattr(notebook, "__file__", "asyncio/__main__.py", raising=False)
+    score = vars(notebook).pop("score")  # `python -m asyncio` keeps what is typed in elsewhere
+    with pytest.raises(RewardError, match="was typed in interactively"):
+        RewardPool(score)
+
+
+async def test_a_weighted_sum_runs_its_parts_at_once_and_names_each() -> None:
+    both = asyncio.Barrier(2)
+
+    def waits_for_the_other(value: float, **more: Mapping[str, float]) -> Any:
+        async def score(answer: str, data: Example) -> Score:
+            await both.wait()
+            return Score(value, **more)
+
+        return score
+
+    reward = WeightedReward(
+        {
+            "correct": (2.0, waits_for_the_other(0.5, parts={"steps": 3.0}, metrics={"cached": 1.0})),
+            "long": (-0.1, waits_for_the_other(4.0)),
+            "seen": (0, InlineReward(lambda answer, data: 7.0)),
+        }
+    )
+    async with reward, asyncio.timeout(5):
+        score = await reward("", {})
+    assert score.value == pytest.approx(0.6)
+    assert score.parts == {"correct": 0.5, "long": 4.0}
+    assert score.metrics == {"seen": 7.0, "correct/steps": 3.0, "correct/cached": 1.0}
+
+
+async def test_a_part_that_fails_fails_the_sum_with_its_name() -> None:
+    async def hangs(answer: str, data: Example) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    class Broken(Remote):
+        async def __call__(self, answer: str, data: Example) -> float:
+            raise OSError("no route to host")
+
+    for part, error, what in [
+        (AsyncReward(hangs, timeout_s=0.01), RewardTimeoutError, "the part 'bad' of the reward: .*ran longer than"),
+        (InlineReward(lambda a, d: float("nan")), RewardError, "the part 'bad' of the reward: .*returned nan"),
+        (Broken(), RewardError, "the part 'bad' of the reward: .*no route to host"),
+    ]:
+        async with WeightedReward({"good": (1.0, AsyncReward(hangs)), "bad": (1.0, part)}) as reward:
+            with pytest.raises(error, match=what) as raised:
+                await reward("", {})
+        assert raised.value.__cause__ is not None
+
+
+async def test_a_cancelled_sum_cancels_its_parts() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def waits(answer: str, data: Example) -> float:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return 1.0
+
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(WeightedReward({"a": (1.0, waits)})("", {}))
+        await began.wait()
+        call.cancel()
+    assert ended.is_set()
+    assert call.cancelled()
+
+
+async def test_a_sum_opens_and_closes_its_parts() -> None:
+    part = Counted()
+    async with WeightedReward({"a": (1.0, part)}) as reward:
+        await reward("", {})
+    assert part.log == ["opened", "closed"]
+
+
+def test_malformed_sums_are_refused() -> None:
+    for parts, what in [({}, "no parts"), ({"a": judge}, "must be"), ({"a": (float("nan"), judge)}, "finite weight")]:
+        with pytest.raises(ConfigError, match=what):
+            WeightedReward(parts)  # type: ignore[arg-type]
+
+
+class Rewarded(RolloutWorkflow):
+    """Answers what the example says, and is rewarded for it."""
+
+    def __init__(self, reward: Any, **limits: Any) -> None:
+        self.reward = as_reward(reward, **limits)
+
+    async def __aenter__(self) -> "Rewarded":
+        await self.reward.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.reward.__aexit__()
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        response = await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(max_new_tokens=2)))
+        score = await self.reward(data["answer"], data)
+        return Trajectory(
+            token_ids=(1, *response.output_ids),
+            loss_mask=(0, 1),
+            behavior_logprobs=(0.0, *response.output_logprobs),
+            versions=(-1, *response.output_versions),
+            reward=score.value,
+            rewards=score.parts,
+        )
+
+
+async def test_a_reward_that_fails_is_the_outcome_of_its_episode_and_the_next_one_runs() -> None:
+    async with Rewarded(by_name, timeout_s=1.0, workers=1) as workflow:
+        runner = EpisodeRunner(engine=ScriptedEngine(lambda request: [9]), workflow=workflow, timeout_s=60)
+        episodes = {
+            how: await runner.run({"answer": how}, name=how) for how in ("is nan", "hangs", "dies", "raises", "works")
+        }
+    assert episodes.pop("works").reward == 1.0
+    errors = {how: episode.error for how, episode in episodes.items()}
+    assert isinstance(errors.pop("hangs"), RewardTimeoutError)
+    for how, what in [
+        ("is nan", "by_name returned nan"),
+        ("dies", "died with exit code 7"),
+        ("raises", "no such answer"),
+    ]:
+        assert isinstance(errors[how], RewardError)
+        assert what in str(errors[how])
+
+
+async def test_an_evaluation_has_the_mean_of_each_named_part() -> None:
+    reward = WeightedReward({"length": (1.0, InlineReward(length)), "half": (0.5, InlineReward(lambda *_: 0.5))})
+    engine, config = ScriptedEngine(lambda request: [9]), EvaluationConfig()
+    held_out = [{"answer": "ab"}, {"answer": "abcd"}]
+    workflow = Rewarded(reward)
+    evaluation = await Evaluator(engine, workflow, held_out, config, episode_timeout_s=5.0).evaluate()
+    assert (evaluation.reward, evaluation.metrics) == (3.25, {"reward/length": 3.0, "reward/half": 0.5})

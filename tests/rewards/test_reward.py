@@ -1,0 +1,179 @@
+"""Reward functions: their time limits, their deaths, and their malformed results."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scoring import behaves, equal, worker_id
+
+from arl.api.errors import RewardError, RewardTimeoutError
+from arl.rewards.reward import AsyncReward, InlineReward, RewardPool
+
+
+async def test_a_function_runs_in_another_process() -> None:
+    async with RewardPool(worker_id, workers=1) as reward:
+        assert await reward(0) != os.getpid()
+
+
+async def test_workers_import_the_script_only_for_a_function_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from scoring import script_is_imported
+from arl.rewards.reward import RewardPool
+
+class Mine:
+    pass
+
+def mine(answer: str, data: object) -> float:
+    return script_is_imported(answer, data)
+
+async def main() -> None:
+    for function in (script_is_imported, mine):
+        async with RewardPool(function, workers=1) as reward:
+            print(await reward("", None))
+            try:
+                print(await reward("", Mine()))
+            except Exception as error:
+                print(error)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+""")
+    run = await asyncio.to_thread(
+        subprocess.run, [sys.executable, script], capture_output=True, text=True, timeout=60, check=True
+    )
+    apart, refused, *imported = run.stdout.splitlines()
+    assert (apart, imported) == ("0.0", ["1.0", "1.0"])
+    assert "cannot be read in its worker, as its class must be in a module" in refused
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker ends when its call does")
+async def test_a_worker_in_a_long_call_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from scoring import holds
+from arl.rewards.reward import RewardPool
+
+async def main() -> None:
+    async with RewardPool(holds, workers=1) as reward:
+        await reward(sys.argv[1], {{}})
+
+asyncio.run(main())
+"""
+    os.mkfifo(tmp_path / "held")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, str(tmp_path / "held"))
+    with await asyncio.to_thread(open, tmp_path / "held", "rb", 0) as held:
+        assert await asyncio.to_thread(held.read, 1) == b"x"  # the call has begun
+        process.kill()
+        assert await asyncio.to_thread(held.read, 1) == b""  # nobody holds it any more
+    await process.wait()
+
+
+async def test_queued_calls_have_their_whole_time_limit_once_they_run() -> None:
+    async with RewardPool(behaves, timeout_s=1.0, workers=2) as reward:
+        assert await asyncio.gather(*(reward("takes a while") for _ in range(10))) == [1.0] * 10
+
+
+async def test_a_hung_call_is_killed_and_others_go_on() -> None:
+    async with RewardPool(behaves, timeout_s=1.0, workers=1) as reward:
+        with pytest.raises(RewardTimeoutError, match=r"reward function behaves ran longer than 1 s"):
+            await reward("hangs")
+        assert await reward("works") == 1.0
+
+
+async def test_a_dead_worker_is_an_error_and_is_replaced() -> None:
+    async with RewardPool(behaves, workers=1) as reward:
+        for _ in range(3):
+            with pytest.raises(RewardError, match="died"):
+                await reward("dies")
+        assert await reward("works") == 1.0
+
+
+async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced() -> None:
+    async with RewardPool(worker_id, workers=1) as reward:
+        for _ in range(2):
+            os.kill(int(await reward(None)), signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while reward._pool is not None and reward._pool.active:  # noqa: ASYNC110 - a thread notices it
+                    await asyncio.sleep(0.01)
+            assert len(set(await asyncio.gather(*(reward(None) for _ in range(3))))) == 1
+
+
+async def test_a_cancelled_call_gives_its_worker_back() -> None:
+    async with RewardPool(behaves, workers=1) as reward:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await reward("hangs")
+        assert await reward("works") == 1.0
+
+
+async def test_leaving_the_pool_ends_running_calls() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        async with RewardPool(behaves, workers=1) as reward:
+            call = tasks.create_task(_error_of(reward("hangs")))
+            await asyncio.sleep(0.1)
+        assert "closed during a call" in str(await call)
+    with pytest.raises(RewardError, match="not open"):
+        await reward("works")
+
+
+async def _error_of(call: object) -> BaseException | None:
+    try:
+        await call
+    except RewardError as error:
+        return error
+    return None
+
+
+async def test_errors_and_malformed_results_name_the_function() -> None:
+    async with RewardPool(behaves, workers=1) as reward:
+        for how, what in [
+            ("raises", "(?s)reward function behaves failed in its worker.*ValueError: no such answer"),
+            ("is not a number", "reward function behaves returned 'text'; a reward must be a finite number"),
+            ("is nan", "reward function behaves returned nan; a reward must be a finite number"),
+        ]:
+            with pytest.raises(RewardError, match=what):
+                await reward(how)
+
+
+async def test_an_argument_that_cannot_be_pickled_is_an_error() -> None:
+    async with RewardPool(equal, workers=1) as reward:
+        with pytest.raises(RewardError, match="an argument of reward function equal cannot be pickled"):
+            await reward(lambda: 1, 2)
+
+
+def test_a_function_that_workers_cannot_import_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"lambda.* cannot be sent to a worker; define it at the top level"):
+        RewardPool(lambda answer: 1.0)
+
+
+def test_a_coroutine_function_is_refused_by_the_pool() -> None:
+    async def judge() -> float:
+        return 1.0
+
+    with pytest.raises(RewardError, match="judge is async; use AsyncReward"):
+        RewardPool(judge)
+
+
+async def test_an_async_reward_is_awaited_within_its_time_limit() -> None:
+    async def judge(answer: str) -> float:
+        await asyncio.sleep(0 if answer == "quick" else 100)
+        return 0.5
+
+    reward = AsyncReward(judge, timeout_s=0.05)
+    assert await reward("quick") == 0.5
+    with pytest.raises(RewardTimeoutError, match="judge ran longer than"):
+        await reward("slow")
+
+
+async def test_an_inline_reward_is_checked_as_well() -> None:
+    assert await InlineReward(lambda a, b: a == b)(1, 1) == 1.0
+    with pytest.raises(RewardError, match="returned 'text'"):
+        await InlineReward(behaves)("is not a number")

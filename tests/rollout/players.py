@@ -1,0 +1,132 @@
+"""Who plays in the flow's tests: deterministic engines, small workflows, and a trainer that trains nothing."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from arl.api import (
+    Curriculum,
+    DiskWeights,
+    Example,
+    Group,
+    InferenceEngine,
+    ModelRequest,
+    ModelResponse,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    Trajectory,
+)
+from arl.api.config import RolloutConfig
+from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.controller import RolloutController
+from arl.rollout.group import GroupRules
+
+
+def examples(n: int) -> list[Example]:
+    return [{"number": i} for i in range(n)]
+
+
+def engine_with_latency(seed: int = 0, mean_s: float = 1.0) -> ScriptedEngine:
+    """Its tokens depend on the prompt and the version alone; its latency is random."""
+    latency = random.Random(seed)
+
+    async def script(request: ModelRequest) -> ModelResponse:
+        version = engine.version
+        await asyncio.sleep(latency.expovariate(1 / mean_s))
+        output_ids = tuple((7 * sum(request.input_ids) + 3 * version + i) % 101 for i in range(3))
+        return ModelResponse(
+            output_ids=output_ids,
+            output_logprobs=tuple(-0.01 * token for token in output_ids),
+            output_versions=(version,) * 3,
+            stop_reason="stop",
+        )
+
+    engine = ScriptedEngine(script)
+    return engine
+
+
+class TwoTurns(RolloutWorkflow):
+    """Asks twice and is rewarded by what came back."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+        prompt = (data["number"] + 1, 5)
+        ids, mask, logprobs, versions = prompt, (0, 0), (0.0, 0.0), (-1, -1)
+        for _ in range(2):
+            answer = await engine.agenerate(ModelRequest(input_ids=ids, sampling=SamplingParams(max_new_tokens=3)))
+            n = len(answer.output_ids)
+            ids, mask = ids + answer.output_ids, mask + (1,) * n
+            logprobs, versions = logprobs + answer.output_logprobs, versions + answer.output_versions
+        return Trajectory(
+            token_ids=ids,
+            loss_mask=mask,
+            behavior_logprobs=logprobs,
+            versions=versions,
+            reward=float(sum(ids) % 5),
+        )
+
+
+class Scripted(RolloutWorkflow):
+    """Does what the example's `number` tells it to, by a function of it; see each test."""
+
+    def __init__(self, act: object) -> None:
+        self._act = act
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> object:
+        result = self._act(data["number"])
+        return await result if asyncio.iscoroutine(result) else result
+
+
+async def serve(engine: ScriptedEngine, version: int) -> None:
+    await engine.update_weights(DiskWeights(version=version, directory=Path("/nowhere")))
+
+
+async def train(
+    controller: RolloutController,
+    buffer: ReplayBuffer,
+    engine: ScriptedEngine,
+    versions: Sequence[int],
+    train_s: float = 0.0,
+) -> list[list[Group]]:
+    """Run the controller and a trainer that takes a batch for each version, until it has them all."""
+    batches: list[list[Group]] = []
+    async with asyncio.TaskGroup() as tasks:
+        rollout = tasks.create_task(controller.run())
+        for version in versions:
+            batch = await buffer.take_batch(version)
+            await asyncio.sleep(train_s)
+            controller.trained(batch)
+            batches.append(batch)
+            await serve(engine, version + 1)
+            await buffer.published(version + 1)
+        rollout.cancel()
+    return batches
+
+
+def controlled(
+    workflow: RolloutWorkflow,
+    num_examples: int,
+    engine: ScriptedEngine | None = None,
+    *,
+    seed: int = 0,
+    keep: Callable[[Group], bool] | None = None,
+    drop_equal_rewards: bool = False,
+    has_baseline: bool = False,
+    curriculum: Curriculum | None = None,
+    **settings: object,
+) -> tuple[RolloutController, ReplayBuffer, ScriptedEngine]:
+    config = RolloutConfig(**{"group_size": 2, "batch_size": 2, "max_staleness": 1, **settings})
+    engine = engine or engine_with_latency()
+    buffer = ReplayBuffer(config.batch_size, config.max_staleness)
+    controller = RolloutController(
+        engine,
+        workflow,
+        examples(num_examples),
+        config,
+        buffer,
+        seed=seed,
+        rules=GroupRules(keep=keep, drop_equal_rewards=drop_equal_rewards, has_baseline=has_baseline),
+        curriculum=curriculum,
+    )
+    return controller, buffer, engine

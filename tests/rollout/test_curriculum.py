@@ -1,0 +1,223 @@
+"""A curriculum says which examples a stage hands out; the ledger stays exact whatever it says."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from players import Scripted, controlled, train
+from simulation import trajectory
+from virtual_time import run_in_virtual_time
+
+from arl.api import Curriculum, ExampleRecord, Group
+from arl.api.errors import CurriculumError
+from arl.rollout.ledger import ExampleLedger, Outcome
+
+
+def ledger(curriculum: Curriculum | None, num_examples: int = 5) -> ExampleLedger:
+    return ExampleLedger(num_examples, shuffle=True, seed=0, curriculum=curriculum)
+
+
+def issued(source: ExampleLedger, n: int) -> list[tuple[int, int]]:
+    return [source.issue().example_id for _ in range(n)]
+
+
+def restored(source: ExampleLedger, curriculum: Curriculum | None, num_examples: int = 5) -> ExampleLedger:
+    copy = ledger(curriculum, num_examples)
+    copy.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    return copy
+
+
+class Stages:
+    """Hands out these stages in turn, and keeps what it was told."""
+
+    def __init__(self, *stages: Sequence[int]) -> None:
+        self._stages = stages
+        self.asked: list[int] = []
+        self.told: list[Sequence[ExampleRecord]] = []
+
+    def __call__(self, stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
+        self.asked.append(stage)
+        self.told.append(records)
+        return self._stages[stage]
+
+
+def test_a_stage_is_what_the_curriculum_says_in_its_order() -> None:
+    assert issued(ledger(Stages([3, 0], [4], [1, 0, 2])), 6) == [(0, 3), (0, 0), (1, 4), (2, 1), (2, 0), (2, 2)]
+
+
+def test_it_is_told_how_each_example_fared() -> None:
+    curriculum = Stages([2, 0, 1], [2], [0])
+    source = ledger(curriculum, 4)
+    for example_id, outcome, reward in zip(
+        issued(source, 3), (Outcome.TRAINED, Outcome.REJECTED, Outcome.DROPPED), (0.5, 1.0, None), strict=True
+    ):
+        if reward is not None:
+            source.note_reward(example_id, reward)
+        source.settle(example_id, outcome)
+    (again,) = issued(source, 1)
+    source.note_reward(again, 1.0)
+    source.settle(again, Outcome.TRAINED)
+    source.issue()
+    assert curriculum.told[0] == [ExampleRecord(index=i) for i in range(4)]
+    assert curriculum.told[2] == [
+        ExampleRecord(index=0, num_rejected=1, last_reward=1.0, mean_reward=1.0),
+        ExampleRecord(index=1, num_dropped=1),
+        ExampleRecord(index=2, num_trained=2, last_reward=1.0, mean_reward=0.75),
+        ExampleRecord(index=3),
+    ]
+
+
+def test_an_example_outside_the_stage_has_no_outcome_in_it() -> None:
+    source = ledger(Stages([3, 1], [0]))
+    for example_id in issued(source, 2):
+        source.settle(example_id, Outcome.TRAINED)
+    assert source.outcomes(0) == {Outcome.TRAINED: [1, 3], Outcome.REJECTED: [], Outcome.DROPPED: []}
+    (last,) = issued(source, 1)
+    source.settle(last, Outcome.DROPPED)
+    assert source.outcomes(1) == {Outcome.TRAINED: [], Outcome.REJECTED: [], Outcome.DROPPED: [0]}
+
+
+def test_a_resume_goes_on_with_the_stage_without_asking_again() -> None:
+    source = ledger(Stages([4, 2, 0, 1]))
+    first, second, third = issued(source, 3)
+    source.note_reward(second, 0.25)
+    source.settle(second, Outcome.TRAINED)
+    later = Stages([], [3])
+    copy = restored(source, later)
+    assert issued(copy, 4) == [first, third, (0, 1), (1, 3)]
+    assert later.asked == [1]
+    assert later.told[0][2] == ExampleRecord(index=2, num_trained=1, last_reward=0.25, mean_reward=0.25)
+
+
+def test_a_curriculum_that_comes_with_a_resume_knows_the_outcomes_and_one_that_goes_leaves_its_stage() -> None:
+    source = ledger(None, 3)
+    for example_id in issued(source, 3):
+        source.settle(example_id, Outcome.REJECTED)
+    comes = Stages([], [1, 0])
+    copy = restored(source, comes, 3)
+    assert issued(copy, 1) == [(1, 1)]
+    assert [record.num_rejected for record in comes.told[0]] == [1, 1, 1]
+    assert issued(restored(copy, None, 3), 3)[:2] == [(1, 1), (1, 0)]
+
+
+def test_numbers_of_another_kind_are_indices_too() -> None:
+    np = pytest.importorskip("numpy")
+    source = ledger(Stages(np.array([2, 0])))  # type: ignore[arg-type]
+    assert issued(source, 2) == [(0, 2), (0, 0)]
+    json.dumps(source.state_dict())
+
+
+def broken(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
+    raise KeyError("difficulty")
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        (Stages([]), "the curriculum Stages returned no examples for stage 0"),
+        (Stages([1, 0, 1]), "the curriculum Stages returned index 1 twice for stage 0"),
+        (Stages([0, 5]), "the curriculum Stages returned index 5 for stage 0; the dataset's indices are 0 to 4"),
+        (Stages([0, -1]), "returned index -1 for stage 0"),
+        (Stages([0.5]), "the curriculum Stages raised TypeError when it was asked for stage 0"),  # type: ignore[list-item]
+        (broken, "the curriculum broken raised KeyError when it was asked for stage 0: 'difficulty'"),
+    ],
+)
+def test_what_is_wrong_with_a_stage_ends_the_run_naming_the_curriculum(curriculum: Curriculum, message: str) -> None:
+    async def main() -> None:
+        controller, buffer, engine = controlled(Scripted(lambda _: trajectory((0,))), 5, curriculum=curriculum)
+        await train(controller, buffer, engine, range(1))
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_in_virtual_time(main())
+    (error,) = raised.value.exceptions
+    assert isinstance(error, CurriculumError)
+    assert message in str(error)
+
+
+def trained(curriculum: Curriculum, act: object, num_versions: int, **options: object) -> list[Group]:
+    """The groups of so many batches of two, synchronous, over six examples."""
+
+    async def main() -> list[Group]:
+        controller, buffer, engine = controlled(
+            Scripted(act), 6, curriculum=curriculum, batch_size=2, group_size=2, max_staleness=0, **options
+        )
+        return [g for batch in await train(controller, buffer, engine, range(num_versions)) for g in batch]
+
+    return run_in_virtual_time(main())
+
+
+def unsolved(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
+    return [record.index for record in records if record.last_reward != 1.0]
+
+
+def hardest_last(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
+    return [record.index for record in sorted(records, key=lambda r: (-(r.mean_reward or 0.0), r.index))]
+
+
+def test_a_curriculum_may_drop_what_is_solved() -> None:
+    groups = trained(unsolved, lambda number: trajectory((999,), reward=float(number % 2)), 6)
+    first, *later = ([g.example_id[1] for g in groups if g.example_id[0] == stage] for stage in range(3))
+    assert first == [0, 1, 2, 3, 4, 5]
+    assert later == [[0, 2, 4], [0, 2, 4]]
+
+
+def test_a_curriculum_may_sort_by_difficulty() -> None:
+    groups = trained(hardest_last, lambda number: trajectory((999,), reward=(number * 5) % 7 / 7), 6)
+    assert [g.example_id[1] for g in groups[6:]] == sorted(range(6), key=lambda number: -(number * 5 % 7))
+
+
+def test_examples_of_rejected_groups_are_known_by_their_rewards_too() -> None:
+    """With dynamic sampling all that is solved is rejected: it has to be known as solved all the same."""
+    answers = iter(range(10**9))
+
+    def act(number: int) -> object:
+        return trajectory((999,), reward=1.0 if number < 3 else float(next(answers) % 2))
+
+    groups = trained(unsolved, act, 3, drop_equal_rewards=True)
+    assert {g.example_id[1] for g in groups if g.example_id[0] > 0} <= {3, 4, 5}
+    assert {g.example_id[1] for g in groups} == {3, 4, 5}
+
+
+@given(
+    stages=st.lists(st.permutations(range(7)).flatmap(lambda p: st.integers(1, 7).map(lambda n: p[:n])), min_size=9),
+    events=st.lists(st.sampled_from(["issue", "issue", "settle", "restart"]), max_size=40),
+    choices=st.randoms(),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_issued_settled_and_resumed_every_example_of_a_stage_ends_once(
+    stages: list[list[int]], events: list[str], choices: object
+) -> None:
+    source, settled = ledger(lambda stage, _: stages[stage % len(stages)], 7), []
+    for event in events:
+        if event == "issue":
+            source.issue()
+        elif event == "restart":
+            source = restored(source, lambda stage, _: stages[stage % len(stages)], 7)
+        elif source.pending:
+            settled.append(choices.choice(source.pending))
+            source.settle(settled[-1], choices.choice(list(Outcome)))
+    assert len(settled) == len(set(settled))
+    state = source.state_dict()
+    pending = [(epoch, index) for epoch, index, _ in state["pending"]]
+    for epoch in range(len(state["stages"])):
+        ended = [i for indices in source.outcomes(epoch).values() for i in indices]
+        assert sorted(ended) == sorted(i for e, i in settled if e == epoch)
+        begun = sorted(ended + [i for e, i in pending if e == epoch])
+        stage = stages[epoch % len(stages)]
+        handed_out = stage if epoch < source.epoch else stage[: state["position"]]
+        assert begun == sorted(handed_out)
+
+
+def test_a_stage_is_asked_for_while_the_one_before_still_runs() -> None:
+    curriculum = Stages(range(6), range(6))
+
+    async def main() -> None:
+        act = lambda number: asyncio.sleep(100 if number == 5 else 1, trajectory((999,), reward=1.0))  # noqa: E731
+        controller, buffer, engine = controlled(Scripted(act), 6, curriculum=curriculum, batch_size=2, max_staleness=3)
+        await train(controller, buffer, engine, range(2))
+
+    run_in_virtual_time(main())
+    assert [record.last_reward for record in curriculum.told[1]][5] is None

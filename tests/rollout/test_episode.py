@@ -1,0 +1,206 @@
+"""One episode: time limit, retries, malformed returns, and who is to blame."""
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import pytest
+from players import Scripted, engine_with_latency
+from simulation import trajectory
+from virtual_time import run_in_virtual_time
+
+from arl.api.errors import EpisodeTimeoutError, FailureBudgetError, TrajectoryError
+from arl.rollout.episode import Episode, EpisodeRunner, FailureBudget
+
+ONE = trajectory((0,), reward=1.0)
+
+
+def episode(act: object, *, timeout_s: float = 10.0, retries: int = 0, oldest_allowed: int = 0) -> Episode:
+    runner = EpisodeRunner(engine=engine_with_latency(), workflow=Scripted(act), timeout_s=timeout_s, retries=retries)
+    return run_in_virtual_time(runner.run({"number": 0}, name="the episode", oldest_allowed=oldest_allowed))
+
+
+def fails(times: int) -> object:
+    """An act that raises so many times and then returns a trajectory."""
+    failures = iter(range(times))
+
+    def act(_: int) -> object:
+        if next(failures, None) is not None:
+            raise ValueError("bad luck")
+        return ONE
+
+    return act
+
+
+def test_one_trajectory_or_several_are_kept_in_order() -> None:
+    other = trajectory((0, 0), reward=3.0)
+    assert episode(lambda _: ONE).trajectories == (ONE,)
+    assert episode(lambda _: [other, ONE]).trajectories == (other, ONE)
+    assert episode(lambda _: [other, ONE]).reward == 2.0
+
+
+def test_a_role_whose_transcript_branched_counts_once_in_the_episodes_reward() -> None:
+    critic = replace(ONE, role="critic", reward=0.0)
+    assert episode(lambda _: [critic, critic, critic, ONE]).reward == 0.5
+
+
+def test_none_is_a_rejection_and_no_error() -> None:
+    ended = episode(lambda _: None, retries=3)
+    assert ended.is_rejected
+    assert (ended.error, ended.attempts, ended.reward) == (None, 1, 0.0)
+
+
+def test_an_exception_is_kept_with_its_traceback_and_recorded_once(caplog: pytest.LogCaptureFixture) -> None:
+    ended = episode(fails(1))
+    assert isinstance(ended.error, ValueError)
+    assert not ended.is_rejected
+    (record,) = caplog.records
+    assert record.getMessage() == "the episode failed (attempt 1 of 1)"
+    assert record.exc_text is not None
+    assert "in act" in record.exc_text
+
+
+def test_a_failed_episode_is_run_again() -> None:
+    ended = episode(fails(2), retries=2)
+    assert (ended.is_finished, ended.attempts) == (True, 3)
+
+
+def test_retries_end() -> None:
+    ended = episode(fails(9), retries=2)
+    assert (ended.is_finished, ended.attempts) == (False, 3)
+
+
+def test_an_episode_that_hangs_is_ended_by_its_time_limit() -> None:
+    ended = episode(lambda _: asyncio.Event().wait(), timeout_s=5, retries=3)
+    assert isinstance(ended.error, EpisodeTimeoutError)
+    assert str(ended.error) == "Scripted took longer than rollout.episode_timeout_s=5"
+    assert (ended.attempts, ended.elapsed_s) == (1, 5.0)
+
+
+def test_the_time_limit_includes_retries() -> None:
+    async def slow_failure() -> None:
+        await asyncio.sleep(3)
+        raise ValueError
+
+    ended = episode(lambda _: slow_failure(), timeout_s=5, retries=9)
+    assert isinstance(ended.error, EpisodeTimeoutError)
+    assert (ended.attempts, ended.elapsed_s) == (2, 5.0)
+
+
+def test_a_workflow_that_swallows_its_cancellation_has_timed_out_all_the_same() -> None:
+    async def stubborn() -> object:
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            return ONE
+
+    assert isinstance(episode(lambda _: stubborn()).error, EpisodeTimeoutError)
+
+
+def test_a_time_limit_inside_the_workflow_is_the_workflows_own_error() -> None:
+    async def impatient() -> None:
+        async with asyncio.timeout(1):
+            await asyncio.sleep(2)
+
+    assert type(episode(lambda _: impatient()).error) is TimeoutError
+
+
+def test_a_cancellation_from_inside_the_workflow_is_a_failure() -> None:
+    async def awaits_a_cancelled_task() -> None:
+        task = asyncio.ensure_future(asyncio.sleep(1))
+        task.cancel()
+        await task
+
+    error = episode(lambda _: awaits_a_cancelled_task()).error
+    assert str(error) == "arun_episode raised CancelledError, but nobody cancelled it"
+
+
+async def test_a_cancellation_from_outside_passes() -> None:
+    runner = EpisodeRunner(engine=engine_with_latency(), workflow=Scripted(lambda _: asyncio.sleep(9)), timeout_s=99)
+    task = asyncio.ensure_future(runner.run({"number": 0}, name="the episode"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_cleanup_that_fails_under_a_cancellation_from_outside_runs_nothing_again() -> None:
+    runs: list[int] = []
+
+    async def fails_to_clean_up() -> None:
+        runs.append(1)
+        try:
+            await asyncio.sleep(9)
+        finally:
+            raise ConnectionError("the sandbox is gone")
+
+    workflow = Scripted(lambda _: fails_to_clean_up())
+    runner = EpisodeRunner(engine=engine_with_latency(), workflow=workflow, timeout_s=99, retries=1)
+    task = asyncio.ensure_future(runner.run({"number": 0}, name="the episode"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert runs == [1]
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        ({"input_ids": [1]}, "returned a dict;"),
+        (1.0, "returned a float;"),
+        ("text", "returned a str;"),
+        ([], "returned an empty sequence;"),
+        ([ONE, None], "returned a sequence with a NoneType;"),
+    ],
+)
+def test_a_malformed_return_is_a_failure_that_names_what_came_back(returned: object, named: str) -> None:
+    error = episode(lambda _: returned).error
+    assert isinstance(error, TrajectoryError)
+    assert named in str(error)
+    assert "or None to reject" in str(error)
+
+
+def test_tokens_from_before_the_groups_admission_are_malformed() -> None:
+    error = episode(lambda _: trajectory((2, 3)), oldest_allowed=3).error
+    assert isinstance(error, TrajectoryError)
+    assert "a token of version 2, but its group was admitted at version 3" in str(error)
+
+
+def test_a_workflow_class_instead_of_an_instance_is_named() -> None:
+    with pytest.raises(TypeError, match="workflow is the class Scripted; pass an instance"):
+        EpisodeRunner(engine=engine_with_latency(), workflow=Scripted, timeout_s=1)
+
+
+FAILED = Episode(error=ValueError("first"), elapsed_s=1.0)
+FINISHED = Episode(trajectories=(ONE,), elapsed_s=1.0)
+
+
+def test_the_failure_budget_ends_the_run_from_the_first_failure() -> None:
+    budget = FailureBudget(max_failure_rate=0.5, window=4)
+    for ended in (FINISHED, FAILED, Episode(error=KeyError("second"), elapsed_s=1.0)):
+        budget.record(ended)
+    with pytest.raises(FailureBudgetError, match=r"3 of the last 4 episodes failed.*0\.5.*ValueError: first") as raised:
+        budget.record(FAILED)
+    assert raised.value.__cause__ is FAILED.error
+
+
+def test_the_failure_budget_looks_at_the_last_window_alone() -> None:
+    budget = FailureBudget(max_failure_rate=0.5, window=4)
+    for ended in (FAILED, FINISHED, FINISHED, FAILED) * 20:
+        budget.record(ended)
+
+
+def test_failures_before_the_first_full_window_do_not_end_the_run() -> None:
+    budget = FailureBudget(max_failure_rate=0.5, window=4)
+    for _ in range(3):
+        budget.record(FAILED)
+
+
+def test_failures_are_logged_where_users_look(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="arl"):
+        episode(fails(2), retries=1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the episode failed (attempt 1 of 2)",
+        "the episode failed (attempt 2 of 2)",
+    ]

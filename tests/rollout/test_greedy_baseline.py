@@ -1,0 +1,164 @@
+"""The greedy episode of a group: its rewards are the baseline, and it is never trained."""
+
+import asyncio
+
+import pytest
+from players import controlled, train
+from simulation import trajectory
+from virtual_time import run_in_virtual_time
+
+from arl.api import (
+    Example,
+    Group,
+    InferenceEngine,
+    ModelRequest,
+    ModelResponse,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    Trajectory,
+)
+from arl.rollout.ledger import Outcome
+
+
+def temperature_says(request: ModelRequest) -> ModelResponse:
+    """One token: 1 where it was sampled greedily, else 0."""
+    return ModelResponse(
+        output_ids=(int(request.sampling.temperature == 0),),
+        output_logprobs=(-1.0,),
+        output_versions=(0,),
+        stop_reason="stop",
+        temperature=request.sampling.logprob_temperature,
+    )
+
+
+class Told(RolloutWorkflow):
+    """Asks how it is sampled, and does what `greedy` or `sampled`, functions of the example's number, say."""
+
+    def __init__(self, greedy: object, sampled: object) -> None:
+        self._acts = sampled, greedy
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> object:
+        response = await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(temperature=0.8)))
+        answer = self._acts[response.output_ids[0]](data["number"])
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+def of(reward: float, role: str = "agent") -> Trajectory:
+    base = trajectory((0,), reward=reward)
+    return Trajectory(
+        token_ids=base.token_ids,
+        loss_mask=base.loss_mask,
+        behavior_logprobs=base.behavior_logprobs,
+        versions=base.versions,
+        reward=reward,
+        role=role,
+    )
+
+
+def trained(greedy: object, sampled: object = lambda _: of(0.0), **options: object) -> tuple[list[Group], dict, dict]:
+    """One batch of one group: the groups, the counters, and how the examples ended."""
+
+    async def main() -> tuple[list[Group], dict, dict]:
+        engine = ScriptedEngine(temperature_says)
+        controller, buffer, _ = controlled(
+            Told(greedy, sampled),
+            4,
+            engine,
+            **{
+                "has_baseline": True,
+                "batch_size": 1,
+                "max_staleness": 0,
+                "shuffle": False,
+                "episode_retries": 0,
+                **options,
+            },
+        )
+        batches = await train(controller, buffer, engine, range(1))
+        return batches[0], controller.counters(), controller.ledger.outcomes(0)
+
+    return run_in_virtual_time(main())
+
+
+def fails(number: int) -> Trajectory:
+    if number == 0:
+        raise ValueError("no answer")
+    return of(0.5)
+
+
+def test_its_reward_is_the_groups_and_its_tokens_are_nobodys() -> None:
+    (group,), counters, _ = trained(lambda _: of(0.5))
+    assert group.greedy_rewards == {"agent": 0.5}
+    assert [t.reward for t in group.trajectories] == [0.0, 0.0]
+    assert group.episode_indices == (0, 1)
+    assert (counters["baselines_finished"], counters["baselines_missing"]) == (1, 0)
+    assert (counters["episodes_trained"], counters["finished_episodes"]) == (2, 2)
+
+
+def test_each_role_has_a_baseline_of_its_own() -> None:
+    both = [of(1.0, "author"), of(0.0, "critic"), of(1.0, "critic")]
+    (group,), _, _ = trained(lambda _: both, lambda _: both)
+    assert group.greedy_rewards == {"author": 1.0, "critic": 0.5}
+
+
+def test_a_group_without_one_asks_nothing_greedily() -> None:
+    (group,), _, _ = trained(lambda _: pytest.fail("it was asked greedily"), has_baseline=False)
+    assert group.greedy_rewards == {}
+
+
+def test_a_group_whose_greedy_episode_failed_is_dropped_and_counted() -> None:
+    (group,), counters, outcomes = trained(fails)
+    assert group.example_id == (0, 1)
+    assert outcomes == {Outcome.TRAINED: [1], Outcome.REJECTED: [], Outcome.DROPPED: [0]}
+    assert (counters["baselines_missing"], counters["episodes_dropped"], counters["episodes_failed"]) == (1, 2, 0)
+
+
+def test_a_greedy_episode_that_failed_is_run_again() -> None:
+    failures = iter([1])
+
+    def fails_once(_: int) -> Trajectory:
+        if next(failures, None):
+            raise ValueError("no answer")
+        return of(0.5)
+
+    (group,), counters, _ = trained(fails_once, episode_retries=1)
+    assert group.example_id == (0, 0)
+    assert (counters["baselines_missing"], counters["episodes_retried"]) == (0, 1)
+
+
+def test_a_group_whose_greedy_episode_was_rejected_is_rejected() -> None:
+    (group,), counters, outcomes = trained(lambda number: of(0.5) if number else None)
+    assert group.example_id == (0, 1)
+    assert outcomes[Outcome.REJECTED] == [0]
+    assert (counters["baselines_missing"], counters["episodes_rejected"]) == (1, 2)
+
+
+def test_a_group_waits_for_it_though_enough_others_have_finished() -> None:
+    (group,), counters, _ = trained(lambda _: asyncio.sleep(5, of(0.5)), extra_episodes=1)
+    assert group.greedy_rewards == {"agent": 0.5}
+    assert counters["episodes_surplus"] == 1
+
+
+def test_enough_others_do_not_cancel_it_and_it_does_not_count_among_them() -> None:
+    group_of = {"group_size": 2, "extra_episodes": 2}
+    (group,), counters, _ = trained(lambda _: of(0.5), lambda _: asyncio.sleep(1, of(0.0)), **group_of)
+    assert group.num_episodes == 2
+    assert (counters["baselines_finished"], counters["episodes_surplus"]) == (1, 2)
+
+
+def test_a_group_that_is_cut_cuts_it_as_well() -> None:
+    cancelled: list[int] = []
+
+    async def hangs(number: int) -> Trajectory:
+        try:
+            await asyncio.sleep(0 if number else 10**6)
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+        return of(0.5)
+
+    (group,), counters, outcomes = trained(hangs, drop_stragglers_after_s=30)
+    assert cancelled == [0]
+    assert outcomes[Outcome.DROPPED] == [0]
+    assert group.example_id == (0, 1)
+    assert (counters["straggler_groups"], counters["straggler_episodes"], counters["episodes_dropped"]) == (1, 0, 2)

@@ -1,0 +1,113 @@
+"""ExampleLedger: every example of every epoch ends exactly once."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arl.api.errors import CheckpointError
+from arl.rollout.ledger import ExampleLedger, Outcome
+
+
+def ledger(num_examples: int = 5, *, shuffle: bool = True, seed: int = 0) -> ExampleLedger:
+    return ExampleLedger(num_examples, shuffle=shuffle, seed=seed)
+
+
+def issued(source: ExampleLedger, n: int) -> list[tuple[int, int]]:
+    return [source.issue().example_id for _ in range(n)]
+
+
+def restored(source: ExampleLedger, **settings: int) -> ExampleLedger:
+    copy = ledger(**settings)
+    copy.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    return copy
+
+
+def test_an_epoch_hands_out_every_example_once() -> None:
+    ids = issued(ledger(5), 10)
+    assert sorted(ids[:5]) == [(0, i) for i in range(5)]
+    assert sorted(ids[5:]) == [(1, i) for i in range(5)]
+
+
+def test_unshuffled_examples_keep_the_datasets_order() -> None:
+    assert issued(ledger(3, shuffle=False), 4) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_the_order_is_the_seeds_and_differs_between_epochs() -> None:
+    first, again, other = (issued(ledger(50, seed=seed), 100) for seed in (1, 1, 2))
+    assert first == again != other
+    assert [i for _, i in first[:50]] != [i for _, i in first[50:]]
+
+
+def test_after_a_resume_an_example_that_runs_again_keeps_its_group_id_and_no_other_gets_one_of_before() -> None:
+    source = ledger(7)
+    before = [source.issue() for _ in range(5)]
+    for issue in (before[3], before[0]):
+        source.settle(issue.example_id, Outcome.TRAINED)
+    copy = restored(source, num_examples=7)
+    again = [copy.issue() for _ in range(5)]
+    assert again[:3] == [before[1], before[2], before[4]]
+    assert [issue.group_id for issue in again[3:]] == [5, 6]
+
+
+def test_a_pending_example_whose_group_was_kept_is_not_handed_out_again() -> None:
+    source = ledger(4, shuffle=False)
+    first, second, third = issued(source, 3)
+    copy = ledger(4, shuffle=False)
+    copy.load_state_dict(source.state_dict(), finished=[second])
+    assert issued(copy, 3) == [first, third, (0, 3)]
+    copy.settle(second, Outcome.TRAINED)
+    assert copy.outcomes(0)[Outcome.TRAINED] == [1]
+
+
+def test_an_example_cannot_end_twice() -> None:
+    source = ledger()
+    (example_id,) = issued(source, 1)
+    source.settle(example_id, Outcome.TRAINED)
+    with pytest.raises(ValueError, match="cannot end as dropped: it is not running, or has ended before"):
+        source.settle(example_id, Outcome.DROPPED)
+
+
+def test_the_ledger_says_how_each_example_ended() -> None:
+    source = ledger(4, shuffle=False)
+    for example_id, outcome in zip(issued(source, 3), (Outcome.DROPPED, Outcome.TRAINED, Outcome.TRAINED), strict=True):
+        source.settle(example_id, outcome)
+    assert source.outcomes(0) == {Outcome.TRAINED: [1, 2], Outcome.REJECTED: [], Outcome.DROPPED: [0]}
+
+
+def test_pending_examples_run_again_after_a_resume_and_settled_ones_do_not() -> None:
+    source = ledger(4, shuffle=False)
+    first, second, _ = issued(source, 3)
+    source.settle(second, Outcome.TRAINED)
+    assert issued(restored(source, num_examples=4, shuffle=False), 3) == [first, (0, 2), (0, 3)]
+
+
+def test_a_resume_before_the_owed_examples_were_run_owes_them_still() -> None:
+    source = ledger(4, shuffle=False)
+    issued(source, 3)
+    twice = restored(restored(source, num_examples=4, shuffle=False), num_examples=4, shuffle=False)
+    assert issued(twice, 4) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_examples", 6), ("shuffle", False), ("seed", 9)])
+def test_another_runs_checkpoint_is_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(CheckpointError, match=f"written with {name} .*, this run has {value}"):
+        restored(ledger(), **{name: value})
+
+
+@given(st.lists(st.sampled_from(["issue", "settle", "restart"]), max_size=80), st.randoms())
+def test_whatever_is_issued_settled_and_resumed_every_example_ends_once(events: list[str], random: object) -> None:
+    source, settled = ledger(7), []
+    for event in events:
+        if event == "issue":
+            source.issue()
+        elif event == "restart":
+            source = restored(source, num_examples=7)
+        elif source.pending:
+            settled.append(random.choice(source.pending))
+            source.settle(settled[-1], random.choice(list(Outcome)))
+    assert len(settled) == len(set(settled))
+    for epoch in range(source.epoch):
+        ended = [i for indices in source.outcomes(epoch).values() for i in indices]
+        assert sorted(ended) == sorted(i for e, i in settled if e == epoch)

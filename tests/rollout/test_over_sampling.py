@@ -1,0 +1,281 @@
+"""More episodes than a group trains: which are kept, what becomes of the others, and what it costs is counted."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from statistics import pvariance
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from players import Scripted, TwoTurns, controlled, engine_with_latency, train
+from simulation import trajectory
+from virtual_time import run_in_virtual_time
+
+from arl.api import Example, Group, InferenceEngine, ModelRequest, ScriptedEngine, Trajectory, TurnSpan
+from arl.rollout.ledger import Outcome
+from arl.rollout.over_sampling import most_varied
+
+few_values = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0]), min_size=1, max_size=9)
+
+
+def sampled(
+    *episodes: Callable[[], object], engine: ScriptedEngine | None = None, **options: object
+) -> tuple[Group, dict[str, float], float]:
+    """The group of the first example, whose episodes do this in turn; the counters then; and the time it took.
+
+    Each is a function without arguments that returns or raises what arun_episode does, or a coroutine.
+    """
+
+    async def main() -> tuple[Group, dict[str, float], float]:
+        turn = iter([*episodes, *[lambda: asyncio.sleep(10**6)] * 1000])
+        controller, buffer, _ = controlled(
+            Scripted(lambda _: next(turn)()),
+            50,
+            engine,
+            **{"batch_size": 1, "max_staleness": 0, "episode_retries": 0, "max_failure_rate": 1.0, **options},
+        )
+        async with asyncio.TaskGroup() as tasks:
+            rollout = tasks.create_task(controller.run())
+            (group,) = await buffer.take_batch(0)
+            took = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.001)
+            controller.trained([group])
+            counters = controller.counters()
+            rollout.cancel()
+        return group, counters, took
+
+    return run_in_virtual_time(main())
+
+
+def after(seconds: float, reward: float = 0.0) -> Callable[[], object]:
+    return lambda: asyncio.sleep(seconds, trajectory((9,), reward=reward))
+
+
+def fails() -> object:
+    raise ValueError("bad luck")
+
+
+FIRST = {"group_size": 2, "extra_episodes": 2}
+VARIED = {**FIRST, "keep_episodes": "max_variance"}
+
+
+def test_the_first_to_finish_are_kept_and_the_group_does_not_wait_for_the_others() -> None:
+    group, _, took = sampled(after(4), after(1), after(9), after(2), **FIRST)
+    assert group.episode_indices == (1, 3)
+    assert took == 2
+
+
+def test_what_the_others_had_asked_for_is_aborted() -> None:
+    aborted: list[int] = []
+
+    async def answer(request: ModelRequest) -> Sequence[int]:
+        try:
+            await asyncio.sleep(request.input_ids[0])
+        except asyncio.CancelledError:
+            aborted.append(request.input_ids[0])
+            raise
+        return [1]
+
+    class Asking(TwoTurns):
+        async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+            await engine.agenerate(ModelRequest(input_ids=[next(lengths)]))
+            return trajectory((0,))
+
+    async def main() -> None:
+        controller, buffer, _ = controlled(Asking(), 50, ScriptedEngine(answer), batch_size=1, max_staleness=0, **FIRST)
+        async with asyncio.TaskGroup() as tasks:
+            rollout = tasks.create_task(controller.run())
+            await buffer.take_batch(0)
+            await asyncio.sleep(0.5)
+            assert sorted(aborted) == [7, 8]
+            rollout.cancel()
+
+    lengths = iter([3, 7, 2, 8, *[100] * 100])
+    run_in_virtual_time(main())
+
+
+def test_episodes_that_were_overtaken_are_counted_with_the_time_they_had_run() -> None:
+    _, counters, _ = sampled(after(4), after(1), after(9), after(2), **FIRST)
+    assert (counters["episodes_trained"], counters["episodes_surplus"], counters["episodes_dropped"]) == (2, 2, 0)
+    assert (counters["overtaken_episodes"], counters["overtaken_episode_s"]) == (2, 2.0)
+    assert (counters["finished_episodes"], counters["finished_episode_s"]) == (2, 1.5)
+
+
+def test_an_overtaken_episode_that_is_slow_to_end_holds_nothing_up() -> None:
+    async def stubborn() -> object:
+        try:
+            await asyncio.sleep(10**6)
+        finally:
+            await asyncio.sleep(500)
+
+    group, counters, took = sampled(stubborn, after(1), after(2), **{**FIRST, "extra_episodes": 1})
+    assert (group.episode_indices, took) == ((1, 2), 2)
+    assert counters["episodes_surplus"] == 1
+
+
+def test_an_overtaken_episode_that_finishes_all_the_same_is_not_trained() -> None:
+    async def deaf() -> object:
+        try:
+            await asyncio.sleep(10**6)
+        except asyncio.CancelledError:
+            return trajectory((9,))
+
+    group, counters, _ = sampled(deaf, after(1), after(2), **{**FIRST, "extra_episodes": 1})
+    assert group.episode_indices == (1, 2)
+    assert counters["episodes_surplus"] == 1
+
+
+def test_episodes_without_a_place_are_not_begun_once_enough_have_finished() -> None:
+    begun: list[int] = []
+
+    def begins() -> object:
+        begun.append(1)
+        return after(1)()
+
+    group, counters, _ = sampled(*[begins] * 6, group_size=2, extra_episodes=4, max_concurrent_episodes=2)
+    assert group.episode_indices == (0, 1)
+    assert (counters["episodes_surplus"], counters["overtaken_episodes"]) == (4, 0)
+    assert len(begun) == 2
+
+
+def test_a_place_that_is_not_needed_any_more_goes_to_the_next_group() -> None:
+    async def main() -> None:
+        controller, buffer, engine = controlled(
+            Scripted(lambda _: trajectory((9,))), 50, batch_size=1, max_staleness=0, max_concurrent_episodes=1, **FIRST
+        )
+        assert len(await train(controller, buffer, engine, range(5))) == 5
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("options", [FIRST, VARIED])
+def test_extra_episodes_make_up_for_failed_and_rejected_ones(options: dict[str, object]) -> None:
+    group, counters, _ = sampled(fails, after(1), lambda: None, after(2), **options)
+    assert group.episode_indices == (1, 3)
+    assert (counters["episodes_failed"], counters["episodes_dropped"]) == (1, 1)
+    assert (counters["episodes_rejected"], counters["episodes_surplus"]) == (1, 0)
+
+
+def test_a_group_too_small_in_spite_of_extra_episodes_is_dropped() -> None:
+    group, counters, _ = sampled(fails, fails, fails, after(1), after(1), after(1), **FIRST)
+    assert group.group_id == 1
+    assert (counters["episodes_dropped"], counters["episodes_surplus"]) == (4, 2)
+
+
+def test_the_most_varied_are_kept_of_all_that_finish() -> None:
+    group, counters, took = sampled(after(1, 0.5), after(2, 1.0), after(3, 0.4), after(4, 0.0), **VARIED)
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
+    assert group.episode_indices == (1, 3)
+    assert took == 4
+    assert (counters["episodes_surplus"], counters["overtaken_episodes"], counters["finished_episodes"]) == (2, 0, 4)
+
+
+def test_rewards_on_the_way_vary_too() -> None:
+    def with_process(reward: float) -> Callable[[], object]:
+        turn = TurnSpan(start=1, stop=2, reward=reward)
+        of = trajectory((9,))
+        return lambda: Trajectory(
+            token_ids=of.token_ids,
+            loss_mask=of.loss_mask,
+            behavior_logprobs=of.behavior_logprobs,
+            versions=of.versions,
+            reward=0.0,
+            turns=(turn,),
+        )
+
+    group, _, _ = sampled(*map(with_process, (0.5, 1.0, 0.0, 0.5)), **VARIED)
+    assert group.episode_indices == (1, 2)
+
+
+def test_a_cut_group_drops_all_of_its_episodes() -> None:
+    async def main() -> None:
+        controller, buffer, engine = controlled(
+            Scripted(lambda number: asyncio.sleep(1 if number else 99, trajectory((9,)))),
+            3,
+            batch_size=2,
+            max_staleness=0,
+            shuffle=False,
+            drop_stragglers_after_s=5,
+            **FIRST,
+        )
+        await train(controller, buffer, engine, range(1))
+        counters = controller.counters()
+        assert controller.ledger.outcomes(0)[Outcome.DROPPED] == [0]
+        assert (counters["episodes_dropped"], counters["straggler_episodes"]) == (4, 4)
+        assert (counters["episodes_trained"], counters["episodes_surplus"]) == (4, 4)
+
+    run_in_virtual_time(main())
+
+
+@given(rewards=few_values, data=st.data())
+@settings(deadline=None)
+def test_no_other_choice_varies_more(rewards: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(rewards)))
+    chosen = most_varied(rewards, count)
+    best = max(pvariance([rewards[i] for i in some]) for some in combinations(range(len(rewards)), count))
+    assert len(set(chosen)) == count
+    assert pvariance([rewards[i] for i in chosen]) == pytest.approx(best)
+
+
+def test_among_equal_rewards_the_first_episodes_are_kept() -> None:
+    assert most_varied([1.0] * 5, 3) == [0, 1, 2]
+    assert most_varied([0.0, 1.0, 0.0, 1.0, 0.0], 2) == [0, 3]
+
+
+def test_rewards_of_any_size_are_compared_exactly() -> None:
+    assert most_varied([1e308, -1e308, 1e308, 0.0], 2) == [1, 2]
+    assert most_varied([0.1 + 0.2, 0.3, 0.3], 2) == [0, 1]
+
+
+class Moody(TwoTurns):
+    """Some episodes fail, some are rejected, by what the model said."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+        answer = await super().arun_episode(engine, data)
+        if answer is None or answer.reward == 1:
+            return None
+        if answer.reward == 2:
+            raise RuntimeError("stumbled")
+        return answer
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 3),
+    extra=st.integers(0, 4),
+    keep=st.sampled_from(["first", "max_variance"]),
+    cap=st.integers(8, 30),  # with fewer, each group may take longer than stragglers are given, and the run starves
+    has_baseline=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_every_episode_of_every_group_has_one_end_and_tokens_are_fresh(
+    seed: int, max_staleness: int, extra: int, keep: str, cap: int, has_baseline: bool
+) -> None:
+    async def main() -> None:
+        controller, buffer, engine = controlled(
+            Moody(),
+            23,
+            engine_with_latency(seed),
+            has_baseline=has_baseline,
+            batch_size=2,
+            group_size=3,
+            extra_episodes=extra,
+            keep_episodes=keep if extra else "first",
+            max_staleness=max_staleness,
+            max_concurrent_episodes=cap,
+            max_failure_rate=1.0,
+            episode_retries=0,
+            drop_stragglers_after_s=6.0,
+        )
+        batches = await train(controller, buffer, engine, range(12), train_s=0.3)
+        for version, batch in enumerate(batches):
+            assert all(version - group.oldest_version <= max_staleness for group in batch)
+            assert all(2 <= group.num_episodes <= 3 for group in batch)
+        counters, ledger, waiting = controller.counters(), controller.ledger, buffer.untrained(12)
+        ends = sum(counters[f"episodes_{end}"] for end in ("trained", "rejected", "dropped", "surplus"))
+        settled = sum(len(indices) for e in range(ledger.epoch + 1) for indices in ledger.outcomes(e).values())
+        lost_of_waiting = sum(3 + extra - group.num_episodes for group in waiting)
+        assert ends - lost_of_waiting == (3 + extra) * settled
+
+    run_in_virtual_time(main())

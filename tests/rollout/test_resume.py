@@ -1,0 +1,192 @@
+"""Killed at any moment and run again: what was trained is trained once, what was not is run again."""
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from players import TwoTurns, controlled, engine_with_latency, examples, serve, train
+from virtual_time import run_in_virtual_time
+
+from arl.api import Example, Group, InferenceEngine, Trajectory
+from arl.api.config import RolloutConfig
+from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.controller import RolloutController
+from arl.rollout.ledger import ExampleId, ExampleLedger, Outcome
+from arl.rollout.replay import Replay
+
+CONFIG = RolloutConfig(
+    batch_size=2, group_size=2, max_staleness=2, max_failure_rate=1.0, episode_retries=0, drop_stragglers_after_s=8.0
+)
+NUM_EXAMPLES, VERSIONS = 11, 25
+lives = st.tuples(st.floats(0.5, 40), st.integers(1, 3), st.integers(0, 3))
+"""Seconds until the kill, and batch_size and max_staleness until then."""
+
+
+class Mixed(TwoTurns):
+    """Some examples are rejected, some fail, some take long."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+        trajectory = await super().arun_episode(engine, data)
+        if data["number"] == 3:
+            raise RuntimeError("always fails")
+        if data["number"] == 4:
+            await asyncio.sleep(50)
+        return None if data["number"] == 5 else trajectory
+
+
+@dataclass
+class Disk:
+    """What outlives the process: the newest checkpoint, with the examples its weights were trained on."""
+
+    version: int = 0
+    rollout: dict[str, Any] | None = None
+    groups: list[Group] = field(default_factory=list)
+    weights: list[ExampleId] = field(default_factory=list)
+    replay: tuple[Group, ...] = ()
+
+
+async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig = CONFIG) -> RolloutController:
+    """Train from the newest checkpoint, saving every third version, until done or killed."""
+    engine = engine_with_latency(seed)
+    await serve(engine, disk.version)
+    buffer = ReplayBuffer(config.batch_size, config.max_staleness, version=disk.version)
+    controller = RolloutController(engine, Mixed(), examples(NUM_EXAMPLES), config, buffer, seed=7)
+    if disk.rollout:
+        controller.load_state_dict(json.loads(json.dumps(disk.rollout)), disk.groups)
+    weights = list(disk.weights)
+    replay = Replay(config.replay_groups, min_reward=-1.0, max_staleness=config.max_staleness)
+    replay.restore(disk.replay, disk.version)
+    try:
+        async with asyncio.timeout(killed_at_s), asyncio.TaskGroup() as tasks:
+            rollout = tasks.create_task(controller.run())
+            for version in range(disk.version, VERSIONS):
+                batch = await buffer.take_batch(version)
+                for group in [*batch, *replay.take(version)]:
+                    assert version - group.oldest_version <= config.max_staleness
+                    assert group.example_id in weights or group in batch
+                await asyncio.sleep(1)
+                weights += [group.example_id for group in batch]
+                controller.trained(batch)
+                replay.add(batch, version + 1)
+                if version % 3 == 2 or version == VERSIONS - 1:
+                    saved = (
+                        version + 1,
+                        controller.state_dict(),
+                        buffer.untrained(version + 1),
+                        list(weights),
+                        replay.groups,
+                    )
+                    tasks.create_task(write(disk, *saved))
+                await serve(engine, version + 1)
+                await buffer.published(version + 1)
+            rollout.cancel()
+    except TimeoutError:
+        pass
+    return controller
+
+
+async def write(disk: Disk, *saved: Any) -> None:
+    """Beside the next steps, which change nothing of it."""
+    await asyncio.sleep(1.5)
+    disk.version, disk.rollout, disk.groups, disk.weights, disk.replay = saved
+
+
+@given(st.integers(0, 2**32), st.lists(st.floats(0.5, 40), max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_every_example_ends_exactly_once_however_often_the_run_is_killed(seed: int, kills: list[float]) -> None:
+    disk, seeds = Disk(), random.Random(seed)
+    for killed_at_s in [*kills, 10**6]:
+        controller = run_in_virtual_time(live(disk, seeds.randrange(2**32), killed_at_s))
+        assert controller.counters()["groups_returned"] == 0
+    assert len(disk.weights) == VERSIONS * CONFIG.batch_size
+    check(disk, controller.ledger)
+
+
+@given(st.integers(0, 2**32), st.lists(lives, min_size=1, max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_also_when_it_goes_on_with_another_batch_size_or_bound(seed: int, kills: list[tuple[float, int, int]]) -> None:
+    disk, seeds = Disk(), random.Random(seed)
+    for killed_at_s, batch_size, max_staleness in [*kills, (10**6, 2, 0)]:
+        config = CONFIG.model_copy(update={"batch_size": batch_size, "max_staleness": max_staleness})
+        controller = run_in_virtual_time(live(disk, seeds.randrange(2**32), killed_at_s, config))
+    check(disk, controller.ledger)
+
+
+@given(st.integers(0, 2**32), st.lists(lives, min_size=1, max_size=4), st.sampled_from(["first", "max_variance"]))
+@settings(max_examples=15, deadline=None)
+def test_also_with_over_sampling_and_replay(seed: int, kills: list[tuple[float, int, int]], keep: str) -> None:
+    disk, seeds = Disk(), random.Random(seed)
+    changes = {"extra_episodes": 2, "keep_episodes": keep, "replay_groups": 2}
+    for killed_at_s, batch_size, max_staleness in [*kills, (10**6, 2, 1)]:
+        config = CONFIG.model_copy(update={**changes, "batch_size": batch_size, "max_staleness": max_staleness})
+        controller = run_in_virtual_time(live(disk, seeds.randrange(2**32), killed_at_s, config))
+    check(disk, controller.ledger)
+
+
+def check(disk: Disk, ledger: ExampleLedger) -> None:
+    """The weights were trained on what the ledger says, and each example of an epoch has one outcome or is pending."""
+    assert disk.version == VERSIONS
+    assert len(disk.weights) == len(set(disk.weights))
+    for epoch in range(ledger.epoch):
+        outcomes = ledger.outcomes(epoch)
+        pending = [index for e, index, _ in ledger.state_dict()["pending"] if e == epoch]
+        assert sorted(pending + [i for ended in outcomes.values() for i in ended]) == list(range(NUM_EXAMPLES))
+        assert outcomes[Outcome.TRAINED] == sorted(i for e, i in disk.weights if e == epoch)
+        assert set(outcomes[Outcome.REJECTED]) <= {5}
+
+
+class Counted(TwoTurns):
+    """Notes which examples ran."""
+
+    def __init__(self) -> None:
+        self.ran: set[int] = set()
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+        self.ran.add(data["number"])
+        return await super().arun_episode(engine, data)
+
+
+def test_groups_that_waited_in_a_checkpoint_are_trained_and_do_not_run_again() -> None:
+    settings = {"batch_size": 2, "max_staleness": 2}
+    before, after = Counted(), Counted()
+
+    async def first() -> tuple[dict[str, Any], list[Group]]:
+        """Until six groups have finished, of which one batch is trained."""
+        controller, buffer, _ = controlled(before, 40, **settings)
+        rollout = asyncio.create_task(controller.run())
+        await asyncio.sleep(1000)
+        controller.trained(await buffer.take_batch(0))
+        saved = controller.state_dict(), buffer.untrained(1)
+        rollout.cancel()
+        return saved
+
+    async def second(state: dict[str, Any], groups: list[Group]) -> list[list[Group]]:
+        engine, buffer = engine_with_latency(), ReplayBuffer(**settings, version=1)
+        await serve(engine, 1)
+        config = RolloutConfig(group_size=2, **settings)
+        controller = RolloutController(engine, after, examples(40), config, buffer)
+        controller.load_state_dict(state, groups)
+        return await train(controller, buffer, engine, range(1, 4))
+
+    state, waiting = run_in_virtual_time(first())
+    batches = run_in_virtual_time(second(state, waiting))
+    assert len(waiting) == 4
+    assert batches[0] + batches[1] == waiting
+    assert after.ran
+    assert not before.ran & after.ran
+
+
+def test_a_batch_that_was_taken_and_not_trained_is_in_the_checkpoint() -> None:
+    async def take() -> None:
+        controller, buffer, _ = controlled(TwoTurns(), 40, batch_size=2, max_staleness=0)
+        rollout = asyncio.create_task(controller.run())
+        batch = await buffer.take_batch(0)
+        assert buffer.untrained(0) == batch
+        assert buffer.untrained(1) == []
+        rollout.cancel()
+
+    run_in_virtual_time(take())

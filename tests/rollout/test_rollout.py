@@ -1,0 +1,325 @@
+"""RolloutController: what becomes of groups, and when a run must stop."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from players import Scripted, TwoTurns, controlled, engine_with_latency, examples, train
+from simulation import trajectory
+from virtual_time import run_in_virtual_time
+
+from arl.api import Group
+from arl.api.errors import DatasetError, FailureBudgetError, StarvedError
+from arl.rollout.controller import run_examples
+from arl.rollout.ledger import Outcome
+
+
+def returns(*answers: object) -> Callable[[int], object]:
+    """An act that gives these answers in turn, again and again; an exception is raised."""
+    position = iter(range(10**9))
+
+    def act(_: int) -> object:
+        answer = answers[next(position) % len(answers)]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return act
+
+
+def trained(act: Callable[[int], object], num_versions: int = 1, **settings: object) -> tuple[list[Group], dict]:
+    """Groups that were trained, and the counters, with an act for workflow; batches of one group, synchronous."""
+
+    async def main() -> tuple[list[Group], dict]:
+        controller, buffer, engine = controlled(
+            Scripted(act), 50, **{"batch_size": 1, "max_staleness": 0, "episode_retries": 0, **settings}
+        )
+        batches = await train(controller, buffer, engine, range(num_versions))
+        return [group for batch in batches for group in batch], controller.counters()
+
+    return run_in_virtual_time(main())
+
+
+GOOD, BETTER = trajectory((999,), reward=0.0), trajectory((999,), reward=1.0)
+
+
+def test_a_groups_trajectories_are_in_the_order_of_its_episodes() -> None:
+    async def later(reward: float) -> object:
+        await asyncio.sleep(10 - reward)
+        return [trajectory((999,), reward=reward), trajectory((999,), reward=reward + 0.5)]
+
+    rewards = iter(range(100))
+    (group,), _ = trained(lambda _: later(float(next(rewards))), group_size=3)
+    assert [t.reward for t in group.trajectories] == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert group.episode_indices == (0, 0, 1, 1, 2, 2)
+
+
+def test_a_group_goes_on_without_its_failed_episodes() -> None:
+    (group,), counters = trained(returns(GOOD, ValueError(), GOOD), group_size=3, min_group_size=2)
+    assert group.episode_indices == (0, 2)
+    assert (counters["episodes_trained"], counters["episodes_failed"], counters["episodes_dropped"]) == (2, 1, 1)
+
+
+def test_a_group_left_too_small_by_failures_is_dropped_and_replaced() -> None:
+    (group,), counters = trained(returns(ValueError(), ValueError(), GOOD, GOOD, GOOD, GOOD), group_size=3)
+    assert group.group_id == 1
+    assert counters["episodes_dropped"] == 3
+
+
+def test_a_group_left_too_small_by_rejections_is_rejected_and_replaced() -> None:
+    (group,), counters = trained(returns(None, None, GOOD, GOOD, GOOD, GOOD), group_size=3)
+    assert group.group_id == 1
+    assert (counters["episodes_rejected"], counters["episodes_dropped"]) == (3, 0)
+
+
+def test_groups_with_equal_rewards_are_rejected_where_asked_for() -> None:
+    (group,), counters = trained(returns(GOOD, GOOD, GOOD, BETTER), drop_equal_rewards=True)
+    assert [t.reward for t in group.trajectories] == [0, 1]
+    assert counters["episodes_rejected"] == 2
+
+
+def test_groups_that_the_users_filter_refuses_are_rejected() -> None:
+    (group,), counters = trained(returns(GOOD, GOOD, BETTER, BETTER), keep=lambda g: g.trajectories[0].reward > 0)
+    assert group.trajectories[0].reward == 1
+    assert counters["episodes_rejected"] == 2
+
+
+def test_a_group_of_one_is_trained_where_group_size_is_one() -> None:
+    (group,), _ = trained(returns(GOOD), group_size=1)
+    assert group.num_episodes == 1
+
+
+def test_retried_episodes_are_counted() -> None:
+    _, counters = trained(returns(GOOD, ValueError(), GOOD), episode_retries=1)
+    assert (counters["episodes_retried"], counters["episodes_failed"]) == (1, 0)
+
+
+def test_every_ended_episode_is_trained_rejected_or_dropped() -> None:
+    groups, counters = trained(returns(GOOD, None, ValueError(), GOOD, BETTER), 30, group_size=3, min_group_size=1)
+    ended = counters["episodes_trained"] + counters["episodes_rejected"] + counters["episodes_dropped"]
+    assert ended == 3 * (groups[-1].group_id + 1)
+
+
+def test_too_many_failures_end_the_run_with_the_first_ones_traceback() -> None:
+    first = ValueError("the first")
+    with pytest.raises(ExceptionGroup) as raised:
+        trained(returns(first, KeyError("later")), failure_window=8)
+    (error,) = raised.value.exceptions
+    assert isinstance(error, FailureBudgetError)
+    assert error.__cause__ is first
+
+
+def test_a_workflow_that_always_returns_none_ends_the_run() -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        trained(returns(None))
+    (error,) = raised.value.exceptions
+    assert isinstance(error, StarvedError)
+    assert "the last 1000 groups were all rejected or dropped" in str(error)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(DatasetError, match="the dataset is empty"):
+        controlled(TwoTurns(), 0)
+
+
+@pytest.mark.parametrize("cap", [1, 3, 7])
+def test_no_more_episodes_run_at_once_than_allowed(cap: int) -> None:
+    running: set[object] = set()
+    most = 0
+
+    async def counted() -> object:
+        nonlocal most
+        running.add(asyncio.current_task())
+        most = max(most, len(running))
+        await asyncio.sleep(1)
+        running.discard(asyncio.current_task())
+        return GOOD
+
+    trained(lambda _: counted(), 20, batch_size=4, group_size=2, max_staleness=3, max_concurrent_episodes=cap)
+    assert most == cap
+
+
+def test_a_group_is_admitted_when_those_before_it_need_no_more_places() -> None:
+    """Otherwise it would age in a queue; and places go to the groups in their order."""
+    order: list[int] = []
+    admitted: list[int] = []
+
+    async def main() -> None:
+        async def act(number: int) -> object:
+            order.append(number)
+            admitted.append(buffer.state.running)
+            await asyncio.sleep(1)
+            return GOOD
+
+        controller, buffer, engine = controlled(
+            Scripted(act), 9, group_size=3, max_staleness=3, max_concurrent_episodes=1, shuffle=False
+        )
+        await train(controller, buffer, engine, range(2))
+
+    run_in_virtual_time(main())
+    assert order[:9] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert set(admitted) == {1}
+
+
+def test_a_workflow_that_returns_old_tokens_fails_and_the_run_goes_on() -> None:
+    versions = iter((9, 9, 9, 0, 9, 9))
+    groups, counters = trained(lambda _: trajectory((next(versions),)), 2, group_size=2, min_group_size=1)
+    assert [group.num_episodes for group in groups] == [2, 1]
+    assert counters["episodes_failed"] == 1
+
+
+def test_rare_successes_keep_a_run_alive() -> None:
+    groups, _ = trained(returns(*[None] * 600, GOOD), 3, group_size=1)
+    assert len(groups) == 3
+
+
+async def test_a_controller_runs_once() -> None:
+    controller, _, _ = controlled(TwoTurns(), 3)
+    run = asyncio.ensure_future(controller.run())
+    await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(RuntimeError, match="make another controller, and give it this one's state_dict"):
+        await controller.run()
+
+
+def stragglers(**settings: object) -> tuple[list[Group], dict]:
+    """Example 0 never ends; the others take a second."""
+
+    async def act(number: int) -> object:
+        await asyncio.sleep(1 if number else 10**6)
+        return GOOD
+
+    settings = {"shuffle": False, "batch_size": 2, "episode_timeout_s": 10**5, **settings}
+    return trained(act, 3, **settings)
+
+
+def test_a_straggler_is_waited_for_unless_a_limit_is_set() -> None:
+    _, counters = stragglers(episode_timeout_s=1000, max_failure_rate=1.0)
+    assert counters["straggler_groups"] == 0
+    assert counters["episodes_failed"] == 2
+
+
+def test_a_straggler_past_its_limit_is_cut_counted_and_replaced() -> None:
+    groups, counters = stragglers(drop_stragglers_after_s=30)
+    assert [g.example_id[1] for g in groups] == [1, 2, 3, 4, 5, 6]
+    assert (counters["straggler_groups"], counters["straggler_episodes"], counters["episodes_dropped"]) == (1, 2, 2)
+
+
+def test_the_length_bias_of_cutting_is_reported() -> None:
+    _, counters = stragglers(drop_stragglers_after_s=30)
+    assert (counters["straggler_episode_s"], counters["finished_episode_s"]) == (30.0, 1.0)
+
+
+def test_the_trainer_goes_on_at_once_though_a_cut_episode_is_slow_to_end() -> None:
+    async def act(number: int) -> object:
+        try:
+            await asyncio.sleep(1 if number else 10**6)
+        finally:
+            if not number:
+                await asyncio.sleep(500)
+        return GOOD
+
+    async def main() -> None:
+        controller, buffer, _ = controlled(
+            Scripted(act), 50, batch_size=2, max_staleness=0, shuffle=False, drop_stragglers_after_s=30
+        )
+        async with asyncio.TaskGroup() as tasks:
+            rollout = tasks.create_task(controller.run())
+            await buffer.take_batch(0)
+            assert asyncio.get_running_loop().time() < 40
+            rollout.cancel()
+
+    run_in_virtual_time(main())
+
+
+def test_a_cut_example_ends_as_dropped() -> None:
+    async def main() -> None:
+        controller, buffer, engine = controlled(
+            Scripted(lambda number: GOOD if number else asyncio.sleep(99)),
+            3,
+            batch_size=2,
+            max_staleness=0,
+            shuffle=False,
+            drop_stragglers_after_s=5,
+        )
+        await train(controller, buffer, engine, range(1))
+        assert controller.ledger.outcomes(0) == {Outcome.TRAINED: [1, 2], Outcome.REJECTED: [], Outcome.DROPPED: [0]}
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("turns", [2 + k / 2 for k in range(12)])
+def test_a_cut_in_any_of_a_groups_last_moments_does_no_harm(turns: float) -> None:
+    """The group is never full, as one of its episodes is rejected; the other ends when the group is about to be cut."""
+    tick_s, calls = 1e-5, iter(range(10**9))
+
+    async def act(number: int) -> object:
+        if number == 0 and next(calls) == 0:
+            return None
+        await asyncio.sleep(1 if number else 5 - turns * tick_s)
+        return GOOD
+
+    async def main() -> None:
+        controller, buffer, engine = controlled(
+            Scripted(act),
+            4,
+            batch_size=2,
+            max_staleness=0,
+            shuffle=False,
+            min_group_size=1,
+            drop_stragglers_after_s=5,
+        )
+        await train(controller, buffer, engine, range(2))
+        outcomes = controller.ledger.outcomes(0)
+        assert sorted(row for rows in outcomes.values() for row in rows) == [0, 1, 2, 3]
+        assert len(outcomes[Outcome.TRAINED]) == 4 - len(outcomes[Outcome.DROPPED])
+
+    run_in_virtual_time(main(), tick_s)
+
+
+def test_limits_shorter_than_every_episode_end_the_run() -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        trained(lambda _: asyncio.sleep(9, GOOD), drop_stragglers_after_s=1)
+    assert "rollout.drop_stragglers_after_s is shorter than a usual episode" in str(raised.value.exceptions[0])
+
+
+def test_episodes_of_an_ended_run_are_cancelled() -> None:
+    cancelled: list[int] = []
+
+    async def act(number: int) -> object:
+        try:
+            await asyncio.sleep(1 if number < 2 else 10**6)
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+        return GOOD
+
+    trained(act, shuffle=False, max_staleness=2)
+    assert sorted(cancelled) == [2, 2]
+
+
+def test_evaluation_keeps_the_order_of_examples_and_reports_failures() -> None:
+    async def act(number: int) -> object:
+        await asyncio.sleep(10 - number)
+        return {0: BETTER, 1: None, 2: 1 / number if number > 2 else "malformed"}.get(number, GOOD)
+
+    async def main() -> None:
+        ended = await run_examples(engine_with_latency(), Scripted(act), examples(4), max_concurrent=2, timeout_s=100)
+        assert [e.reward for e in ended] == [1, 0, 0, 0]
+        assert [e.error is not None for e in ended] == [False, False, True, False]
+
+    run_in_virtual_time(main())
+
+
+def test_evaluation_runs_no_more_episodes_at_once_than_allowed() -> None:
+    async def main() -> float:
+        await run_examples(
+            engine_with_latency(),
+            Scripted(lambda _: asyncio.sleep(1, GOOD)),
+            examples(10),
+            max_concurrent=3,
+            timeout_s=100,
+        )
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(main()) == 4.0

@@ -1,0 +1,99 @@
+"""The bound of docs/staleness.md over random schedules, and proof that these tests can fail."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from simulation import Schedule, Simulation, group, schedules
+from virtual_time import DeadlockError, run_in_virtual_time
+
+from arl.api.errors import StalenessError
+from arl.rollout.buffer import ReplayBuffer
+
+
+def simulate(schedule: Schedule, buffer_type: type[ReplayBuffer] = ReplayBuffer) -> Simulation:
+    async def main() -> Simulation:
+        simulation = Simulation(schedule, buffer_type(schedule.batch_size, schedule.max_staleness))
+        await simulation.run()
+        return simulation
+
+    return run_in_virtual_time(main())
+
+
+@given(schedules)
+@settings(max_examples=60, deadline=None)
+def test_no_token_is_trained_beyond_max_staleness_and_the_pipeline_never_stops(schedule: Schedule) -> None:
+    simulation = simulate(schedule)
+    assert len(simulation.batches) == schedule.num_versions
+    for version, batch in enumerate(simulation.batches):
+        assert len(batch) == schedule.batch_size
+        assert all(version - group.oldest_version <= schedule.max_staleness for group in batch)
+
+
+@given(schedules)
+@settings(max_examples=20, deadline=None)
+def test_the_buffer_never_holds_more_groups_than_it_may(schedule: Schedule) -> None:
+    for state in simulate(schedule).states:
+        assert state.charged <= (schedule.max_staleness + 1) * schedule.batch_size
+
+
+@given(schedules)
+@settings(max_examples=20, deadline=None)
+def test_a_group_is_trained_at_most_once(schedule: Schedule) -> None:
+    trained = [group.group_id for batch in simulate(schedule).batches for group in batch]
+    assert len(trained) == len(set(trained))
+
+
+class WithoutLookAhead(ReplayBuffer):
+    def _first_overfull(self, batch: list[object]) -> None:
+        return None
+
+
+class UnchargedWhenTaken(ReplayBuffer):
+    async def take_batch(self, version: int) -> list[object]:
+        batch = await super().take_batch(version)
+        for entry in [e for e in self._entries.values() if e.trained_in is not None]:
+            del self._entries[entry.slot.number]
+        return batch
+
+
+async def one_straggler(buffer: ReplayBuffer) -> list[int]:
+    """Admit a straggler, train ten batches past it if the buffer allows that, then let it finish. Returns versions."""
+    straggler = await buffer.admit()
+    trained: list[int] = []
+    for version in range(10):
+        while buffer.state.charged < buffer.state.capacity:
+            slot = await buffer.admit()
+            await buffer.finish(slot, group(slot))
+        try:
+            async with asyncio.timeout(1):
+                await buffer.take_batch(version)
+        except TimeoutError:
+            break
+        trained.append(version)
+        await buffer.published(version + 1)
+    await buffer.finish(straggler, group(straggler))
+    await buffer.take_batch(len(trained))
+    return trained
+
+
+def test_one_straggler_holds_training_back_just_before_it_would_become_too_stale() -> None:
+    assert run_in_virtual_time(one_straggler(ReplayBuffer(batch_size=4, max_staleness=1))) == [0]
+
+
+def test_without_the_look_ahead_test_one_straggler_breaks_the_bound() -> None:
+    with pytest.raises(StalenessError, match="version 0 in the batch for version 10"):
+        run_in_virtual_time(one_straggler(WithoutLookAhead(batch_size=4, max_staleness=1)))
+
+
+def test_random_schedules_find_the_missing_look_ahead_test() -> None:
+    schedule = Schedule(batch_size=3, max_staleness=1, straggler_rate=0.05)
+    with pytest.raises(ExceptionGroup) as raised:
+        simulate(schedule, WithoutLookAhead)
+    assert raised.group_contains(StalenessError)
+
+
+def test_groups_uncharged_before_their_weights_are_published_would_stop_the_pipeline() -> None:
+    schedule = Schedule(batch_size=2, max_staleness=1, update_s=3.0, train_s=0.01)
+    with pytest.raises(DeadlockError):
+        simulate(schedule, UnchargedWhenTaken)

@@ -1,0 +1,81 @@
+"""Groups that give nothing to train on are told of with their reasons, now and then, before they end the run."""
+
+import logging
+
+import pytest
+from players import Scripted, controlled, train
+from simulation import trajectory
+from virtual_time import run_in_virtual_time
+
+from arl.api.errors import StarvedError
+from arl.rollout.ledger import Outcome
+from arl.rollout.starvation import Fruitless, Reason, StarvationWatch
+
+EQUAL = Fruitless(outcome=Outcome.REJECTED, reason=Reason.EQUAL_REWARDS, reward=1.0)
+FAILED = Fruitless(outcome=Outcome.DROPPED, reason=Reason.FAILED)
+
+
+def test_a_window_of_fruitless_groups_is_one_warning_with_counts_and_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = StarvationWatch(window=10, patience=1000)
+    watch.fruitful()
+    for group in (FAILED, *[EQUAL] * 8):
+        watch.fruitless(group)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "9 of the last 10 groups gave nothing to train on, and others run in their place: 8 rejected, as the rewards "
+        "of each, process rewards included, are equal (mean reward 1); 1 dropped, as too many of their episodes "
+        "failed. "
+        f"What to do: {Reason.EQUAL_REWARDS.advice}"
+    )
+
+
+def test_the_next_warnings_are_ever_further_apart(caplog: pytest.LogCaptureFixture) -> None:
+    watch = StarvationWatch(window=10, patience=1000)
+    warned: list[int] = []
+    for number in range(1, 200):
+        watch.fruitless(EQUAL)
+        if len(caplog.records) > len(warned):
+            warned.append(number)
+    assert warned == [10, 30, 70, 150]
+
+
+def test_nothing_is_said_while_enough_groups_can_be_trained(caplog: pytest.LogCaptureFixture) -> None:
+    watch = StarvationWatch(window=10, patience=1000)
+    for number in range(200):
+        watch.fruitful() if number % 5 == 0 else watch.fruitless(EQUAL)
+    assert caplog.records == []
+
+
+def test_what_is_wrong_with_trajectories_is_said_at_once_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch = StarvationWatch(window=10, patience=1000)
+    for detail in ("no token_rewards", "no token_rewards", "no baseline"):
+        watch.fruitless(Fruitless(outcome=Outcome.DROPPED, reason=Reason.NOT_COMPARABLE, detail=detail))
+    assert [record.getMessage() for record in caplog.records] == [
+        "a group was dropped: no token_rewards",
+        "a group was dropped: no baseline",
+    ]
+
+
+def test_as_many_in_a_row_as_patience_bears_end_the_run_with_the_reasons_of_them_all() -> None:
+    watch = StarvationWatch(window=4, patience=10)
+    watch.fruitless(FAILED)
+    watch.fruitful()
+    for group in (FAILED, *[EQUAL] * 8):
+        watch.fruitless(group)
+    with pytest.raises(StarvedError, match=r"last 10 groups .* 9 rejected, as .*; 1 dropped, as .*group_size"):
+        watch.fruitless(EQUAL)
+
+
+def test_a_run_whose_groups_are_all_too_easy_says_so_long_before_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        solved = trajectory((999,), reward=1.0)
+        settings = {"batch_size": 1, "max_staleness": 0, "drop_equal_rewards": True}
+        controller, buffer, engine = controlled(Scripted(lambda _: solved), 50, **settings)
+        await train(controller, buffer, engine, range(1))
+
+    with caplog.at_level(logging.WARNING, logger="arl"), pytest.raises(ExceptionGroup):
+        run_in_virtual_time(main())
+    assert caplog.records[0].getMessage().startswith("32 of the last 32 groups gave nothing to train on")
+    assert "(mean reward 1)" in caplog.records[0].getMessage()

@@ -1,0 +1,141 @@
+"""How an episode's requests are sampled, where that is not the workflow's choice alone."""
+
+import random
+from collections.abc import Sequence
+
+from players import TwoTurns, controlled, examples, train
+from virtual_time import run_in_virtual_time
+
+from arl.api import (
+    Example,
+    InferenceEngine,
+    ModelRequest,
+    ModelResponse,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    Trajectory,
+)
+from arl.rollout.controller import run_examples
+from arl.rollout.steered_engine import SteeredEngine
+
+
+def noting(asked: list[SamplingParams]) -> ScriptedEngine:
+    def answer(request: ModelRequest) -> Sequence[int]:
+        asked.append(request.sampling)
+        return [1]
+
+    return ScriptedEngine(answer)
+
+
+def request(**sampling: object) -> ModelRequest:
+    return ModelRequest(input_ids=[7], sampling=SamplingParams(**sampling))
+
+
+async def test_greedy_requests_differ_in_their_temperature_alone() -> None:
+    asked: list[SamplingParams] = []
+    response = await SteeredEngine(noting(asked), is_greedy=True).agenerate(
+        request(temperature=0.7, max_new_tokens=5, stop=("x",))
+    )
+    assert asked == [SamplingParams(temperature=0.0, max_new_tokens=5, stop=("x",))]
+    assert response.temperature == 1.0  # what its logprobs are at, as trajectories need it
+
+
+async def test_each_request_of_an_episode_has_a_seed_of_its_own_and_the_same_again() -> None:
+    first: list[SamplingParams] = []
+    again: list[SamplingParams] = []
+    other: list[SamplingParams] = []
+    for asked, seed in ((first, "0-1-0"), (again, "0-1-0"), (other, "0-1-1")):
+        engine = SteeredEngine(noting(asked), seed=seed)
+        for _ in range(3):
+            await engine.agenerate(request(temperature=0.7))
+    assert first == again
+    assert len({sampling.seed for sampling in first + other}) == 6
+    assert all(sampling.temperature == 0.7 for sampling in first)
+    assert all(0 <= sampling.seed < 2**31 for sampling in first)
+
+
+async def test_a_seed_that_the_workflow_chose_stays() -> None:
+    asked: list[SamplingParams] = []
+    await SteeredEngine(noting(asked), seed="any").agenerate(request(seed=5))
+    assert asked[0].seed == 5
+
+
+async def test_everything_else_passes_through() -> None:
+    inner = ScriptedEngine(lambda _: [1], version=3)
+    engine = SteeredEngine(inner, is_greedy=True)
+    assert engine.version == 3
+    assert (await engine.agenerate(request())).output_versions == (3,)
+
+
+def seeded_tokens(request: ModelRequest) -> ModelResponse:
+    """Three tokens that are a function of the request's seed."""
+    assert request.sampling.seed is not None
+    noise = random.Random(request.sampling.seed)
+    return ModelResponse(
+        output_ids=tuple(noise.randrange(1000) for _ in range(3)),
+        output_logprobs=(-1.0,) * 3,
+        output_versions=(0,) * 3,
+        stop_reason="stop",
+    )
+
+
+def tokens_of(seed: int, **options: object) -> list[list[tuple[int, ...]]]:
+    """What a run's first batch was trained on, group by group, with requests seeded."""
+
+    async def main() -> list[list[tuple[int, ...]]]:
+        engine = ScriptedEngine(seeded_tokens)
+        controller, buffer, _ = controlled(
+            options.pop("workflow", TwoTurns()),
+            9,
+            engine,
+            seed=seed,
+            batch_size=4,
+            group_size=3,
+            max_staleness=0,
+            shuffle=False,
+            seed_requests=True,
+            **options,
+        )
+        (batch,) = await train(controller, buffer, engine, range(1))
+        return [[t.token_ids for t in group.trajectories] for group in batch]
+
+    return run_in_virtual_time(main())
+
+
+def test_seeded_requests_make_the_same_run_again_whatever_the_schedule() -> None:
+    assert tokens_of(5, max_concurrent_episodes=1) == tokens_of(5, max_concurrent_episodes=30)
+    assert tokens_of(5) != tokens_of(6)
+
+
+def test_no_two_episodes_and_no_two_turns_sample_alike() -> None:
+    said = [ids[i : i + 3] for group in tokens_of(5) for ids in group for i in (2, 5)]
+    assert len(said) == len(set(said)) == 4 * 3 * 2
+
+
+def test_a_retry_samples_anew() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class FailingOnce(RolloutWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+            answer = await TwoTurns().arun_episode(engine, data)
+            assert answer is not None
+            seen.append(answer.token_ids)
+            if len(seen) == 1:
+                raise RuntimeError("once")
+            return answer
+
+    tokens_of(5, workflow=FailingOnce(), episode_retries=1, max_concurrent_episodes=1)
+    assert seen[0] != seen[1]
+
+
+def test_evaluations_ask_for_the_same_tokens_each_time() -> None:
+    def evaluated(seed: int | None) -> list[int | None]:
+        asked: list[SamplingParams] = []
+        rows = examples(2)
+        run_in_virtual_time(run_examples(noting(asked), TwoTurns(), rows, max_concurrent=2, timeout_s=9, seed=seed))
+        return sorted(sampling.seed for sampling in asked) if seed is not None else [s.seed for s in asked]
+
+    assert evaluated(1) == evaluated(1) != evaluated(2)
+    assert len(set(evaluated(1))) == 4
+    assert evaluated(None) == [None] * 4

@@ -1,0 +1,108 @@
+"""What a Learner makes of a batch of groups, over the official fake of a train engine."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arl.api import AlgorithmConfig, Group, ScriptedTrainEngine, TrainSequence, Trajectory, preset
+from arl.api.errors import CheckpointError
+from arl.api.presets import PRESETS
+from arl.training.learner import Learner
+
+
+def group(number: int) -> Group:
+    """Two trajectories whose second token is the group's number."""
+    trajectories = tuple(
+        Trajectory(
+            token_ids=(1, number, 3),
+            loss_mask=(0, 0, 1),
+            behavior_logprobs=(0.0, 0.0, -1.0),
+            versions=(-1, -1, 0),
+            reward=reward,
+        )
+        for reward in (0.0, 1.0)
+    )
+    return Group(group_id=number, example_id=(0, number), stamp=0, trajectories=trajectories, episode_indices=(0, 1))
+
+
+def trained(
+    num_new: int, num_replayed: int = 0, **settings: Any
+) -> tuple[list[list[int]], list[Sequence[TrainSequence]]]:
+    """The group numbers of each minibatch, in order, and the minibatches."""
+    engine = ScriptedTrainEngine()
+    learner = Learner(engine, preset("decoupled_ppo", **settings))
+    new, replayed = [group(i) for i in range(num_new)], [group(100 + i) for i in range(num_replayed)]
+    learner.train(learner.prepare(new, replayed))
+    (batch,) = engine.batches
+    return [[int(s.token_ids[1]) for s in minibatch[::2]] for minibatch in batch], list(batch)
+
+
+def test_minibatches_are_of_equally_many_new_groups_in_order() -> None:
+    numbers, _ = trained(6, minibatches=3)
+    assert numbers == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_replayed_groups_are_dealt_out_over_all_minibatches() -> None:
+    numbers, _ = trained(4, 5, minibatches=2)
+    assert [[n for n in part if n < 100] for part in numbers] == [[0, 1], [2, 3]]
+    assert [[n for n in part if n >= 100] for part in numbers] == [[100, 102, 104], [101, 103]]
+
+
+def test_each_epoch_has_every_group_once_in_an_order_of_its_own() -> None:
+    numbers, _ = trained(8, minibatches=2, epochs=3)
+    epochs = [[*numbers[i], *numbers[i + 1]] for i in (0, 2, 4)]
+    assert epochs[0] == list(range(8))
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_shares_of_each_minibatch_add_up_to_one() -> None:
+    _, minibatches = trained(4, 3, minibatches=2)
+    for minibatch in minibatches:
+        assert sum(float(s.loss_weights.sum()) for s in minibatch) == pytest.approx(1.0)
+
+
+def test_preparing_a_batch_trains_nothing_and_tells_the_new_trajectories_advantages() -> None:
+    learner = Learner(engine := ScriptedTrainEngine(), preset("grpo"))
+    batch = learner.prepare([group(0)], [group(100)])
+    assert (learner.version, engine.batches) == (0, [])
+    (of_group,) = batch.advantages
+    assert of_group == pytest.approx([-1.0, 1.0], abs=0.5)
+    assert of_group[0] == -(of_group[1] or 0)
+
+
+def test_a_trajectory_that_is_masked_out_has_no_advantage() -> None:
+    cut = replace(group(0).trajectories[0], is_truncated=True)
+    masked = replace(group(0), trajectories=(cut, group(0).trajectories[1]))
+    batch = Learner(ScriptedTrainEngine(), preset("grpo", overlong={"mask_truncated": True})).prepare([masked])
+    assert [advantage is None for advantage in batch.advantages[0]] == [True, False]
+
+
+def test_while_the_critic_warms_up_the_policy_stands_still_and_reports_nothing() -> None:
+    policy, critic = ScriptedTrainEngine(), ScriptedTrainEngine()
+    config = preset("ppo", minibatches=1, critic={"warmup_batches": 1}, kl={"coefficient": 0.0})
+    learner = Learner(policy, config, critic=critic)
+    metrics = [learner.train(learner.prepare([group(0)])) for _ in range(2)]
+    assert [len(batch) for batch in policy.batches] == [0, 1]
+    assert [len(batch) for batch in critic.batches] == [1, 1]
+    assert [sorted(m) for m in metrics] == [["critic/loss"], ["critic/loss", "loss"]]
+    assert learner.version == 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_written_out_in_full_are_the_same_settings(name: str) -> None:
+    config = preset(name)
+    assert AlgorithmConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(True, False), (False, True)])
+def test_a_checkpoint_with_a_critic_and_a_run_without_one_do_not_fit(wrote: bool, reads: bool, tmp_path: Path) -> None:
+    def learner(has_critic: bool) -> Learner:
+        return Learner(ScriptedTrainEngine(), preset("grpo"), critic=ScriptedTrainEngine() if has_critic else None)
+
+    learner(wrote).save(tmp_path / "engine").wait()
+    with pytest.raises(CheckpointError, match=r"set algorithm\.critic as it was"):
+        learner(reads).load(tmp_path / "engine")

@@ -1,0 +1,286 @@
+"""The training loop over the official fakes: what it waits for, what it overlaps, and what survives an interruption."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training.trainer_run import DirectTransport, running, trained_examples
+
+from arl.api import Group, ScriptedTrainEngine, WeightUpdate
+from arl.api.engine import Output
+from arl.api.errors import ConfigError, ServerError
+from arl.rollout.ledger import Outcome
+from arl.training.checkpoint import Checkpoints
+from arl.training.learner import Learner, PreparedBatch
+from arl.training.metrics import read_jsonl
+
+
+async def test_each_iteration_trains_and_publishes_one_batch(tmp_path: Path) -> None:
+    train_engine = ScriptedTrainEngine()
+    async with running(tmp_path, train_engine) as trainer:
+        steps = [step async for step in trainer]
+        assert trainer.inference_engine.version == 4
+    assert [step.version for step in steps] == [1, 2, 3, 4]
+    assert [step.num_episodes for step in steps] == [4, 4, 4, 4]
+    assert [len(batch) for batch in trained_examples(train_engine)] == [4, 4, 4, 4]
+
+
+async def test_with_max_staleness_0_every_token_is_of_the_version_being_trained(tmp_path: Path) -> None:
+    train_engine = ScriptedTrainEngine()
+    async with running(tmp_path, train_engine, rollout={"max_staleness": 0}) as trainer:
+        _ = [step async for step in trainer]
+    versions = [{int(v) for m in batch for s in m for v in s.versions[s.loss_mask]} for batch in train_engine.batches]
+    assert versions == [{0}, {1}, {2}, {3}]
+
+
+async def test_staleness_stays_within_its_bound_and_is_reported(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=20) as trainer:
+        seen = [step.max_staleness_seen async for step in trainer]
+        assert trainer.summary()["max_staleness_seen"] == max(seen)
+    assert max(seen) <= 2
+
+
+async def test_a_step_does_not_wait_for_the_delivery_of_the_weights_before(tmp_path: Path) -> None:
+    trained, delivered = asyncio.Event(), []
+
+    async def until_trained_again(update: WeightUpdate) -> None:
+        if update.version == 1:
+            await trained.wait()
+        delivered.append(update.version)
+
+    def note(_: object) -> None:
+        if train_engine.version == 1:
+            loop.call_soon_threadsafe(trained.set)
+
+    loop, train_engine = asyncio.get_running_loop(), ScriptedTrainEngine(on_train=note)
+    async with running(tmp_path, train_engine, DirectTransport(until_trained_again), steps=2) as trainer:
+        _ = [step async for step in trainer]
+    assert delivered == [0, 1, 2]
+
+
+async def test_a_slow_delivery_holds_training_up_by_the_bound_alone_and_the_newest_weights_follow_it(
+    tmp_path: Path,
+) -> None:
+    as_far_as_the_bound, delivered = asyncio.Event(), []
+
+    async def until_the_bound(update: WeightUpdate) -> None:
+        if update.version == 1:
+            await as_far_as_the_bound.wait()
+        delivered.append(update.version)
+
+    transport = DirectTransport(until_the_bound)
+    async with running(tmp_path, ScriptedTrainEngine(), transport, steps=4) as trainer:
+        async for step in trainer:
+            if step.version == 3:  # batches 0, 1 and 2 are what max_staleness 2 admits at version 0
+                as_far_as_the_bound.set()
+    assert delivered == [0, 1, 3, 4]
+    assert transport.discarded == [2]
+
+
+async def test_an_evaluation_waits_for_its_version_and_not_for_a_moment_without_deliveries(tmp_path: Path) -> None:
+    trained, evaluated = {v: asyncio.Event() for v in range(1, 7)}, asyncio.Event()
+
+    async def until_there_is_a_newer_one(update: WeightUpdate) -> None:
+        if 0 < update.version < 6 and not evaluated.is_set():
+            await trained[update.version + 1].wait()
+
+    transport = DirectTransport(until_there_is_a_newer_one)
+    async with running(tmp_path, transport=transport, steps=6, evaluate=True) as trainer:
+        assert (await anext(trainer)).version == 1
+        evaluation = asyncio.create_task(trainer.evaluate())
+        for version in range(2, 6):
+            assert (await anext(trainer)).version == version
+            trained[version].set()
+        assert (await evaluation).version < 5
+        evaluated.set()
+        trained[6].set()
+
+
+async def test_with_max_staleness_0_a_step_ends_when_its_weights_are_served(tmp_path: Path) -> None:
+    async with running(tmp_path, rollout={"max_staleness": 0}) as trainer:
+        async for step in trainer:
+            assert trainer.inference_engine.version == step.version
+
+
+async def test_servers_that_fail_an_update_end_the_run_with_their_error(tmp_path: Path) -> None:
+    async def fail(update: WeightUpdate) -> None:
+        if update.version == 2:
+            raise ServerError("every server is gone")
+
+    with pytest.raises(ServerError, match="every server is gone"):
+        async with running(tmp_path, transport=DirectTransport(fail)) as trainer:
+            _ = [step async for step in trainer]
+
+
+async def test_a_rerun_continues_and_trains_no_example_twice(tmp_path: Path) -> None:
+    first, second = ScriptedTrainEngine(), ScriptedTrainEngine()
+    async with running(tmp_path, first, steps=3) as trainer:
+        _ = [step async for step in trainer]
+    async with running(tmp_path, second, steps=6) as trainer:
+        steps = [step.version async for step in trainer]
+        summary = trainer.summary()
+    assert steps == [4, 5, 6]
+    before, after = ({e for batch in trained_examples(engine) for e in batch} for engine in (first, second))
+    assert not before & after
+    assert summary["episodes_trained"] == 24
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    is_training, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def block_in_second_batch(_: object) -> None:
+        if first.version == 1:
+            loop.call_soon_threadsafe(is_training.set)
+            may_end.wait(10)
+
+    first, second = ScriptedTrainEngine(on_train=block_in_second_batch), ScriptedTrainEngine()
+
+    async def train() -> None:
+        async with running(tmp_path, first) as trainer:
+            _ = [step async for step in trainer]
+
+    task = asyncio.create_task(train())
+    await is_training.wait()
+    task.cancel()
+    loop.call_soon(may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+    async with running(tmp_path, second) as trainer:
+        assert trainer.version == 2
+        assert len(trainer.rollout.ledger.outcomes(0)[Outcome.TRAINED]) == 4
+        _ = [step async for step in trainer]
+    before, after = ({e for batch in trained_examples(engine) for e in batch} for engine in (first, second))
+    assert not before & after
+
+
+async def test_a_batch_that_failed_halfway_is_not_saved(tmp_path: Path) -> None:
+    def fail_in_third(_: object) -> None:
+        if train_engine.version == 2:
+            raise RuntimeError("out of memory")
+
+    train_engine = ScriptedTrainEngine(on_train=fail_in_third)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        async with running(tmp_path, train_engine, checkpoint={"every": 1}) as trainer:
+            _ = [step async for step in trainer]
+    assert Checkpoints(tmp_path / "checkpoints", 2, {}).newest_version() == 2
+
+
+async def test_an_error_before_the_first_optimizer_step_of_a_batch_leaves_weights_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_in_third(learner: Learner, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
+        if learner.version == 2:
+            raise ValueError("rewards that cannot be compared")
+        return prepare(learner, groups, replayed)
+
+    prepare = Learner.prepare
+    monkeypatch.setattr(Learner, "prepare", fail_in_third)
+    with pytest.raises(ValueError, match="cannot be compared"):
+        async with running(tmp_path) as trainer:
+            _ = [step async for step in trainer]
+    monkeypatch.undo()
+    async with running(tmp_path, second := ScriptedTrainEngine()) as trainer:
+        assert trainer.version == 2
+        assert len(trainer.rollout.ledger.outcomes(0)[Outcome.TRAINED]) == 4
+        assert [step.version async for step in trainer] == [3, 4]
+    assert all(len(batch) == 4 for batch in trained_examples(second))
+
+
+async def test_checkpoints_are_written_every_so_many_versions(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=7, checkpoint={"every": 2, "keep": 9}) as trainer:
+        _ = [step async for step in trainer]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"version-{version:08d}" for version in (2, 4, 6, 7)]
+
+
+async def test_evaluation_beside_training_is_logged_at_its_version(tmp_path: Path) -> None:
+    async with running(tmp_path, evaluate=True, evaluation={"every": 2}) as trainer:
+        before = await trainer.evaluate()
+        _ = [step async for step in trainer]
+        after = await trainer.evaluate()
+    assert (before.version, before.reward, before.num_episodes) == (0, 1.5, 4)
+    assert after.version == 4
+    assert {0, 4} <= {row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")}
+
+
+async def test_evaluating_without_held_out_examples_says_what_to_give(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        with pytest.raises(ConfigError, match="give launch an eval_dataset"):
+            await trainer.evaluate()
+
+
+async def test_minibatches_are_of_whole_groups(tmp_path: Path) -> None:
+    train_engine = ScriptedTrainEngine()
+    settings: dict[str, Any] = {"algorithm": {"minibatches": 2}, "rollout": {"batch_size": 4}}
+    async with running(tmp_path, train_engine, steps=1, **settings) as trainer:
+        _ = [step async for step in trainer]
+    (batch,) = train_engine.batches
+    assert [len(minibatch) for minibatch in batch] == [4, 4]
+    for minibatch in batch:
+        assert len({int(s.token_ids[1]) for s in minibatch}) == 2
+        assert sum(float(s.loss_weights.sum()) for s in minibatch) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "forwards"),
+    [
+        ({"proximal": "recomputed", "minibatches": 2}, 4),
+        ({"proximal": "recomputed", "minibatches": 1}, 0),
+        ({"proximal": "bypassed", "correction": {"kind": "none"}, "minibatches": 2}, 0),
+    ],
+)
+async def test_proximal_logprobs_cost_a_forward_only_where_they_differ(
+    tmp_path: Path, algorithm: dict[str, Any], forwards: int
+) -> None:
+    class Forwarding(ScriptedTrainEngine):
+        calls = 0
+
+        def forward(self, sequences: Sequence[Any], output: Output = "logprobs") -> list[Any]:
+            self.calls += 1
+            return super().forward(sequences, output)
+
+    train_engine = Forwarding()
+    async with running(tmp_path, train_engine, algorithm=algorithm) as trainer:
+        _ = [step async for step in trainer]
+    assert train_engine.calls == forwards
+
+
+async def test_an_evaluation_beside_training_has_the_version_it_was_due_at(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=6, evaluate=True, evaluation={"every": 3}) as trainer:
+        _ = [step async for step in trainer]
+    assert [row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")] == [3, 6]
+
+
+async def test_giving_up_on_an_evaluation_does_not_cancel_the_delivery_it_waited_for(tmp_path: Path) -> None:
+    is_delivering, may_deliver = asyncio.Event(), asyncio.Event()
+
+    async def hold(update: WeightUpdate) -> None:
+        if update.version == 1:
+            is_delivering.set()
+            await may_deliver.wait()
+
+    async with running(tmp_path, transport=DirectTransport(hold), steps=3, evaluate=True) as trainer:
+        assert (await anext(trainer)).version == 1
+        await is_delivering.wait()
+        evaluation = asyncio.create_task(trainer.evaluate())
+        await asyncio.sleep(0)
+        evaluation.cancel()
+        may_deliver.set()
+        assert [step.version async for step in trainer] == [2, 3]
+        assert trainer.inference_engine.version == 3
+
+
+async def test_the_trained_model_is_exported_between_steps_and_after_the_last(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=2) as trainer:
+        async for step in trainer:
+            await trainer.export(tmp_path / f"model-{step.version}")
+        await trainer.export(tmp_path / "model")
+    versions = [json.loads((tmp_path / name / "weights.json").read_text()) for name in ("model-1", "model-2", "model")]
+    assert versions == [{"version": 1}, {"version": 2}, {"version": 2}]

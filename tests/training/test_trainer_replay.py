@@ -1,0 +1,92 @@
+"""Groups of earlier batches beside new ones: what is trained, what is booked, and what a resume knows of it."""
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from training.trainer_run import running, trained_examples
+
+from arl.api import (
+    ModelRequest,
+    ScriptedEngine,
+    ScriptedTrainEngine,
+    UpdateStats,
+    WeightUpdate,
+)
+from arl.rollout.ledger import Outcome
+from arl.training.metrics import read_jsonl
+
+
+class Hesitant(ScriptedEngine):
+    """Answers the four requests of a batch when the weights of the batch before are served, so that tokens are new."""
+
+    def __init__(self) -> None:
+        super().__init__(self._answer)
+        self._asked = 0
+        self._first: int | None = None
+        self._served = defaultdict[int, asyncio.Event](asyncio.Event)
+
+    async def _answer(self, request: ModelRequest) -> tuple[int, ...]:
+        batch, self._asked = self._asked // 4, self._asked + 1
+        await self._served[(self._first or 0) + batch].wait()
+        return (7, 8, 9)
+
+    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
+        stats = await super().update_weights(update)
+        self._first = update.version if self._first is None else self._first
+        for version in range(self._first, update.version + 1):
+            self._served[version].set()
+        return stats
+
+
+REPLAY: dict[str, Any] = {
+    "rollout": {"max_staleness": 3, "max_concurrent_episodes": 2, "replay_groups": 3, "replay_min_reward": -1.0},
+    "log": {"console": False, "trajectories": 100},
+}
+
+
+def expected_replay(run_dir: Path, version: int) -> list[list[int]]:
+    """By the logs of what was new: [group, example] of those whose oldest token is newest when `version` is trained."""
+    oldest: dict[tuple[int, int], int] = {}
+    for row in read_jsonl(run_dir / "trajectories.jsonl"):
+        sampled = min(v for v in row["versions"] if v >= 0)
+        if row["version"] <= version and version - sampled <= 3:
+            key = (row["group_id"], row["example_id"][1])
+            oldest[key] = min(sampled, oldest.get(key, sampled))
+    return [[*key] for key in sorted(oldest, key=lambda key: (oldest[key], key[0]), reverse=True)[:3]]
+
+
+async def test_groups_of_earlier_batches_are_trained_again_and_booked_once_also_over_a_resume(tmp_path: Path) -> None:
+    engines = ScriptedTrainEngine(), ScriptedTrainEngine()
+    async with running(tmp_path, engines[0], steps=5, engine=Hesitant(), **REPLAY) as trainer:
+        steps = [step async for step in trainer]
+    async with running(tmp_path, engines[1], steps=10, engine=Hesitant(), **REPLAY) as trainer:
+        steps += [step async for step in trainer]
+        ledger, summary = trainer.rollout.ledger, trainer.summary()
+    replayed = [batch[4::2] for engine in engines for batch in trained_examples(engine)]
+    assert replayed == [[example for _, example in expected_replay(tmp_path, version)] for version in range(10)]
+    assert [step.metrics["replayed_groups"] for step in steps] == [len(batch) for batch in replayed]
+    assert replayed[5], "the batch after the resume has none: this says nothing about the checkpoint"
+    assert len(ledger.outcomes(0)[Outcome.TRAINED]) == 20
+    assert summary["episodes_trained"] == 40
+    assert summary["max_staleness_seen"] <= 3
+
+
+async def test_replayed_groups_are_not_in_the_steps_reward(tmp_path: Path) -> None:
+    train_engine = ScriptedTrainEngine()
+    async with running(tmp_path, train_engine, steps=5, engine=Hesitant(), **REPLAY) as trainer:
+        steps = [step async for step in trainer]
+    assert any(step.metrics["replayed_groups"] for step in steps)
+    new = [batch[:4] for batch in trained_examples(train_engine)]
+    assert [step.reward for step in steps] == [sum(batch) / 4 for batch in new]
+    assert [step.num_episodes for step in steps] == [4] * 5
+
+
+async def test_staleness_is_that_of_replayed_tokens_too(tmp_path: Path) -> None:
+    train_engine = ScriptedTrainEngine()
+    async with running(tmp_path, train_engine, steps=6, engine=Hesitant(), **REPLAY) as trainer:
+        steps = [step async for step in trainer]
+    assert any(step.metrics["replayed_groups"] for step in steps)
+    oldest = [min(int(s.versions[s.loss_mask].min()) for m in batch for s in m) for batch in train_engine.batches]
+    assert [step.max_staleness_seen for step in steps] == [version - o for version, o in enumerate(oldest)]

@@ -1,0 +1,126 @@
+"""A trainer over the official fakes, built on a run directory as `launch` would build it."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from arl.api import (
+    Config,
+    DiskWeights,
+    Example,
+    InferenceEngine,
+    ModelRequest,
+    RolloutWorkflow,
+    SamplingParams,
+    ScriptedEngine,
+    ScriptedTrainEngine,
+    Trajectory,
+    UpdateStats,
+    WeightUpdate,
+)
+from arl.api.engine import TrainEngine
+from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.controller import RolloutController
+from arl.rollout.replay import Replay
+from arl.training.checkpoint import Checkpoints
+from arl.training.evaluation import Evaluator
+from arl.training.learner import Learner
+from arl.training.metrics import RunLog
+from arl.training.stats import RunTotals
+from arl.training.train_thread import TrainThread
+from arl.training.trainer import Trainer
+
+EXAMPLES = [{"number": n} for n in range(64)]
+
+
+class OneTurn(RolloutWorkflow):
+    """Answers with three tokens; the reward says which example it was."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=3))
+        response = await engine.agenerate(request)
+        return Trajectory(
+            token_ids=(*request.input_ids, *response.output_ids),
+            loss_mask=(0, 0, 1, 1, 1),
+            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
+            versions=(-1, -1, *response.output_versions),
+            reward=float(data["number"]),
+        )
+
+
+class DirectTransport:
+    """Hands versions over without weights; `deliver` can be replaced to wait or fail."""
+
+    def __init__(self, before_delivery: Callable[[WeightUpdate], Any] | None = None) -> None:
+        self._before_delivery = before_delivery
+        self.discarded: list[int] = []
+
+    def snapshot(self, engine: TrainEngine) -> WeightUpdate:
+        return DiskWeights(version=engine.version, directory=Path("/none"))
+
+    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
+        if self._before_delivery:
+            await self._before_delivery(update)
+        return await engine.update_weights(update)
+
+    def discard(self, update: WeightUpdate) -> None:
+        self.discarded.append(update.version)
+
+    def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def running(
+    run_dir: Path,
+    train_engine: ScriptedTrainEngine | None = None,
+    transport: DirectTransport | None = None,
+    *,
+    evaluate: bool = False,
+    engine: ScriptedEngine | None = None,
+    **settings: Any,
+) -> AsyncGenerator[Trainer]:
+    """A trainer over fakes on `run_dir`, resumed from there, as `launch` would build it."""
+    rollout_settings = {"batch_size": 2, "group_size": 2, "max_staleness": 2, **settings.pop("rollout", {})}
+    config = Config.model_validate(
+        {"model": "none", "steps": 4, "rollout": rollout_settings, "log": {"console": False}, **settings}
+    )
+    engine = engine or ScriptedEngine(lambda request: (7, 8, 9))
+    train_engine = train_engine or ScriptedTrainEngine()
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, {})
+    state = checkpoints.load_newest(train_engine.load)
+    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
+    rollout = RolloutController(engine, OneTurn(), EXAMPLES, config.rollout, buffer)
+    if state:
+        rollout.load_state_dict(state.values["rollout"], state.groups)
+    log, thread = RunLog(run_dir, config.log), TrainThread()
+    log.resume(train_engine.version)
+    evaluator = Evaluator(engine, OneTurn(), EXAMPLES[:4], config.evaluation, episode_timeout_s=10.0)
+    wanted = config.rollout
+    replay = Replay(wanted.replay_groups, min_reward=wanted.replay_min_reward, max_staleness=wanted.max_staleness)
+    if state:
+        replay.restore(state.replay, train_engine.version)
+    trainer = Trainer(
+        config=config,
+        learner=Learner(train_engine, config.algorithm),
+        inference_engine=engine,
+        transport=transport or DirectTransport(),
+        buffer=buffer,
+        rollout=rollout,
+        evaluator=evaluator if evaluate else None,
+        checkpoints=checkpoints,
+        log=log,
+        thread=thread,
+        replay=replay,
+        totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
+    )
+    try:
+        async with trainer.running():
+            yield trainer
+    finally:
+        thread.close()
+
+
+def trained_examples(engine: ScriptedTrainEngine) -> list[list[int]]:
+    """The example of each sequence, batch by batch."""
+    return [[int(s.token_ids[1]) for minibatch in batch for s in minibatch] for batch in engine.batches]

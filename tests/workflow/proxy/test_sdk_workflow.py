@@ -1,0 +1,172 @@
+"""SDKWorkflow: programs as agents, in this process or in one of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from programs import TOKENIZER, saying
+
+from arl.api import Example, ModelRequest, SamplingParams, ScriptedEngine
+from arl.api.errors import ConfigError, ProgramError, PromptTooLongError, ServerError, TrajectoryError
+from arl.rewards.reward import InlineReward
+from arl.workflow import sdk_agent
+from arl.workflow.proxy import OpenAIProxy
+from arl.workflow.sdk_agent import Command, SDKWorkflow
+
+PROGRAM = Command(arguments=[sys.executable, str(Path(__file__).with_name("chat_program.py"))], env={"MODEL": "mine"})
+QUESTION: Example = {"question": "Why?", "answer": "Yes."}
+
+
+def right(answer: str, data: Example) -> float:
+    return float(answer == data["answer"])
+
+
+def python(code: str) -> Command:
+    return Command(arguments=[sys.executable, "-c", code])
+
+
+async def run(program: Any, engine: ScriptedEngine, data: Example = QUESTION) -> Any:
+    async with SDKWorkflow(program, InlineReward(right), TOKENIZER, sampling=SamplingParams(max_new_tokens=50)) as flow:
+        return await flow.arun_episode(engine, data)
+
+
+async def asks(base_url: str, api_key: str, data: Example) -> str:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": data["question"]}]
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        return answer.choices[0].message.content or ""
+
+
+def asks_and_waits(base_url: str, api_key: str, data: Example) -> str:
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": data["question"]}]
+        return client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
+
+
+@pytest.mark.parametrize("program", [asks, asks_and_waits, lambda url, key, data: asks(url, key, data)])
+async def test_a_function_is_called_as_it_is_and_rewarded_for_what_it_returns(program: Any) -> None:
+    engine = saying("Yes.")
+    (made,) = await run(program, engine)
+    assert (made.reward, made.metrics["calls"]) == (1.0, 1)
+    assert engine.requests[0].sampling.max_new_tokens == 50
+
+
+async def test_an_object_may_be_the_program() -> None:
+    class Asker:
+        async def __call__(self, base_url: str, api_key: str, data: Example) -> str:
+            return await asks(base_url, api_key, data)
+
+    (made,) = await run(Asker(), saying("No."))
+    assert made.reward == 0.0
+
+
+async def test_a_program_in_a_process_of_its_own_is_trained() -> None:
+    (made,) = await run(PROGRAM, saying("Maybe.", "Yes."))
+    assert (made.reward, len(made.turns)) == (1.0, 2)
+
+
+async def test_a_program_that_fails_fails_its_episode_with_its_own_words() -> None:
+    with pytest.raises(ProgramError, match="ended with status 1: the program is broken"):
+        await run(python("import sys; sys.exit('the program is broken')"), saying("a"))
+
+
+async def test_a_command_that_is_not_there_is_named() -> None:
+    with pytest.raises(ProgramError, match="no-such-program could not be started"):
+        await run(Command(arguments=["no-such-program"]), saying("a"))
+
+
+async def test_a_program_that_prints_without_end_is_refused() -> None:
+    with pytest.raises(ProgramError, match="printed more than"):
+        await run(python("print('x' * (3 << 20))"), saying("a"))
+
+
+async def test_a_program_need_not_read_its_example() -> None:
+    with pytest.raises(TrajectoryError, match="made no call"):
+        await run(python("import os; os.close(0)"), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
+
+
+async def test_what_a_program_started_dies_with_its_episode() -> None:
+    """It would hold the pipe open for ten minutes."""
+    program = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    with pytest.raises(TrajectoryError, match="made no call"):
+        await run(python(program), saying("a"))
+
+
+async def test_a_program_that_something_outlives_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it started left its group, and holds its output open until we close our end."""
+    monkeypatch.setattr(sdk_agent, "_DRAIN_S", 0.05)
+    child = "import os, sys; os.setsid(); sys.stdout.write('x' * 100); sys.stdout.flush(); sys.stdin.read()"
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)"
+    with pytest.raises(TrajectoryError, match="made no call"):
+        await run(python(program), saying("a"))
+
+
+async def test_a_program_is_killed_when_its_episode_is_cancelled(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "alive")
+    program = python(f"import time; f = open({str(fifo)!r}, 'w'); f.write('x'); f.flush(); time.sleep(600)")
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(run(program, saying("a")))
+        reading = await asyncio.to_thread(fifo.open)
+        assert await asyncio.to_thread(reading.read, 1) == "x"
+        running.cancel()
+    with reading:
+        assert await asyncio.to_thread(reading.read) == "", "the program's end closes the pipe"
+
+
+async def test_the_engines_failure_stands_on_the_programs() -> None:
+    def gone(request: ModelRequest) -> list[int]:
+        raise ServerError("all servers are gone")
+
+    with pytest.raises(openai.InternalServerError) as failed:
+        await run(asks, ScriptedEngine(gone))
+    assert any("all servers are gone" in note for note in failed.value.__notes__)
+
+
+async def test_a_program_that_found_no_room_in_the_context_has_no_answer_and_is_truncated() -> None:
+    left = [[*TOKENIZER.encode("Go on."), TOKENIZER.eos_token_id]]
+
+    def once(request: ModelRequest) -> list[int]:
+        if not left:
+            raise PromptTooLongError("the context is full")
+        return left.pop()
+
+    async def talks(base_url: str, api_key: str, data: Example) -> str:
+        return "".join([await asks(base_url, api_key, data) for _ in range(3)])
+
+    made = await run(talks, ScriptedEngine(once), {"question": "?", "answer": ""})
+    assert [(trajectory.reward, trajectory.is_truncated) for trajectory in made] == [(1.0, True)]
+
+
+async def test_a_program_that_returns_no_text_is_told_so() -> None:
+    async def silent(base_url: str, api_key: str, data: Example) -> None:
+        await asks(base_url, api_key, data)
+
+    with pytest.raises(ProgramError, match="must return its final answer"):
+        await run(silent, saying("a"))
+
+
+async def test_a_proxy_that_the_user_opened_stays_open() -> None:
+    async with OpenAIProxy(TOKENIZER) as proxy:
+        for _ in range(2):
+            async with SDKWorkflow(asks, InlineReward(right), proxy=proxy) as workflow:
+                (made,) = await workflow.arun_episode(saying("Yes."), QUESTION)
+                assert made.reward == 1.0
+
+
+@pytest.mark.parametrize("arguments", ["python agent.py", []])
+def test_a_command_line_is_a_list(arguments: Any) -> None:
+    with pytest.raises(ConfigError, match="as a list"):
+        Command(arguments=arguments)
+
+
+def test_a_workflow_needs_one_way_to_reach_the_model() -> None:
+    with pytest.raises(ConfigError, match="either a tokenizer"):
+        SDKWorkflow(asks, InlineReward(right))
+    with pytest.raises(ConfigError, match="either a tokenizer"):
+        SDKWorkflow(asks, InlineReward(right), TOKENIZER, proxy=OpenAIProxy(TOKENIZER))
