@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arl.engine.weights import package as delta
+from arl.engine.weights.package import apply_block, directory_checksum, encode_block, file_digest
 from arl.engine.weights.package import FilePart, PackageHeader, block_digest, block_sizes
 
 _SAFETENSORS = ".safetensors"
@@ -28,7 +28,7 @@ class Replica:
 
     @property
     def checksum(self) -> str:
-        return delta.directory_checksum(self.files)
+        return directory_checksum(self.files)
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +52,7 @@ def survey(directory: Path, pool: Executor) -> Replica:
     for path in sorted(path for path in directory.iterdir() if path.is_file()):
         sizes = block_sizes(path.stat().st_size)
         digests = pool.map(lambda block, path=path: block_digest(_read(path, *block)), spans(sizes))
-        files[path.name] = (sum(sizes), delta.file_digest(digests))
+        files[path.name] = (sum(sizes), file_digest(digests))
     return Replica(directory=directory, files=files)
 
 
@@ -86,7 +86,7 @@ def delta_package(base: Replica, new: Replica, version: int, pool: Executor, max
 
 def _pieces(part: FilePart, base: Path, new: Path, pool: Executor) -> Iterator[bytes]:
     def encode(block: tuple[int, int]) -> bytes:
-        return delta.encode_block(
+        return encode_block(
             np.frombuffer(_read(base / part.name, *block), f"<u{part.width}"),
             np.frombuffer(_read(new / part.name, *block), f"<u{part.width}"),
         )
@@ -103,7 +103,7 @@ def _pieces(part: FilePart, base: Path, new: Path, pool: Executor) -> Iterator[b
 def patched_block(base: Path, start: int, size: int, part: FilePart, encoded: bytes) -> tuple[bytearray, bytes]:
     """A block of the new file, from the base's and what changed; and its digest. Raises DeltaError."""
     block = bytearray(_read(base / part.name, start, size))
-    delta.apply_block(np.frombuffer(block, f"<u{part.width}"), encoded)
+    apply_block(np.frombuffer(block, f"<u{part.width}"), encoded)
     return block, block_digest(block)
 
 

@@ -55,7 +55,7 @@ class ChatWire:
         choices = [
             {
                 "index": i,
-                "message": _message(answer),
+                "message": _answered(answer),
                 "logprobs": self._logprobs(answer),
                 "finish_reason": answer.spoken.finish_reason,
             }
@@ -104,7 +104,7 @@ class ChatWire:
         }
 
 
-def _message(answer: Answer) -> dict[str, Any]:
+def _answered(answer: Answer) -> dict[str, Any]:
     spoken = answer.spoken
     message: dict[str, Any] = {"role": "assistant", "content": spoken.content or None, "refusal": None}
     if spoken.reasoning is not None:

@@ -17,6 +17,6 @@ async def _models(exchange: Exchange) -> web.StreamResponse:
     return await exchange.respond({"object": "list", "data": [card]})
 
 
-ENDPOINTS = (
+MODELS_ENDPOINTS = (
     Endpoint(method="GET", path="/v1/models", answer=_models, error=openai_error, error_event=openai_error_event),
 )

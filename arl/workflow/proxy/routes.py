@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from arl.workflow.proxy import anthropic, chat, models, responses
+from arl.workflow.proxy import anthropic, chat, responses
 from arl.workflow.proxy import vllm_generate as generate
 from arl.workflow.proxy.calls import RefusedCallError
 from arl.workflow.proxy.exchange import Endpoint, Exchange
+from arl.workflow.proxy.models import MODELS_ENDPOINTS
 from arl.workflow.proxy.refusals import openai_error, openai_error_event
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -15,7 +16,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *responses.ENDPOINTS,
     *anthropic.ENDPOINTS,
     *generate.ENDPOINTS,
-    *models.ENDPOINTS,
+    *MODELS_ENDPOINTS,
 )
 
 
