@@ -32,11 +32,10 @@ from arl.api.config import (
     SGLangEngineConfig,
     TrainConfig,
 )
-from arl.api.curriculum_contract import Curriculum
 from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import Group
-from arl.api.workflow import RolloutWorkflow
+from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.engine.client.processes import local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.model import end_token_ids, load_tokenizer, local_directory
@@ -46,17 +45,14 @@ from arl.engine.weights.adapter import AdapterTransport, sglang_options
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
-from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import check_workflow
 from arl.rollout.group import GroupRules
-from arl.rollout.replay import Replay
 from arl.training.checkpoint import Checkpoints
 from arl.training.evaluation import Evaluator
-from arl.training.learner import Learner
-from arl.training.metrics import RunLog, make_run_dir
-from arl.training.stats import RunTotals
-from arl.training.train_thread import TrainThread
+from arl.training.learner import Learner, TrainThread
+from arl.training.metrics import RunLog, RunTotals, make_run_dir
 from arl.training.trainer import Trainer
 from arl.workflow.teachers import DistillationWorkflow
 

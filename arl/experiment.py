@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 from pydantic import model_validator
 
 from arl.api.config import Config
-from arl.api.curriculum_contract import Curriculum
 from arl.api.settings import TAGS
 from arl.api.types import Group
-from arl.api.workflow import RolloutWorkflow
+from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow

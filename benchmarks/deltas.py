@@ -39,7 +39,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from warm_start import demonstrated
 
-from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
@@ -47,7 +47,7 @@ from arl.api.types import TrainSequence
 from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights import package as delta
-from arl.engine.weights.replica import Replica, delta_package, patched_block, spans, survey
+from arl.engine.weights.package import Replica, delta_package, patched_block, spans, survey
 
 BATCH_SIZE = 64
 T = TypeVar("T")

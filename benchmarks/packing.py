@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.prefix_tree import prefix_order
 from arl.api.algorithm import preset

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import torch
 
-from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.config import TrainConfig
 from arl.api.types import TrainSequence
+from arl.engine.fsdp.minibatch import PackedSequences, divide
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
-from arl.engine.fsdp.shares import PackedSequences, divide
 from arl.engine.tiny import TinyShape, write_tiny_model
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", minibatches=2))

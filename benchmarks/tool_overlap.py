@@ -20,11 +20,10 @@ from rich.table import Table
 
 from arl.api import Example, ModelRequest, ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
-from arl.rewards.reward import InlineReward, ThreadReward
+from arl.rewards.adapt import InlineReward, ThreadReward
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.watches import LagMonitor
-from arl.workflow.agent import AgentWorkflow
-from arl.workflow.single_turn import SingleTurnWorkflow
+from arl.workflow.agent import AgentWorkflow, SingleTurnWorkflow
 from arl.workflow.tool_agent import ToolAgentWorkflow
 
 TOKENIZER = tiny_tokenizer()

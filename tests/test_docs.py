@@ -18,7 +18,7 @@ from scripted_launch import use_fakes
 
 from arl.__main__ import main as arl_main
 from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.value import ValueLoss
+from arl.algorithm.losses.policy import ValueLoss
 from arl.api import (
     Config,
     Example,
@@ -36,12 +36,12 @@ from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import LogConfig, RolloutConfig
 from arl.api.presets import PRESETS
 from arl.assembly import launch
-from arl.engine.fsdp.tally import MinibatchTally, mean_of_minibatches
+from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.training.metrics import read_jsonl
 from arl.workflow.model_server import ModelServer
 from arl.workflow.proxy import anthropic, chat, responses
-from arl.workflow.scoring import TeacherClient
+from arl.workflow.teachers import TeacherClient
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

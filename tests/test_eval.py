@@ -15,9 +15,9 @@ from script_commands import TOKENIZER, Commands, commands
 from arl.algorithm.pass_at_k import pass_at_k
 from arl.api import ModelRequest, Trajectory
 from arl.commands.episodes import Run, Work
-from arl.commands.scores import Estimate, Scores
+from arl.commands.scoring import Estimate, Scores
 from arl.rollout.episode import Episode
-from arl.training.stats import mean_rewards
+from arl.training.metrics import mean_rewards
 
 script = pytest.fixture(commands)
 

@@ -101,7 +101,7 @@ def test_commands_see_experiments_and_episodes_and_no_trainer() -> None:
         "arl.experiment",
         "arl.assembly",
         "arl.cli",
-        "arl.training.stats",
+        "arl.training.metrics",
         "arl.algorithm.pass_at_k",
     )
     assert breaches("arl.commands", allowed=("arl.api", "arl.rollout", *parts)) == []

@@ -14,8 +14,7 @@ from rich.console import Console
 from script_commands import TOKENIZER, Commands, commands
 
 from arl.api import ModelRequest, Trajectory
-from arl.commands.timed_engine import EngineCall
-from arl.commands.transcript import Origin, Passage, legend, passage_of, passages_of, rendered, visible
+from arl.commands.transcript import EngineCall, Origin, Passage, legend, passage_of, passages_of, rendered, visible
 
 script = pytest.fixture(commands)
 

@@ -11,14 +11,17 @@ from dataclasses import replace
 
 import torch
 
-from arl.algorithm.baselines import RELATIVE, centred, divisor_of, scaled_apart
+from arl.algorithm.baselines import (
+    RELATIVE,
+    centred,
+    divisor_of,
+    gigpo_advantages,
+    scaled_apart,
+)
 from arl.algorithm.batch import Batch, flat, regrouped
-from arl.algorithm.gae import gae_advantages
 from arl.algorithm.pass_at_k import SUCCESS, pass_at_k_advantages
-from arl.algorithm.peers import Peers, kl_penalties, peers_of
-from arl.algorithm.returns import normalised_process_rewards, returns_to_go
-from arl.algorithm.spread import whitened
-from arl.algorithm.step_groups import gigpo_advantages
+from arl.algorithm.peers import Peers, kl_penalties, peers_of, whitened
+from arl.algorithm.returns import gae_advantages, normalised_process_rewards, returns_to_go
 from arl.api.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,

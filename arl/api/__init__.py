@@ -2,7 +2,6 @@
 
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config
-from arl.api.curriculum_contract import Curriculum, ExampleRecord
 from arl.api.engine import (
     DiskWeights,
     Head,
@@ -39,7 +38,7 @@ from arl.api.types import (
     TurnSpan,
     new_id,
 )
-from arl.api.workflow import RolloutWorkflow
+from arl.api.workflow import Curriculum, ExampleRecord, RolloutWorkflow
 
 __all__ = [
     "NOT_SAMPLED",

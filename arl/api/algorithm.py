@@ -41,8 +41,7 @@ from arl.api.objective import (
     TOPRLossConfig,
 )
 from arl.api.presets import BASE, PRESETS, unknown_preset
-from arl.api.section import Section
-from arl.api.settings import config_error
+from arl.api.settings import Section, config_error
 
 __all__ = [
     "AdvantageConfig",

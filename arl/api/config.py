@@ -20,7 +20,6 @@ from pydantic import (
 )
 
 from arl.api.algorithm import AlgorithmConfig, PassAtKAdvantage, preset
-from arl.api.section import Section
 from arl.api.server_config import (
     AdapterWeightsConfig,
     ClientConfig,
@@ -35,6 +34,7 @@ from arl.api.server_config import (
     WeightsConfig,
     check_fused,
 )
+from arl.api.settings import Section
 from arl.api.train_config import LoRAConfig, OptimizerConfig, TrainConfig
 
 __all__ = [

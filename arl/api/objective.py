@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from arl.api.section import Section
+from arl.api.settings import Section
 
 # Advantages -----------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from arl.api.section import Section
+from arl.api.settings import Section
 
 PauseMode = Literal["in_place", "retract", "abort"]
 

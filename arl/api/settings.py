@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
@@ -141,3 +141,16 @@ def _summary(section: type[BaseModel]) -> str:
     """The first sentence of its docstring."""
     first = inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0].replace("\n", " ").partition(". ")[0]
     return first.rstrip(".") + "." if first else ""
+
+
+# What every part of the configuration is.
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and strict about names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def _changed(self, *names: str) -> list[str]:
+        """Those of the fields that are not at their defaults."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]

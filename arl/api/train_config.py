@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from arl.api.section import Section
+from arl.api.settings import Section
 
 
 class OptimizerConfig(Section):

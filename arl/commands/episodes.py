@@ -22,12 +22,10 @@ from arl.api.config import Config, SGLangEngineConfig
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ConfigError, first_error
 from arl.api.workflow import RolloutWorkflow
-from arl.commands.timed_engine import EngineCall, TimedEngine
-from arl.commands.transcript import Decode
+from arl.commands.transcript import Decode, EngineCall, TimedEngine
 from arl.experiment import TRAINED, Experiment
 from arl.rollout.controller import Dataset
-from arl.rollout.episode import Episode, EpisodeRunner
-from arl.rollout.steered_engine import SteeredEngine
+from arl.rollout.episode import Episode, EpisodeRunner, SteeredEngine
 
 Split = Literal["held-out", "train"]
 

@@ -18,11 +18,9 @@ from rich.text import Text
 
 from arl.api.config import Config
 from arl.api.types import Trajectory
-from arl.commands.command import counted, parse, parser_of, positive, run_command
+from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
-from arl.commands.experiment_file import users_traceback
-from arl.commands.timed_engine import EngineCall
-from arl.commands.transcript import Passage, legend, passage_of, passages_of, rendered
+from arl.commands.transcript import EngineCall, Passage, legend, passage_of, passages_of, rendered
 from arl.experiment import Experiment
 from arl.rollout.episode import Episode
 

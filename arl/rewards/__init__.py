@@ -8,5 +8,5 @@
 | unit_tests | programs run against tests, in a sandbox |
 | judge | a language model's score, over any OpenAI-compatible URL |
 
-What they are made of is in arl.rewards.reward.
+What they are made of is in arl.rewards.adapt.
 """

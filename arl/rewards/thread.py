@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.rewards.direct import checked
-from arl.rewards.score import ResultT, name_of
+from arl.rewards.score import ResultT, checked, name_of
 
 P = ParamSpec("P")
 

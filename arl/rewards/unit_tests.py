@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from arl.api.errors import ConfigError, DatasetError, RewardError, SandboxError, first_error
-from arl.api.shared import Shared
 from arl.api.types import Example
+from arl.api.workflow import Shared
 from arl.rewards import examiner
 from arl.rewards.score import Score
 from arl.sandbox.contract import Limits, Outcome, Sandbox

@@ -24,19 +24,16 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from arl.api.config import RolloutConfig
-from arl.api.curriculum_contract import Curriculum
 from arl.api.engine import InferenceEngine
 from arl.api.errors import first_error
 from arl.api.types import Example, Group
-from arl.api.workflow import RolloutWorkflow
+from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.rollout.buffer import ReplayBuffer
-from arl.rollout.episode import Episode, EpisodeRunner, FailureBudget
+from arl.rollout.episode import Episode, EpisodeRunner, FailureBudget, SteeredEngine
 from arl.rollout.group import GREEDY, GroupRules, GroupRun
 from arl.rollout.ledger import ExampleLedger, Outcome
-from arl.rollout.starvation import StarvationWatch
-from arl.rollout.steered_engine import SteeredEngine
 from arl.rollout.totals import RolloutTotals
-from arl.rollout.watches import LagMonitor
+from arl.rollout.watches import LagMonitor, StarvationWatch
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from arl.api.types import Group
 from arl.rollout.episode import Episode
 from arl.rollout.group import GroupRun
 from arl.rollout.ledger import Outcome
-from arl.rollout.starvation import Fruitless
+from arl.rollout.watches import Fruitless
 
 
 @dataclass(slots=True, kw_only=True)

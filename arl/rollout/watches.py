@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass
+from enum import Enum
+from statistics import fmean
+
+from arl.api.errors import StarvedError
+from arl.rollout.ledger import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -65,3 +71,123 @@ class LagMonitor:
             )
             self._blocks.clear()
             self._quiet_until = now + _WINDOW_S
+
+
+# StarvationWatch: says when groups give nothing to train on, and ends a run for which that will not change.
+
+
+_MOSTLY = 0.9
+"""The share of a window's groups that have to be fruitless to be worth a warning."""
+
+
+class Reason(Enum):
+    """Why a group is not trained: what is said of such groups, and what to do about them."""
+
+    RETURNED_NONE = (
+        "too many of their episodes returned None",
+        "see why arun_episode returns None: it is for examples that turn out useless, not for wrong answers",
+    )
+    FAILED = (
+        "too many of their episodes failed",
+        "see the errors above; rollout.min_group_size and rollout.extra_episodes say how many of a group may fail",
+    )
+    NO_BASELINE = (
+        "their greedy episode failed or returned None",
+        "see why greedy episodes do not finish, which algorithm.advantage.baseline needs",
+    )
+    NOT_COMPARABLE = (
+        "advantages cannot compare them",
+        "let arun_episode return what algorithm.advantage needs, or choose another algorithm",
+    )
+    EQUAL_REWARDS = (
+        "the rewards of each, process rewards included, are equal",
+        "take examples that are sometimes solved, raise rollout.group_size, or unset algorithm.dynamic_sampling",
+    )
+    FILTERED = ("the filter given as keep refused them", "see what keep refuses")
+    STRAGGLED = (
+        "they kept the trainer waiting",
+        "see whether rollout.drop_stragglers_after_s is shorter than a usual episode",
+    )
+
+    def __init__(self, description: str, advice: str) -> None:
+        self.description = description
+        self.advice = advice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fruitless:
+    """A group that is not trained. outcome: of its example. detail: what exactly was the matter, where more is known.
+
+    reward: the mean over its episodes, where some finished.
+    """
+
+    outcome: Outcome
+    reason: Reason
+    detail: str = ""
+    reward: float | None = None
+
+
+class StarvationWatch:
+    """Looks at groups as they end, one window of them after another, and warns of one that was mostly fruitless.
+
+    The first window holds `window` groups, and each warning doubles it: a run that goes on like this is told again, and
+    ever more seldom. What is wrong with a group's trajectories is told at once, and once. After `patience` fruitless
+    groups in a row it raises StarvedError.
+    """
+
+    def __init__(self, *, window: int, patience: int) -> None:
+        self._window = window
+        self._patience = patience
+        self._seen = 0
+        self._recent: list[Fruitless] = []
+        self._in_a_row: list[Fruitless] = []
+        self._details: set[str] = set()
+
+    def fruitful(self) -> None:
+        """Note a group that can be trained on."""
+        self._in_a_row.clear()
+        self._end_of_group()
+
+    def fruitless(self, group: Fruitless) -> None:
+        """Note one that cannot. Raises StarvedError."""
+        if group.detail not in {"", *self._details}:
+            self._details.add(group.detail)
+            log.warning("a group was %s: %s", group.outcome.name.lower(), group.detail)
+        self._recent.append(group)
+        self._in_a_row.append(group)
+        if len(self._in_a_row) >= self._patience:
+            raise StarvedError(
+                f"the last {len(self._in_a_row)} groups were all rejected or dropped, so there is nothing to train on: "
+                f"{_account(self._in_a_row)}"
+            )
+        self._end_of_group()
+
+    def _end_of_group(self) -> None:
+        self._seen += 1
+        if self._seen < self._window:
+            return
+        seen, recent = self._seen, self._recent
+        self._seen, self._recent = 0, []
+        if len(recent) >= _MOSTLY * seen:
+            self._window *= 2
+            log.warning(
+                "%d of the last %d groups gave nothing to train on, and others run in their place: %s",
+                len(recent),
+                seen,
+                _account(recent),
+            )
+
+
+def _account(groups: list[Fruitless]) -> str:
+    """How many there were for each reason, the most frequent first, and what to do about that one."""
+    (worst, _), *_ = counts = Counter(group.reason for group in groups).most_common()
+    told = "; ".join(_told(reason, [group for group in groups if group.reason is reason]) for reason, _ in counts)
+    return f"{told}. What to do: {worst.advice}"
+
+
+def _told(reason: Reason, groups: list[Fruitless]) -> str:
+    ended = " and ".join(sorted({group.outcome.name.lower() for group in groups}))
+    rewards = [group.reward for group in groups if group.reward is not None]
+    more = [f"mean reward {fmean(rewards):.3g}"] if rewards and reason is Reason.EQUAL_REWARDS else []
+    more += [f"the last one: {groups[-1].detail}"] if groups[-1].detail else []
+    return f"{len(groups)} {ended}, as {reason.description}" + (f" ({'; '.join(more)})" if more else "")

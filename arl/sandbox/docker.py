@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from arl.api.errors import SandboxError
-from arl.api.shared import Shared
+from arl.api.workflow import Shared
 from arl.sandbox import container
 from arl.sandbox.contract import MAIN, NO_FILES, EndedBy, Files, Limits, Outcome, laid_out
 from arl.sandbox.output import finish

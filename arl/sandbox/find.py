@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Literal
 
 from arl.api.errors import SandboxError
-from arl.api.shared import Shared
+from arl.api.workflow import Shared
 from arl.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
 from arl.sandbox.contract import NO_FILES, Files, Limits, Outcome, Sandbox
 from arl.sandbox.docker import DockerSandbox

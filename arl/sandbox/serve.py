@@ -23,8 +23,7 @@ from aiohttp import web
 from arl.api.errors import SandboxError
 from arl.sandbox.contract import Limits, Sandbox
 from arl.sandbox.find import find_sandbox
-from arl.sandbox.remote import KEY_VARIABLE
-from arl.sandbox.wire import outcome_to_json, request_from_json
+from arl.sandbox.remote import KEY_VARIABLE, outcome_to_json, request_from_json
 
 _BODY_BYTES = 64 << 20
 _MOST = Limits(wall_s=600.0, cpu_s=600.0)

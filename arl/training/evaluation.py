@@ -9,8 +9,7 @@ from arl.api.config import EvaluationConfig
 from arl.api.engine import InferenceEngine
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.controller import Dataset, run_examples
-from arl.training.metrics import Evaluation
-from arl.training.stats import mean_metrics, mean_rewards
+from arl.training.metrics import Evaluation, mean_metrics, mean_rewards
 
 
 class Evaluator:

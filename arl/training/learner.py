@@ -7,17 +7,19 @@ groups --> sequences --> logprobs, values --> advantages --> minibatches | --> c
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar, TypeVarTuple
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.aggregation import weigh_tokens
-from arl.algorithm.batch import Batch, flat, regrouped, to_sequences
+from arl.algorithm.batch import Batch, flat, regrouped, to_sequences, weigh_tokens
 from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
 from arl.algorithm.losses.selection import select_tokens
-from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import Output, Saving, TokenLoss, TrainEngine
 from arl.api.errors import CheckpointError
@@ -184,3 +186,35 @@ def _filled(batch: Batch, field: str, engine: TrainEngine, output: Output) -> Ba
     outputs = engine.forward(sequences, output)
     # Not by keyword, which is one of several.
     return regrouped([replace(s, **{field: o}) for s, o in zip(sequences, outputs, strict=True)], batch)
+
+
+# TrainThread: the one thread on which the train engine lives, seen from the event loop.
+
+
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
+
+
+class TrainThread:
+    """Runs blocking calls one after another. A cancelled caller still waits until its call is done."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-train")
+
+    def submit(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
+        """Begin a call without waiting for it."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    async def __call__(self, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> ResultT:
+        return await self.finish(self.submit(function, *args))
+
+    async def finish(self, call: asyncio.Future[ResultT]) -> ResultT:
+        """Wait for a call that was begun, also when cancelled, so that its effects are known."""
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait([call])
+            raise
+
+    def close(self) -> None:
+        self._executor.shutdown()

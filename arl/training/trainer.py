@@ -33,15 +33,20 @@ from arl.api.config import Config
 from arl.api.engine import InferenceEngine, PublishStats, Saving, WeightTransport, WeightUpdate
 from arl.api.errors import ArlError, ConfigError, first_error
 from arl.api.types import Group, StepStats
-from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
-from arl.rollout.replay import Replay
 from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.evaluation import Evaluator
-from arl.training.learner import Learner
-from arl.training.metrics import Evaluation, RunLog
-from arl.training.stats import RunTotals, batch_metrics, episode_rewards, publish_metrics, reward_metrics
-from arl.training.train_thread import TrainThread
+from arl.training.learner import Learner, TrainThread
+from arl.training.metrics import (
+    Evaluation,
+    RunLog,
+    RunTotals,
+    batch_metrics,
+    episode_rewards,
+    publish_metrics,
+    reward_metrics,
+)
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import PromptTooLongError, TrajectoryError
 from arl.api.types import ModelRequest, SamplingParams, Trajectory, new_id
-from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.chat_template import ChatTemplate, Message
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn
-from arl.workflow.messages import Message
 from arl.workflow.paths import trajectories
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from typing import Literal, Self
 
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
-from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.messages import Message, ToolSpecs, history_key, normalised, plain, tools_key
+from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs, history_key, normalised, plain, tools_key
 
 Rewriting = Literal["branch", "keep", "error"]
 """What becomes of a turn that the template would show otherwise later: the dialogue branches, the sampled tokens stay

@@ -1,6 +1,6 @@
 """A model behind a URL, asked by many episodes at once, after a look at what it is.
 
-The server speaks SGLang's protocol: stock SGLang, or the embedded server. arl.workflow.scoring says what it is asked.
+The server speaks SGLang's protocol: stock SGLang, or the embedded server. arl.workflow.teachers says what it is asked.
 """
 
 from __future__ import annotations

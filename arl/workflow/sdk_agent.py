@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ConfigError, ProgramError
-from arl.api.shared import Shared
 from arl.api.types import Example, SamplingParams, Trajectory
-from arl.api.workflow import RolloutWorkflow
-from arl.rewards.reward import RewardLike, as_reward
+from arl.api.workflow import RolloutWorkflow, Shared
+from arl.rewards.adapt import RewardLike, as_reward
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
 from arl.workflow.tool_threads import ToolThreads
 

@@ -11,20 +11,22 @@ members that do the same job have one role.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ConfigError, PromptTooLongError
-from arl.api.types import SamplingParams, Trajectory
-from arl.rewards.reward import Score, score_of
-from arl.workflow.agent import with_system
+from arl.api.types import Example, SamplingParams, Trajectory
+from arl.rewards.adapt import Score, score_of
+from arl.workflow.agent import AgentWorkflow, with_system
 from arl.workflow.call_formats import CallFormat, call_format_of
+from arl.workflow.chat_template import Message, text_content
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
-from arl.workflow.messages import Message
-from arl.workflow.together import together
 from arl.workflow.tool_agent import ToolEpisode, ToolSpeaker
+from arl.workflow.tool_threads import together
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 
 if TYPE_CHECKING:
@@ -152,3 +154,165 @@ class Team:
         )
         self._episodes[name] = ToolEpisode(data={}, conversation=chat, tools=member.tools)
         return self._episodes[name]
+
+
+# Agents that answer one question, read what the others said, and answer again.
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class DebateWorkflow(AgentWorkflow):
+    """Debaters answer at the same time, then for `rounds - 1` rounds read the others' answers and answer again; the
+    reward judges the last answer of each.
+
+    shared: each debater gets the mean of all rewards, and not its own. All have the role `debater`, so that they are
+    compared with each other and with those of the group's other episodes. Metrics: turns.
+    """
+
+    debaters: int = 2
+    rounds: int = 2
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.debaters < 2 or self.rounds < 1:
+            raise ConfigError(
+                f"debaters is {self.debaters} and rounds {self.rounds}; a debate needs 2 debaters and 1 round at least"
+            )
+
+    def member(self, index: int) -> Member:
+        """One debater. Its name is seen by nobody but `others_said`."""
+        return Member(name=f"debater {index + 1}", role="debater", system=self.system)
+
+    def others_said(self, answers: Mapping[str, str]) -> str:
+        """What a debater is told between rounds; answers: of the others, by name."""
+        said = "\n\n".join(f"Another agent answered:\n{answer}" for answer in answers.values())
+        return f"{said}\n\nConsider these answers, and give yours again."
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+        names = [self.member(index).name for index in range(self.debaters)]
+        settings = TeamSettings(
+            tokenizer=self.tokenizer,
+            sampling=self.sampling,
+            template_options=self.template_options,
+            rewriting=self.rewriting,
+        )
+        team = Team(engine, [self.member(index) for index in range(self.debaters)], settings)
+        question = self.messages(data)
+        answers = {name: answer or "" for name, answer in (await team.ask_all(dict.fromkeys(names, question))).items()}
+        for _ in range(self.rounds - 1):
+            told = {name: self.others_said({n: a for n, a in answers.items() if n != name}) for name in names}
+            new = await team.ask_all(told)
+            answers = {name: answer if (answer := new[name]) is not None else answers[name] for name in names}
+        scores = await together(self.ascore(answers[name], data) for name in names)
+        return team.trajectories(self.rewards(dict(zip(names, scores, strict=True))), _mean_metrics(scores))
+
+    def rewards(self, scores: Mapping[str, Score]) -> Mapping[str, float | Score]:
+        """What each debater gets: name -> score of its last answer; name -> its reward."""
+        if not self.shared:
+            return scores
+        parts = {name: fmean(s.parts[name] for s in scores.values()) for name in next(iter(scores.values())).parts}
+        return dict.fromkeys(scores, Score(fmean(score.value for score in scores.values()), parts))
+
+
+def _mean_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    names = dict.fromkeys(name for score in scores for name in score.metrics)
+    return {name: fmean(s.metrics[name] for s in scores if name in s.metrics) for name in names}
+
+
+# A solver proposes answers, a checker accepts or rejects them: the one is paid for right answers, the other for
+# knowing which are right.
+
+
+CHECKER_SYSTEM = (
+    "You check answers. Say what is wrong with the answer, if anything, and end with one word: ACCEPT where the answer "
+    "is right, REJECT where it is not."
+)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SolverCheckerWorkflow(AgentWorkflow):
+    """The solver answers; the checker accepts, or rejects with a reason, and the solver tries again.
+
+    The solver's reward is that of its last answer; the checker's is the share of its verdicts that are right: accepted
+    what is worth at least right_from, rejected what is not. A verdict that cannot be read is a wrong one, and counts as
+    a rejection. shared: both get the solver's reward. max_attempts: answers of the solver. system, checker_system:
+    their system prompts. Roles: solver, checker. Metrics: turns, attempts, accepted (1 or 0), right_verdicts (a share).
+    """
+
+    checker_system: str = CHECKER_SYSTEM
+    max_attempts: int = 3
+    right_from: float = 1.0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_attempts < 1:
+            raise ConfigError(f"max_attempts is {self.max_attempts}; it must be at least 1")
+
+    def members(self) -> tuple[Member, Member]:
+        """The solver and the checker."""
+        return Member(name="solver", system=self.system), Member(name="checker", system=self.checker_system)
+
+    def to_check(self, data: Example, answer: str, attempt: int) -> str | Sequence[Message]:
+        """What the checker is asked. attempt: how many answers it has seen before this one."""
+        if attempt:
+            return f"The next answer:\n{answer}\n\nACCEPT or REJECT?"
+        question = "\n\n".join(text_content(m) for m in self.messages(data) if m["role"] == "user")
+        return f"Question:\n{question}\n\nAnswer:\n{answer}\n\nACCEPT or REJECT?"
+
+    def objection(self, verdict: str) -> str:
+        """What the solver is told after a rejection."""
+        return f"A checker rejected your answer:\n{verdict}\n\nTry again."
+
+    def accepts(self, verdict: str) -> bool | None:
+        """The last ACCEPT or REJECT in the checker's words; None where there is neither."""
+        words = re.findall(r"\b(ACCEPT|REJECT)\b", verdict)
+        return words[-1] == "ACCEPT" if words else None
+
+    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+        solver, checker = self.members()
+        settings = TeamSettings(
+            tokenizer=self.tokenizer,
+            sampling=self.sampling,
+            template_options=self.template_options,
+            rewriting=self.rewriting,
+        )
+        team = Team(engine, [solver, checker], settings)
+        answers: list[str] = []
+        verdicts: list[bool | None] = []
+        said: str | Sequence[Message] = self.messages(data)
+        while len(answers) < self.max_attempts:
+            answer = await team.ask(solver.name, said)
+            if answer is None:
+                break
+            answers.append(answer)
+            try:
+                verdict = await team.ask(checker.name, self.to_check(data, answer, len(answers) - 1))
+            except PromptTooLongError:  # the first answer alone fills its context
+                verdict = None
+            if verdict is None:
+                break
+            verdicts.append(self.accepts(verdict))
+            if verdicts[-1]:
+                break
+            said = self.objection(verdict)
+        return await self._rewarded(team, answers or [""], verdicts, data)
+
+    async def _rewarded(
+        self, team: Team, answers: Sequence[str], verdicts: Sequence[bool | None], data: Example
+    ) -> Sequence[Trajectory]:
+        scores = await together(self.ascore(answer, data) for answer in answers)
+        rights = [
+            float(verdict is not None and verdict == (score.value >= self.right_from))
+            for verdict, score in zip(verdicts, scores, strict=False)  # the checker's context may be full
+        ]
+        share = fmean(rights) if rights else 0.0
+        metrics = {
+            "attempts": float(len(answers)),
+            "accepted": float(bool(verdicts and verdicts[-1])),
+            "right_verdicts": share,
+            **scores[-1].metrics,
+        }
+        solver, checker = self.members()
+        own: dict[str, float | Score] = {solver.name: scores[-1], checker.name: share}
+        return team.trajectories(scores[-1] if self.shared else own, metrics)

@@ -17,11 +17,11 @@ import contextvars
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from arl.api.errors import ToolError, ToolsHungError
+from arl.api.errors import ToolError, ToolsHungError, first_error
 
 log = logging.getLogger(__name__)
 
@@ -186,3 +186,19 @@ def _tell(call: _Call, future: asyncio.Future[Any], value: Any) -> None:
 
 THREADS = ToolThreads()
 """Those of this process: threads are one budget, whatever workflow calls a tool."""
+
+
+# Several awaits of one episode at the same time.
+
+
+T = TypeVar("T")
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return, in their order. The first error cancels the others, and is raised itself, out of its group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return [task.result() for task in tasks]

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import logging
@@ -20,14 +21,53 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError, to_json
 
 from arl.api.errors import ArlError, ConfigError, ToolError
 from arl.workflow.call_formats import MalformedCall, ToolCall, parse_tool_calls
-from arl.workflow.together import together
-from arl.workflow.tool_output import cut, text_of
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
-from arl.workflow.tool_threads import THREADS
+from arl.workflow.tool_threads import THREADS, together
+
+# What a tool returned, as text for the model: whatever it is, of bounded length, and fit to be tokenized.
+
+
+def text_of(result: object) -> str:
+    """JSON for what JSON has (objects, lists, pydantic models, dataclasses), else as `str` has it.
+
+    Raises what the result's own `__str__` raises.
+    """
+    match result:
+        case str():
+            return result
+        case bytes() | bytearray() | memoryview():
+            return _text_of_bytes(bytes(result))
+        case Mapping() | list() | tuple() | set() | frozenset() | BaseModel():
+            return _json(result)
+    is_record = dataclasses.is_dataclass(result) and not isinstance(result, type)
+    return _json(result) if is_record else str(result)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """At most max_chars characters of the text, and a note of how many more there were; no lone surrogates."""
+    kept = text[:max_chars].encode("utf-8", "replace").decode("utf-8")
+    missing = len(text) - max_chars
+    return f"{kept}\n[cut here: {missing} more characters]" if missing > 0 else kept
+
+
+def _text_of_bytes(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"[{len(data)} bytes that are no text]"
+
+
+def _json(result: Any) -> str:
+    try:
+        return to_json(result, inf_nan_mode="constants", serialize_unknown=True, bytes_mode="base64").decode()
+    except (PydanticSerializationError, ValueError, RecursionError):  # circular, or with lone surrogates
+        return str(result)
+
 
 __all__ = [
     "DEFAULT_LIMITS",

@@ -20,10 +20,8 @@ from arl.api.errors import ArlError, ModelError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.workflow.paths import trajectories
-from arl.workflow.proxy.models import MODEL
-from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.proxy.openai_proxy import MODEL, OpenAIProxy, SharedURL
 from arl.workflow.proxy.session import EpisodeSession
-from arl.workflow.proxy.shared_url import SharedURL
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf

@@ -32,16 +32,16 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from warm_start import Demonstration, warm_start
 
 from arl.api import Example, SamplingParams
-from arl.api.shared import Shared
+from arl.api.workflow import Shared
 from arl.data import load_with_held_out
 from arl.engine.fsdp.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.rewards.reward import Score
+from arl.rewards.adapt import Score
 from arl.rewards.unit_tests import CallTests, UnitTestReport, code_of, run_unit_tests
 from arl.sandbox import Sandbox, find_sandbox
 from arl.sandbox.find import Kind
-from arl.workflow.multi_turn import MultiTurnWorkflow
-from arl.workflow.tool_output import cut
+from arl.workflow.agent import MultiTurnWorkflow
+from arl.workflow.tools import cut
 
 SYSTEM = "Write a Python function in a ```python block. If a test fails, mend the function and write all of it again."
 GENERATED, REASONING_GYM = "generated", "reasoning-gym"

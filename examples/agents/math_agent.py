@@ -31,8 +31,8 @@ from arl.api import Example, InferenceEngine, RolloutWorkflow, SamplingParams, T
 from arl.data import load_with_held_out
 from arl.engine.fsdp.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.rewards.adapt import InlineReward
 from arl.rewards.answers import NumericMatch
-from arl.rewards.reward import InlineReward
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
 

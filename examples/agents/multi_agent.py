@@ -33,9 +33,8 @@ from arl.api import Example, SamplingParams
 from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.tiny import tiny_tokenizer
 from arl.experiment import Experiment, Setup
-from arl.rewards.reward import Score
-from arl.workflow.solver_checker import SolverCheckerWorkflow
-from arl.workflow.team import Member
+from arl.rewards.adapt import Score
+from arl.workflow.team import Member, SolverCheckerWorkflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from calculator import calculator
 from warm_start import Demonstration, tool_call
 
 from arl.api import Example
-from arl.workflow.solver_checker import SolverCheckerWorkflow
+from arl.workflow.team import SolverCheckerWorkflow
 from arl.workflow.tools import Tool
 
 NUM_CAREFUL, NUM_MIXED = 6000, 1500

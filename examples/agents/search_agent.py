@@ -39,7 +39,7 @@ from arl.api.errors import DatasetError
 from arl.data import load_with_held_out
 from arl.engine.fsdp.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.rewards.reward import InlineReward, Score
+from arl.rewards.adapt import InlineReward, Score
 from arl.workflow.conversation import Turn
 from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode
 from arl.workflow.tools import Tool

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.batch import weigh_tokens
 from arl.api.algorithm import Aggregation
 from arl.api.types import TrainSequence
 

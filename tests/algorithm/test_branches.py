@@ -21,8 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.aggregation import weigh_tokens
-from arl.algorithm.batch import Batch, to_sequences
+from arl.algorithm.batch import Batch, to_sequences, weigh_tokens
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.types import Group, TrainSequence, Trajectory
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from loss_references import Tokens, behavior_weights, joined, random_batch, trajectories_of
 
-from arl.algorithm.losses.corrections import behavior_weight
-from arl.algorithm.losses.ratios import Trajectories
+from arl.algorithm.losses.ratios import Trajectories, behavior_weight
 from arl.api.algorithm import CorrectionConfig
 
 KINDS = {

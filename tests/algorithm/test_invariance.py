@@ -11,11 +11,10 @@ import torch
 from random_groups import MAX_STALENESS, VERSION, random_groups, reordered, seen_by_the_trainer
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.aggregation import weigh_tokens
-from arl.algorithm.batch import flat, regrouped
+from arl.algorithm.batch import flat, regrouped, weigh_tokens
 from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
 from arl.algorithm.losses.selection import select_tokens
-from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig, PPOLossConfig, preset
 from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
 from arl.api.presets import PRESETS
@@ -49,7 +48,7 @@ def loss_of(config: AlgorithmConfig) -> TokenLoss:
 
 @dataclass
 class Tally:
-    """What microbatches report, added up in plain numbers, as arl.engine.fsdp.tally says that it is to be read."""
+    """What microbatches report, added up in plain numbers, as arl.engine.fsdp.minibatch says that it is to be read."""
 
     reports: list[tuple[TokenLosses, torch.Tensor]]
 

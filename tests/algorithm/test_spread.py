@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arl.algorithm.spread import Spread, pooled_spread, spread_of, whitened
+from arl.algorithm.peers import Spread, pooled_spread, spread_of, whitened
 
 numbers = st.lists(st.floats(-1e6, 1e6), max_size=12)
 

@@ -14,7 +14,7 @@ from servers import Server
 from transformers import AutoModelForSequenceClassification
 
 from arl.engine.tiny import tiny_tokenizer
-from arl.workflow.scoring import RewardModelClient
+from arl.workflow.teachers import RewardModelClient
 
 pytestmark = pytest.mark.parametrize(
     "server", ["embedded-reward", pytest.param("sglang-reward", marks=pytest.mark.sglang)], indirect=True

@@ -13,7 +13,7 @@ from protocol_client import Client
 from servers import Server
 
 from arl.api.errors import ModelError
-from arl.workflow.scoring import TeacherClient
+from arl.workflow.teachers import TeacherClient
 
 NOTHING_NEW = {"max_new_tokens": 0}
 # Not the vocabulary's last token, whose id stock SGLang tells as 0 among those given.

@@ -17,7 +17,7 @@ from protocol_client import Client, fresh_rid, spans
 from safetensors.torch import load_file
 from servers import free_port
 
-from arl.engine.local.weight_group import GroupAddress, join_group
+from arl.engine.local.received_weights import GroupAddress, join_group
 
 PROMPT = torch.randint(256, (32,), generator=torch.Generator().manual_seed(3)).tolist()
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}

@@ -24,7 +24,7 @@ from arl.api.errors import DatasetError, SandboxError
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.sandbox import BubblewrapSandbox, Outcome, Sandbox
-from arl.workflow.multi_turn import MultiTurnWorkflow
+from arl.workflow.agent import MultiTurnWorkflow
 
 TOKENIZER = tiny_tokenizer()
 MBPP = {"text": "Write double(x).", "test_list": ["assert double(2) == 4", "assert double('ab') == 'abab'"]}

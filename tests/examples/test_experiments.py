@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from arl.cli import load_config
-from arl.commands.experiment_file import load_experiment
+from arl.commands.command import load_experiment
 from arl.experiment import ExperimentConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"

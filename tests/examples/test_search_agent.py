@@ -29,7 +29,7 @@ from arl.api import Example, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import DatasetError, ServerError
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.rewards.reward import InlineReward
+from arl.rewards.adapt import InlineReward
 
 TOKENIZER = tiny_tokenizer()
 CONTEXT = [

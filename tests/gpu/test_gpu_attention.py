@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from arl.engine.fsdp.attention import packed_attention
-from arl.engine.fsdp.packed_layout import PackedLayout
+from arl.engine.fsdp.attention_blocks import PackedLayout
 
 LENGTHS = (1, 200, 37, 130, 64)
 

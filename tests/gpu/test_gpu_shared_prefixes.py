@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
-from arl.engine.fsdp.attention_blocks import masked_attention
+from arl.engine.fsdp.attention_blocks import PackedLayout, masked_attention
 from arl.engine.fsdp.attention_cuda import cuda_attention
-from arl.engine.fsdp.packed_layout import PackedLayout
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 64
 LENGTHS, SHARED = (300, 250, 280, 90, 200, 150), (0, 200, 240, 0, 60, 140)

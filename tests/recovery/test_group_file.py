@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.api import Group, Trajectory, TurnSpan
-from arl.training.group_file import UNREADABLE, read_groups, write_groups
+from arl.training.checkpoint import UNREADABLE, read_groups, write_groups
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 

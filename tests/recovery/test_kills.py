@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from arl.api import Group
-from arl.training.checkpoint import Checkpoints
-from arl.training.group_file import read_groups
+from arl.training.checkpoint import Checkpoints, read_groups
 from arl.training.metrics import read_jsonl
 
 HERE = Path(__file__).parent

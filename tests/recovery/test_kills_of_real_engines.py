@@ -14,8 +14,7 @@ from real_life import NUM_EXAMPLES
 from test_kills import check_ledger
 
 from arl.engine.tiny import write_tiny_model
-from arl.training.checkpoint import Checkpoints
-from arl.training.group_file import read_groups
+from arl.training.checkpoint import Checkpoints, read_groups
 from arl.training.metrics import read_jsonl
 
 HERE = Path(__file__).parent

@@ -11,19 +11,20 @@ from pydantic import BaseModel
 
 from arl.api.errors import ConfigError, DatasetError, RewardError
 from arl.rewards import untrusted
+from arl.rewards.adapt import Score
 from arl.rewards.answers import (
     ExactMatch,
     InTag,
     JsonFormat,
     NumericMatch,
     Tags,
+    is_equal,
     last_boxed,
     last_number,
     matches,
+    math_reward,
 )
 from arl.rewards.gym import GymScore, reasoning_gym_examples, reasoning_gym_reward
-from arl.rewards.mathematics import is_equal, math_reward
-from arl.rewards.reward import Score
 
 EQUAL = [
     (r"So $x=\boxed{\frac{1}{2}}$.", "0.5"),

@@ -18,8 +18,8 @@ from scoring import by_name, length, two_parts, until_file_exists
 from arl.api import Example, InferenceEngine, ModelRequest, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.config import EvaluationConfig
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.api.shared import Shared
-from arl.rewards.reward import (
+from arl.api.workflow import Shared
+from arl.rewards.adapt import (
     AsyncReward,
     InlineReward,
     RewardPool,

@@ -13,9 +13,8 @@ from virtual_time import run_in_virtual_time
 from workflow.served import BREAK, Served
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.rewards.answer_cache import AnswerCache
-from arl.rewards.judge import ChatServer, JudgeReward
-from arl.rewards.reward import Score, WeightedReward
+from arl.rewards.adapt import Score, WeightedReward
+from arl.rewards.judge import AnswerCache, ChatServer, JudgeReward
 from arl.web import json_server
 
 PATH = "/v1/chat/completions"

@@ -13,8 +13,8 @@ from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
 from arl.api import Example, Group, InferenceEngine, ModelRequest, ScriptedEngine, Trajectory, TurnSpan
+from arl.rollout.group import most_varied
 from arl.rollout.ledger import Outcome
-from arl.rollout.over_sampling import most_varied
 
 few_values = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0]), min_size=1, max_size=9)
 

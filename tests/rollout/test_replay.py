@@ -10,8 +10,7 @@ from virtual_time import run_in_virtual_time
 
 from arl.api import Group
 from arl.api.errors import StalenessError
-from arl.rollout.buffer import ReplayBuffer, Slot
-from arl.rollout.replay import Replay
+from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 
 
 def rewarded(number: int, version: int, *rewards: float) -> Group:

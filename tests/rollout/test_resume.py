@@ -13,10 +13,9 @@ from virtual_time import run_in_virtual_time
 
 from arl.api import Example, Group, InferenceEngine, Trajectory
 from arl.api.config import RolloutConfig
-from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.ledger import ExampleId, ExampleLedger, Outcome
-from arl.rollout.replay import Replay
 
 CONFIG = RolloutConfig(
     batch_size=2, group_size=2, max_staleness=2, max_failure_rate=1.0, episode_retries=0, drop_stragglers_after_s=8.0

@@ -9,7 +9,7 @@ from virtual_time import run_in_virtual_time
 
 from arl.api.errors import StarvedError
 from arl.rollout.ledger import Outcome
-from arl.rollout.starvation import Fruitless, Reason, StarvationWatch
+from arl.rollout.watches import Fruitless, Reason, StarvationWatch
 
 EQUAL = Fruitless(outcome=Outcome.REJECTED, reason=Reason.EQUAL_REWARDS, reward=1.0)
 FAILED = Fruitless(outcome=Outcome.DROPPED, reason=Reason.FAILED)

@@ -17,7 +17,7 @@ from arl.api import (
     Trajectory,
 )
 from arl.rollout.controller import run_examples
-from arl.rollout.steered_engine import SteeredEngine
+from arl.rollout.episode import SteeredEngine
 
 
 def noting(asked: list[SamplingParams]) -> ScriptedEngine:

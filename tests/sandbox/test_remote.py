@@ -13,9 +13,8 @@ import pytest
 from arl.api.errors import SandboxError
 from arl.sandbox import BubblewrapSandbox, Limits, Outcome
 from arl.sandbox.contract import NO_FILES, Files
-from arl.sandbox.remote import RemoteSandbox
+from arl.sandbox.remote import RemoteSandbox, request_from_json
 from arl.sandbox.serve import application, serve
-from arl.sandbox.wire import request_from_json
 
 KEY = "key-of-this-test"
 MOST = Limits(wall_s=30, processes=8)

@@ -11,8 +11,16 @@ from rich.console import Console
 from arl.api import Group, StepStats, Trajectory, TurnSpan
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
-from arl.training.metrics import Evaluation, RunLog, StepTable, plot_run, read_jsonl
-from arl.training.stats import batch_metrics, episode_rewards, reward_metrics
+from arl.training.metrics import (
+    Evaluation,
+    RunLog,
+    StepTable,
+    batch_metrics,
+    episode_rewards,
+    plot_run,
+    read_jsonl,
+    reward_metrics,
+)
 
 QUIET = LogConfig(console=False, trajectories=3)
 

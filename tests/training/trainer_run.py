@@ -20,15 +20,12 @@ from arl.api import (
     WeightUpdate,
 )
 from arl.api.engine import TrainEngine
-from arl.rollout.buffer import ReplayBuffer
+from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
-from arl.rollout.replay import Replay
 from arl.training.checkpoint import Checkpoints
 from arl.training.evaluation import Evaluator
-from arl.training.learner import Learner
-from arl.training.metrics import RunLog
-from arl.training.stats import RunTotals
-from arl.training.train_thread import TrainThread
+from arl.training.learner import Learner, TrainThread
+from arl.training.metrics import RunLog, RunTotals
 from arl.training.trainer import Trainer
 
 EXAMPLES = [{"number": n} for n in range(64)]

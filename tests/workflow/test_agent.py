@@ -10,9 +10,9 @@ from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_lon
 
 from arl.api import Example, SamplingParams
 from arl.api.errors import ConfigError, DatasetError, PromptTooLongError, RewardError
-from arl.rewards.reward import InlineReward, RewardPool, Score
+from arl.rewards.adapt import InlineReward, RewardPool, Score
+from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.conversation import Turn
-from arl.workflow.single_turn import SingleTurnWorkflow
 
 QUESTION = {"question": "2 + 2 = ?", "answer": "4"}
 TOLD = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
 from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, TrajectoryError
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from arl.rollout.steered_engine import SteeredEngine
+from arl.rollout.episode import SteeredEngine
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.tools import Tool

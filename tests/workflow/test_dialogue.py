@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from arl.api import ModelResponse
 from arl.api.errors import ModelError
-from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.chat_template import ChatTemplate, Message
 from arl.workflow.dialogue import Dialogue, Turn
-from arl.workflow.messages import Message
 
 QWEN2_5, QWEN3, LLAMA3, MISTRAL = map(tokenizer_of, ("qwen2_5", "qwen3", "llama3", "mistral"))
 SPEC = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}

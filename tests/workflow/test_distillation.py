@@ -30,8 +30,7 @@ from arl.api.config import LogConfig, OptimizerConfig, RolloutConfig, TrainConfi
 from arl.api.errors import ConfigError, ServerError
 from arl.assembly import launch
 from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
-from arl.workflow.scoring import TeacherClient
-from arl.workflow.teachers import DistillationWorkflow
+from arl.workflow.teachers import DistillationWorkflow, TeacherClient
 
 STUDENT = ScriptedEngine(lambda request: [0])
 

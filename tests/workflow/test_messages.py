@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from arl.workflow.messages import Message, history_key, normalised, tools_key
+from arl.workflow.chat_template import Message, history_key, normalised, tools_key
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"n": 1}'}}
 

@@ -9,9 +9,9 @@ from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_lon
 
 from arl.api import Example
 from arl.api.errors import ConfigError, PromptTooLongError
-from arl.api.shared import Shared
-from arl.rewards.reward import Score
-from arl.workflow.multi_turn import MultiTurnWorkflow
+from arl.api.workflow import Shared
+from arl.rewards.adapt import Score
+from arl.workflow.agent import MultiTurnWorkflow
 
 QUESTION = {"question": "2 + 2 = ?", "answer": "4"}
 

@@ -10,7 +10,7 @@ from served import BREAK, language_model, reward_model
 
 from arl.api.errors import ModelError, RewardError, RewardTimeoutError
 from arl.web import json_server
-from arl.workflow.scoring import RewardModelClient
+from arl.workflow.teachers import RewardModelClient
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from served import BREAK, Served, language_model, reward_model
 from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, ServerError
 from arl.engine.tiny import tiny_tokenizer
 from arl.web import json_server
-from arl.workflow.scoring import TeacherClient
+from arl.workflow.teachers import TeacherClient
 
 TOKENS = (7, 8, 9, 10)
 

@@ -10,10 +10,8 @@ from scripted_answers import TOKENIZER, decode, ended, exact, replying, said_in,
 
 from arl.api import Example, ModelRequest, SamplingParams, ScriptedEngine
 from arl.api.errors import ConfigError, PromptTooLongError, ServerError
-from arl.rewards.reward import Score
-from arl.workflow.debate import DebateWorkflow
-from arl.workflow.solver_checker import SolverCheckerWorkflow
-from arl.workflow.team import Member, Team, TeamSettings
+from arl.rewards.adapt import Score
+from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
 from arl.workflow.tools import Tool
 
 QUESTION = {"question": "2 + 2 = ?", "answer": "4"}

@@ -127,3 +127,14 @@ def _per_unit(values: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
 def _counts(sequence_ids: torch.Tensor) -> torch.Tensor:
     """For each token how many trained tokens its sequence has, [M]."""
     return torch.bincount(sequence_ids)[sequence_ids] if len(sequence_ids) else sequence_ids
+
+
+# The loss of imitation.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTLoss:
+    """Negative log-likelihood of the trained tokens; advantages and behavior logprobs play no part."""
+
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        return TokenLosses(loss=-outputs.logprobs, means={"entropy": outputs.entropy.detach()})

@@ -2,16 +2,225 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import shutil
+import signal
+import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
+
 from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
-from arl.api.errors import ConfigError
-from arl.engine.client.supervision import Program, reserved_ports, running
+from arl.api.errors import ConfigError, ServerError, first_error
+from arl.web.listening import allow_many_connections
+
+# Servers as child processes on this machine: started together, watched, started again, gone when the block is left.
+
+
+_HOST = "127.0.0.1"
+_POLL_S = 0.1
+_STOP_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 1.0
+_MAX_BACKOFF_S = 30.0
+_LOG_LINES = 20
+_LOG_END = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What to run for one server: it answers GET /health with 200 on 127.0.0.1:`port` once it is ready."""
+
+    argv: Sequence[str]
+    port: int
+    log: Path
+    environment: Mapping[str, str]
+
+    @property
+    def address(self) -> str:
+        return f"http://{_HOST}:{self.port}"
+
+
+@contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Free ports that nobody else is given meanwhile, though a child of ours may listen on them."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for held in sockets:
+            # Bound but never listening: a server that sets this option too, as all do, may bind and listen beside it.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((_HOST, 0))
+        yield [held.getsockname()[1] for held in sockets]
+    finally:
+        for held in sockets:
+            held.close()
+
+
+@asynccontextmanager
+async def running(
+    programs: Sequence[Program], config: LocalEngineConfig | SGLangProcessesConfig
+) -> AsyncIterator[Sequence[str]]:
+    """Run a server for each program; gives their base URLs once all of them are ready.
+
+    A server that dies is reported as a warning with the end of its log, and started again on its port, at most
+    config.max_restarts times; meanwhile the engine fences it by itself. When the last has died for good the block is
+    cancelled and ServerError raised in its place. Leaving the block, however it is left, ends them with all their
+    children: SIGTERM, and SIGKILL a few seconds later.
+
+    Raises ServerError with the end of the log if one dies or is not ready within startup_timeout_s at the start.
+    """
+    allow_many_connections()
+    body_error: Exception | None = None
+    async with aiohttp.ClientSession() as session:
+        servers = [_Server(program, session, config.startup_timeout_s) for program in programs]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in servers:
+                    group.create_task(server.start())
+            async with asyncio.TaskGroup() as group:
+                watcher = group.create_task(_watch(servers, config.max_restarts))
+                try:
+                    yield [program.address for program in programs]
+                except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
+                    body_error = error
+                watcher.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        finally:
+            await _stop(servers)
+    if body_error is not None:
+        raise body_error
+
+
+async def _watch(servers: Sequence[_Server], max_restarts: int) -> None:
+    """Keep the servers alive; raises when none is left."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(server.keep_alive(max_restarts)) for server in servers]
+    raise ServerError(f"every server that was started here died; {tasks[0].result()}")
+
+
+class _Server:
+    """One program's process, and those that take its place after it died."""
+
+    def __init__(self, program: Program, session: aiohttp.ClientSession, startup_timeout_s: float) -> None:
+        self.program = program
+        self.process: asyncio.subprocess.Process | None = None
+        self._session = session
+        self._startup_timeout_s = startup_timeout_s
+        self._is_killed = False
+        self._log_start = 0
+
+    async def start(self) -> None:
+        """Returns when it is ready. Raises ServerError, with the end of its log, and leaves nothing running."""
+        process = await self._spawn()
+        ending = asyncio.create_task(process.wait())
+        try:
+            async with asyncio.timeout(self._startup_timeout_s):
+                while not ending.done() and not await self._is_ready():
+                    await asyncio.wait([ending], timeout=_POLL_S)
+        except TimeoutError:
+            self.kill()
+            await ending
+            raise ServerError(
+                f"a server was not ready within {self._startup_timeout_s:g} s (engine.startup_timeout_s): "
+                f"{self.last_words()}"
+            ) from None
+        finally:
+            ending.cancel()
+        if process.returncode is not None:
+            raise ServerError(f"a server did not start: {self.last_words()}")
+
+    async def keep_alive(self, max_restarts: int) -> str:
+        """Start it again whenever it has died; returns its last words when it is not."""
+        restarts = 0
+        while True:
+            if self.process is not None:
+                await self.process.wait()
+            self.kill()
+            words = await asyncio.to_thread(self.last_words)
+            if restarts >= max_restarts:
+                logger.warning("%s died and is not started again: %s", self.program.address, words)
+                return words
+            backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**restarts)
+            restarts += 1
+            logger.warning(
+                "%s died; start %d of %d in its place follows in %g s: %s",
+                self.program.address, restarts, max_restarts, backoff_s, words,
+            )  # fmt: skip
+            await asyncio.sleep(backoff_s)
+            with suppress(ServerError):  # its last words are told in the next turn
+                await self.start()
+
+    def last_words(self) -> str:
+        """How it ended, with the end of what it said in this life."""
+        with self.program.log.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_END))
+            lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
+        code = self.process.returncode if self.process else None
+        how = "still ran" if code is None else f"ended with exit code {code}"
+        return f"it {how}; the end of {self.program.log}:\n" + "\n".join(lines or ["(it is empty)"])
+
+    def terminate(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and all that it started, which it may have outlived. Once: later its id may be another's."""
+        if self.process is not None and not self._is_killed:
+            self._is_killed = True
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        log = self.program.log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stream:
+            stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
+            self._log_start = stream.tell()
+            self.process = await asyncio.create_subprocess_exec(
+                *self.program.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=self.program.environment,
+                start_new_session=True,  # Ctrl-C reaches us alone; and one signal reaches all that it starts
+            )
+        self._is_killed = False
+        return self.process
+
+    async def _is_ready(self) -> bool:
+        try:
+            async with self._session.get(f"{self.program.address}/health") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+
+async def _stop(servers: Sequence[_Server]) -> None:
+    """End what still runs: asked first, then killed; killed at once if this is cancelled in turn."""
+    processes = [server.process for server in servers if server.process is not None]
+    for server in servers:
+        server.terminate()
+    try:
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            for process in processes:
+                await process.wait()
+    except TimeoutError:
+        logger.warning("a server did not stop within %g s and is killed", _STOP_TIMEOUT_S)
+    finally:
+        for server in servers:
+            server.kill()
+    for process in processes:
+        await process.wait()
+
 
 _DIES_WITH_PARENT = """
 import ctypes, os, signal, sys

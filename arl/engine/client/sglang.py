@@ -53,7 +53,7 @@ from arl.engine.client.continuation import PartialResponse
 from arl.engine.client.server_client import Answer, ServerClient, ServerFailedError
 from arl.engine.client.server_pool import Attempt, Server, ServerPool
 from arl.engine.client.upkeep import Upkeep
-from arl.web.descriptors import allow_many_connections
+from arl.web.listening import allow_many_connections
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0

@@ -10,9 +10,8 @@ import torch
 from transformers import AttentionInterface
 
 from arl.api.errors import ModelError
-from arl.engine.fsdp.attention_blocks import block_attention, masked_attention
+from arl.engine.fsdp.attention_blocks import PackedLayout, block_attention, masked_attention
 from arl.engine.fsdp.attention_cuda import cuda_attention
-from arl.engine.fsdp.packed_layout import PackedLayout
 
 PACKED_ATTENTION = "arl_packed"
 """What the attention function is registered as (the model's `attn_implementation`)."""

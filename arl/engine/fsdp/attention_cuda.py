@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arl.engine.fsdp.attention_blocks import masked_attention
-from arl.engine.fsdp.packed_layout import PackedLayout
+from arl.engine.fsdp.attention_blocks import PackedLayout, masked_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -27,7 +27,7 @@ from arl.api.errors import ConfigError, ModelError
 from arl.engine.fsdp.export import whole_directory
 from arl.engine.fsdp.model import LoadedModel
 from arl.engine.fsdp.optimizer import local_shard
-from arl.engine.fsdp.tensor_parallel import whole_tensor
+from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.weights.layout import rows_of
 
 _ADAPTER = "default"

@@ -18,21 +18,136 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from arl.api.config import TrainConfig
-from arl.api.errors import ConfigError
+from arl.api.errors import ConfigError, ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
 from arl.engine.fsdp.model import TokenModel, transformer_layers
-from arl.engine.fsdp.tensor_parallel import split_layers
+
+# Tensor parallelism: each transformer layer split over a few ranks, by DTensor plans.
+
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Model types (`model_type` in config.json) whose layers have the names below and nothing else with weights."""
+
+
+def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Replace the layers' parameters by this rank's parts, in place; `mesh` has one dimension.
+
+    Every rank holds the whole model before, so nothing is sent. Raises ModelError for a model whose layers have no
+    plan, or whose heads or intermediate size the ranks cannot share equally.
+    """
+    _check_divisible(model, mesh.size())
+    has_head_norms = model.config.model_type == "qwen3"
+    for layer in transformer_layers(model):
+        parallelize_module(layer, mesh, _plan(has_head_norms=has_head_norms), src_data_rank=None)
+
+
+def whole_tensor(tensor: DTensor) -> torch.Tensor:
+    """All of a tensor that is sharded over "dp" and possibly split over "tp"; a collective.
+
+    Dimension after dimension of the mesh: both at once is something that torch warns of.
+    """
+    placements = list(tensor.placements)
+    for index in range(len(placements)):
+        placements[index] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
+    """Styles by module name within a layer.
+
+    Inputs become DTensors where a block begins, not at each projection: their gradients are then summed over the ranks
+    once for the block.
+    """
+    whole = Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[name] = ColwiseParallel()
+    if has_head_norms:
+        # Their weights are whole, their inputs [1, T, heads of this rank, head size]. As DTensors, so that the
+        # gradients, of which each rank has its heads' share, are summed.
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return plan
+
+
+def _check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
+    config = model.config
+    if config.model_type not in _FAMILIES:
+        raise ModelError(
+            f"train.tensor_parallel is {num_ranks}, but there is no plan for splitting the layers of a "
+            f"{config.model_type} ({type(model).__name__}), only for {', '.join(_FAMILIES)}; leave it at 1"
+        )
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "intermediate features": config.intermediate_size,
+    }
+    if uneven := [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]:
+        raise ModelError(
+            f"train.tensor_parallel is {num_ranks}, which does not divide this model's {' and '.join(uneven)}; choose "
+            f"a common divisor of {', '.join(f'{size} {what}' for what, size in sizes.items())}"
+        )
+
+
+# The process group that FSDP2 needs, also when one process trains alone.
+
+
+class ProcessGroupLease:
+    """Holds torch's default process group for an engine: the one that exists, or one of this process alone.
+
+    A group that was there is left as it was found. One made here is shared by the engines of the process, and
+    destroyed with the last of them. It meets through memory: no port is opened, nothing can collide.
+    """
+
+    _holders: ClassVar[int] = 0
+
+    def __init__(self, device_type: str) -> None:
+        cls = type(self)
+        self._owned = cls._holders > 0 or not dist.is_initialized()
+        if self._owned and cls._holders == 0:
+            backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        if self._owned:
+            cls._holders += 1
+
+    def release(self) -> None:
+        """Let go; idempotent."""
+        if not self._owned:
+            return
+        self._owned = False
+        cls = type(self)
+        cls._holders -= 1
+        if cls._holders == 0:
+            dist.destroy_process_group()
 
 
 def rank_device(device: str) -> torch.device:

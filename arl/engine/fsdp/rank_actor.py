@@ -27,8 +27,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from arl.api.config import TrainConfig
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
+from arl.engine.fsdp.minibatch import PackedSequences
 from arl.engine.fsdp.saving import RankSaving
-from arl.engine.fsdp.shares import PackedSequences
 from arl.engine.fsdp.snapshot import RankAdapter, RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 

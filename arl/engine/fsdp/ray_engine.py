@@ -25,8 +25,8 @@ from arl.api.config import TrainConfig
 from arl.api.engine import Head, ModelLimits, Output, TensorSpec, TokenLoss, WeightGroup
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence, new_id
+from arl.engine.fsdp.minibatch import PackedSequences, divide
 from arl.engine.fsdp.ray_cluster import Placement, RayLease
-from arl.engine.fsdp.shares import PackedSequences, divide
 
 if TYPE_CHECKING:
     from arl.engine.fsdp.ranks import Ranks

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.engine.fsdp.export import replace_directory
 from arl.engine.fsdp.lora import Adapters, LoRAOrigin
-from arl.engine.fsdp.reference import Reference
+from arl.engine.fsdp.optimizer import Reference
 
 _PROGRESS_FILE = "progress.json"
 

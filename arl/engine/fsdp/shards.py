@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from arl.api.engine import TensorSpec
 from arl.api.errors import TransportError
-from arl.engine.fsdp.tensor_parallel import whole_tensor
+from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.weights.layout import byte_size, ranges, rows_of, torch_dtype, views
 
 _TIMEOUT_S = 600.0

@@ -28,15 +28,18 @@ from arl.api.errors import ConfigError, EngineClosedError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.export import ModelWriter
 from arl.engine.fsdp.lora import Adapters
-from arl.engine.fsdp.minibatch import Microbatch, build_microbatch, empty_microbatch
+from arl.engine.fsdp.minibatch import (
+    Microbatch,
+    MinibatchTally,
+    build_microbatch,
+    empty_microbatch,
+    mean_of_minibatches,
+)
 from arl.engine.fsdp.model import Critic, Policy, load_model, model_limits, new_value_head
-from arl.engine.fsdp.optimizer import build_optimizer, clip_gradients, learning_rate
-from arl.engine.fsdp.parallel import loading_turn, rank_device, rank_mesh, shard
-from arl.engine.fsdp.process_group import ProcessGroupLease
-from arl.engine.fsdp.reference import Reference
+from arl.engine.fsdp.optimizer import Reference, build_optimizer, clip_gradients, learning_rate
+from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankAdapter, RankSnapshot, SnapshotTaker
-from arl.engine.fsdp.tally import MinibatchTally, mean_of_minibatches
 
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
     "policy": ("logprobs", "reference_logprobs"),

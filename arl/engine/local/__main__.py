@@ -34,7 +34,7 @@ from arl.web.listening import bind, is_loopback, watch_parent
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from arl.engine.local.inflight import Inflight
+    from arl.engine.local.endpoint import Inflight
     from arl.engine.local.scheduler import Scheduler
 
 log = logging.getLogger("arl.engine.local")
@@ -111,7 +111,7 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> int:
     """Load the model, answer until told to stop, and leave nothing running. Returns the exit code."""
     from aiohttp import web
 
-    from arl.engine.local.inflight import Inflight
+    from arl.engine.local.endpoint import Inflight
 
     loop = asyncio.get_running_loop()
     stop, died = asyncio.Event(), asyncio.Event()

@@ -8,9 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from arl.engine.local.adapter_calls import AdapterCalls
-from arl.engine.local.classify import Classify, refusing
-from arl.engine.local.control import Control, Weights
+from arl.engine.local.control import AdapterCalls, Control, Weights
 from arl.engine.local.endpoint import (
     MAX_BODY_BYTES,
     Handler,
@@ -21,8 +19,7 @@ from arl.engine.local.endpoint import (
     not_found_as_json,
     openai_error,
 )
-from arl.engine.local.generate import Generate
-from arl.engine.local.info import Info
+from arl.engine.local.generate import Classify, Generate, Info, refusing
 from arl.engine.local.openai import OpenAI
 from arl.web.listening import require_key
 

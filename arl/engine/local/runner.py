@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.local.adapters import Adapters
 from arl.engine.local.received_weights import StoredForm
-from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, SlotBatch
+from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, DecoderStack, SlotBatch, quicken_norms
 from arl.engine.local.slot_cache import CacheShape, SlotCache
-from arl.engine.local.stack import DecoderStack, quicken_norms
 
 _DEFAULT_CONTEXT = 4096
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")

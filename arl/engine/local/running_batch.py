@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 
 from arl.engine.local.adapters import Adapter
 from arl.engine.local.job import Job
-from arl.engine.local.prefix import Prefix, PrefixIndex, Retained
 from arl.engine.local.runner import Given, ModelRunner, NamedTensors
-from arl.engine.local.sampler import Sampler, random_stream
+from arl.engine.local.sampler import Sampler, StopStrings, random_stream
 from arl.engine.local.slot_attention import Chunk
-from arl.engine.local.stop import StopStrings
+from arl.engine.local.slot_cache import Prefix, PrefixIndex, Retained
 
 
 @dataclass(slots=True, eq=False)

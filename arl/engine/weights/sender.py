@@ -19,7 +19,7 @@ from arl.api.engine import WeightGroup
 from arl.api.errors import TransportError
 from arl.api.types import new_id
 from arl.engine.client.server_client import ServerFailedError
-from arl.engine.local.weight_group import GroupAddress, first_line, form_group
+from arl.engine.local.received_weights import GroupAddress, first_line, form_group
 
 _JOIN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0

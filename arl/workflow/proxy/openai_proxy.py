@@ -22,22 +22,100 @@ from aiohttp import web
 
 from arl.api.engine import InferenceEngine
 from arl.api.errors import ArlError
-from arl.api.shared import Shared
 from arl.api.types import SamplingParams
+from arl.api.workflow import Shared
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
+from arl.workflow.proxy import anthropic, chat, responses
+from arl.workflow.proxy import vllm_generate as generate
 from arl.workflow.proxy.calls import RefusedCallError
-from arl.workflow.proxy.exchange import Endpoint, Exchange
-from arl.workflow.proxy.policy import CallPolicy
-from arl.workflow.proxy.refusals import refusal_of
-from arl.workflow.proxy.routes import ENDPOINTS, UNKNOWN
+from arl.workflow.proxy.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
+from arl.workflow.proxy.policy import CallPolicy, Reasoning
 from arl.workflow.proxy.session import AGENT, EpisodeSession, is_role
-from arl.workflow.proxy.shared_url import SharedURL
-from arl.workflow.proxy.spoken import Reasoning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# One URL for many episodes: for programs that keep one client, and say in a header whose each call is.
+
+
+HEADER = "X-Session-ID"
+"""In which verifiers' clients send the id of the rollout that a call belongs to."""
+
+
+class SharedURL:
+    """Valid as long as the block of `OpenAIProxy.shared_url`; a call needs its key, and the id of an admitted run.
+
+    base_url: what an OpenAI client takes. What is asked for by GET is the same for all, and needs no id.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.api_key = f"arl-{secrets.token_urlsafe(32)}"
+        self._places: dict[str, tuple[EpisodeSession, str]] = {}
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    @contextmanager
+    def admitting(self, run_id: str, session: EpisodeSession) -> Iterator[None]:
+        """Within the block, calls that carry the id, which is nobody's to guess, are the session's, in a role of this
+        name."""
+        self._places[run_id] = (session, run_id)
+        try:
+            yield
+        finally:
+            del self._places[run_id]
+
+    def place_of(self, request: web.Request) -> tuple[EpisodeSession, str] | None:
+        """The session and the role that a call belongs to; None: to none that is admitted."""
+        if request.method == "GET":
+            return next(iter(self._places.values()), None)
+        return self._places.get(request.headers.get(HEADER, ""))
+
+
+# GET /v1/models: the one model there is. Calls may name any.
+
+
+MODEL = "arl"
+
+
+async def _models(exchange: Exchange) -> web.StreamResponse:
+    card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "arl"}
+    if (length := exchange.policy.context_length) is not None:
+        card["max_model_len"] = length
+    return await exchange.respond({"object": "list", "data": [card]})
+
+
+MODELS_ENDPOINTS = (
+    Endpoint(method="GET", path="/v1/models", answer=_models, error=openai_error, error_event=openai_error_event),
+)
+
+
+# Every path that the server has: each protocol is a module of its own, named here.
+
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    *chat.ENDPOINTS,
+    *responses.ENDPOINTS,
+    *anthropic.ENDPOINTS,
+    *generate.ENDPOINTS,
+    *MODELS_ENDPOINTS,
+)
+
+
+async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
+    request = exchange.request
+    known = ", ".join(f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS)
+    raise RefusedCallError(
+        f"{request.method} {request.path} is not served here; this episode has {known}", status=404, code="not_found"
+    )
+
+
+UNKNOWN = Endpoint(method="*", path="*", answer=_no_such_path, error=openai_error, error_event=openai_error_event)
 
 log = logging.getLogger(__name__)
 

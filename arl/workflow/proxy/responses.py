@@ -15,13 +15,10 @@ from aiohttp import web
 
 from arl.workflow.chat_template import Message, ToolSpecs
 from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError
-from arl.workflow.proxy.exchange import Endpoint, Exchange
+from arl.workflow.proxy.exchange import Endpoint, Exchange, openai_error
 from arl.workflow.proxy.fields import Fields, shown, wrong
-from arl.workflow.proxy.items import Transcript
-from arl.workflow.proxy.policy import CallPolicy
-from arl.workflow.proxy.refusals import openai_error
-from arl.workflow.proxy.response_answers import error_event, events_of, response_of
-from arl.workflow.proxy.spoken import message_of
+from arl.workflow.proxy.policy import CallPolicy, message_of
+from arl.workflow.proxy.response_items import Transcript, error_event, events_of, response_of
 
 Stored = dict[str, Sequence[Message]]
 """What was said up to a response, by the response's id, without the instructions of the time."""

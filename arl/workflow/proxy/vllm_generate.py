@@ -13,10 +13,9 @@ from typing import Any
 from arl.api.types import new_id
 from arl.workflow.proxy.calls import Answer, TokenCall
 from arl.workflow.proxy.chat import usage
-from arl.workflow.proxy.exchange import completing
+from arl.workflow.proxy.exchange import completing, openai_error, openai_error_event
 from arl.workflow.proxy.fields import Fields, wrong
 from arl.workflow.proxy.policy import MAX_SEED, CallPolicy
-from arl.workflow.proxy.refusals import openai_error, openai_error_event
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_SAMPLES = 128

@@ -20,7 +20,8 @@ import torch
 from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams, ScriptedTrainEngine
 from arl.api.config import ClientConfig, DiskWeightsConfig, LocalEngineConfig, PauseMode
 from arl.api.errors import PromptTooLongError
-from arl.engine.client import processes, supervision
+from arl.engine.client import processes
+from arl.engine.client import processes as supervision
 from arl.engine.client.processes import local_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model

@@ -14,7 +14,8 @@ import pytest
 
 from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError
-from arl.engine.client import processes, supervision
+from arl.engine.client import processes
+from arl.engine.client import processes as supervision
 from arl.engine.client.processes import local_servers, sglang_servers
 
 Play = Callable[[str], None]

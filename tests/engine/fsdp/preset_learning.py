@@ -16,7 +16,7 @@ from arl.api.algorithm import AlgorithmConfig, OverlongConfig, preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import Output, Saving, Snapshot, TokenLoss, TrainEngine
 from arl.api.types import NOT_SAMPLED, Group, TrainSequence
-from arl.engine.fsdp.shares import divide
+from arl.engine.fsdp.minibatch import divide
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.training.learner import Learner
 

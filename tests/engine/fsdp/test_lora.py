@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from arl.algorithm.losses import PolicyLoss, SFTLoss
-from arl.algorithm.losses.value import ActorCriticLoss, ValueLoss
+from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
 from arl.api.algorithm import preset
 from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError

@@ -14,7 +14,7 @@ from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.training.preference import Preference, train_preferences, train_reward_model
+from arl.training.finetuning import Preference, train_preferences, train_reward_model
 
 CHOSEN, REJECTED = (11, 12, 7), (21, 22, 23, 24, 7)
 PROMPTS = [(3, 100 + i) for i in range(8)]

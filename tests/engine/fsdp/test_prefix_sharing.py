@@ -17,11 +17,10 @@ from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
 from arl.api.algorithm import preset
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.attention import PACKED_ATTENTION
-from arl.engine.fsdp.attention_blocks import block_attention, masked_attention
+from arl.engine.fsdp.attention_blocks import PackedLayout, block_attention, masked_attention
 from arl.engine.fsdp.attention_cuda import block_mask, cuda_attention, flex_row_attention, varlen_attention
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import Policy, load_model
-from arl.engine.fsdp.packed_layout import PackedLayout
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from train_sequences import random_sequences
 
 from arl.api.types import TrainSequence
-from arl.engine.fsdp.shares import PackedSequences, divide
+from arl.engine.fsdp.minibatch import PackedSequences, divide
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 4, 12])

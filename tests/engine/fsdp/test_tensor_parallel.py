@@ -21,7 +21,7 @@ from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, ModelError
 from arl.api.types import TrainSequence
-from arl.engine.fsdp.tensor_parallel import split_layers
+from arl.engine.fsdp.parallel import split_layers
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from arl.algorithm.aggregation import weigh_tokens
+from arl.algorithm.batch import weigh_tokens
 from arl.api.algorithm import Aggregation
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
 from arl.api.types import TOKEN_FIELDS, TrainSequence

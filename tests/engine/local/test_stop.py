@@ -9,7 +9,7 @@ import torch
 from tiny_qwen import EOS, build_tokenizer, make_job, prompt_of, run_all
 
 from arl.engine.local.running_batch import Batch
-from arl.engine.local.stop import StopStrings
+from arl.engine.local.sampler import StopStrings
 
 TOKENIZER: Any = build_tokenizer()
 AB, CD, BC = (TOKENIZER.convert_tokens_to_ids(piece) for piece in ("ab", "cd", "bc"))

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from arl.engine.weights.mirror import build_app
-from arl.engine.weights.mirror_store import MirrorStore
+from arl.engine.weights.mirror import MirrorStore, build_app
 
 
 @dataclass

@@ -17,9 +17,19 @@ from hypothesis.extra import numpy as arrays
 from safetensors.torch import save_file
 
 from arl.engine.weights import package as delta
-from arl.engine.weights import replica
-from arl.engine.weights.package import BLOCK_HEADER, DeltaError, FilePart, PackageHeader, apply_block, encode_block
-from arl.engine.weights.replica import delta_package, element_width, survey, whole_package
+from arl.engine.weights import package as replica
+from arl.engine.weights.package import (
+    BLOCK_HEADER,
+    DeltaError,
+    FilePart,
+    PackageHeader,
+    apply_block,
+    delta_package,
+    element_width,
+    encode_block,
+    survey,
+    whole_package,
+)
 
 DTYPES = ("<u1", "<u2", "<u4", "<u8")
 

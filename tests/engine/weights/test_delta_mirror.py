@@ -24,11 +24,9 @@ from safetensors.torch import save_file
 
 from arl.api.errors import ConfigError, ServerError
 from arl.engine.client.server_client import ServerFailedError
-from arl.engine.weights.mirror import check_arguments, parse_arguments
-from arl.engine.weights.mirror_client import Held, MirrorClient, WrongBaseError
-from arl.engine.weights.mirror_store import MirrorStore
-from arl.engine.weights.package import FilePart, PackageHeader
-from arl.engine.weights.replica import Replica, delta_package, survey, whole_package
+from arl.engine.weights.delta import Held, MirrorClient, WrongBaseError
+from arl.engine.weights.mirror import MirrorStore, check_arguments, parse_arguments
+from arl.engine.weights.package import FilePart, PackageHeader, Replica, delta_package, survey, whole_package
 
 SIZE = 3 << 19
 """Numbers of bfloat16 in the model: a block and a half."""

@@ -19,8 +19,7 @@ from arl.api.config import DeltaWeightsConfig
 from arl.api.errors import ServerError, TransportError
 from arl.engine.client.server_client import ServerFailedError
 from arl.engine.weights import delta
-from arl.engine.weights.delta import DeltaTransport, DeltaWeights
-from arl.engine.weights.mirror_client import Held, MirrorClient, WrongBaseError
+from arl.engine.weights.delta import DeltaTransport, DeltaWeights, Held, MirrorClient, WrongBaseError
 from arl.engine.weights.package import PackageHeader
 
 SIZE = 1 << 16

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from arl.engine.local.weight_group import GroupAddress, join_group
+from arl.engine.local.received_weights import GroupAddress, join_group
 
 
 def main(port: int, name: str, model: str, behaviour: str) -> None:
