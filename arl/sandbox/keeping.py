@@ -62,7 +62,7 @@ class Keeping:
 
     async def _start(self) -> None:
         ours, keepers = socket.socketpair()
-        names = Path(__file__).parent.parts[-3:]
+        names = __name__.split(".")[:-1]
         packages = "|".join([*names, str(Path(__file__).parents[len(names)])])
         with keepers:
             self._process = await asyncio.create_subprocess_exec(
