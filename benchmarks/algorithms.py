@@ -38,7 +38,7 @@ from rich.console import Console
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from arl.api import Example, InferenceEngine, SamplingParams, Trajectory
+from arl.api import Example, Sampler, SamplingParams, Trajectory
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import ArlError
@@ -135,7 +135,7 @@ class InlineTeacher:
 class Agent(math_agent.MathAgent):
     """The math agent, who also says what some algorithms ask for."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         (done,) = await super().arun_episode(engine, data)  # the tiny model's template never rewrites turns
         # A turn's state is what the calculator had said before it: episodes of a group share their question.
         ends = [0, *(turn.stop for turn in done.turns)]

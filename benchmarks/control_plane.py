@@ -21,10 +21,10 @@ from rich.table import Table
 from arl.api import (
     DiskWeights,
     Example,
-    InferenceEngine,
     ModelRequest,
     ModelResponse,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     Trajectory,
@@ -55,7 +55,7 @@ class Conversation(RolloutWorkflow):
         self._turns = turns
         self._sampling = SamplingParams(max_new_tokens=tokens)
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         ids, mask, logprobs, versions = [1] * 32, [0] * 32, [0.0] * 32, [-1] * 32
         for _ in range(self._turns):
             answer = await engine.agenerate(ModelRequest(input_ids=tuple(ids), sampling=self._sampling))

@@ -53,13 +53,13 @@ def engine_of(*answers: str) -> ScriptedEngine:
 
 
 async def measure(name: str, workflow: AgentWorkflow, engine: ScriptedEngine, episodes: int) -> Measured:
-    runner = EpisodeRunner(engine=engine, workflow=workflow, timeout_s=600)
+    runner = EpisodeRunner(workflow=workflow, timeout_s=600)
     lag = LagMonitor("the benchmark", period_s=0.005, keep=1_000_000)
     async with workflow, asyncio.TaskGroup() as background:
         watching = background.create_task(lag.run())
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(runner.run(QUESTION, name=f"episode {i}")) for i in range(episodes)]
+            tasks = [group.create_task(runner.run(engine, QUESTION, name=f"episode {i}")) for i in range(episodes)]
         seconds = time.perf_counter() - began
         watching.cancel()
     assert all(task.result().reward == 1.0 for task in tasks), "a tool or a reward failed"

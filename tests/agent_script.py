@@ -2,7 +2,7 @@
 
 import sys
 
-from arl.api import Config, Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
+from arl.api import Config, Example, RolloutWorkflow, Sampler, SamplingParams, Trajectory
 from arl.assembly import launch
 from arl.cli import run
 from arl.engine.tiny import tiny_tokenizer
@@ -14,7 +14,7 @@ TOKENIZER = tiny_tokenizer(["Say a number"])
 class SayDigits(RolloutWorkflow):
     """Two turns; the reward is the share of digits in what the model said last."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         conversation = Conversation(TOKENIZER, [{"role": "user", "content": f"Say a number {data['number']}"}])
         await conversation.agenerate(engine, SamplingParams(max_new_tokens=6, temperature=0.8))
         conversation.add({"role": "user", "content": "Say a number"})

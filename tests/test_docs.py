@@ -22,10 +22,10 @@ from arl.algorithm.losses.policy import ValueLoss
 from arl.api import (
     Config,
     Example,
-    InferenceEngine,
     ModelRequest,
     PackedTokens,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     TokenLosses,
@@ -189,7 +189,7 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class OneTurn(RolloutWorkflow):
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         response = await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(max_new_tokens=2)))
         return Trajectory(
             token_ids=(1, *response.output_ids),

@@ -18,9 +18,9 @@ from arl.api import (
     Config,
     Example,
     Group,
-    InferenceEngine,
     ModelRequest,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     Trajectory,
@@ -62,7 +62,7 @@ class Numbers(RolloutWorkflow):
         self.is_open = True
         return self
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         assert self.is_open
         request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=1))
         response = await engine.agenerate(request)

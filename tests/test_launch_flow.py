@@ -15,9 +15,9 @@ from arl.api import (
     Config,
     Example,
     ExampleRecord,
-    InferenceEngine,
     ModelRequest,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     StepStats,
@@ -37,7 +37,7 @@ class OneTurn(RolloutWorkflow):
     def __init__(self, changes: Callable[[ModelRequest, int], dict[str, Any]] = lambda *_: {}) -> None:
         self._changes = changes
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=2))
         response = await engine.agenerate(request)
         trajectory = Trajectory(

@@ -167,20 +167,24 @@ class PublishStats:
     num_bytes: int
 
 
-class InferenceEngine(Protocol):
-    """Samples from the current policy. All methods belong to one event loop."""
-
-    @property
-    def version(self) -> int:
-        """The published version: the newest that every serving server holds."""
-        ...
+class Sampler(Protocol):
+    """What a workflow samples from: the current policy, and nothing else of the engine behind it."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Continue `request.input_ids`. Weight updates in between are invisible but for the versions.
+        """Continue `request.input_ids`. A weight update meanwhile shows in the response's versions alone.
 
         Cancelling the call aborts the request on its server. Raises PromptTooLongError, RequestTimeoutError,
         ServerError when no server can answer, EngineClosedError.
         """
+        ...
+
+
+class InferenceEngine(Sampler, Protocol):
+    """Samples from the current policy, and takes new weights. All methods belong to one event loop."""
+
+    @property
+    def version(self) -> int:
+        """The published version: the newest that every serving server holds."""
         ...
 
     async def pause(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
-    from arl.api.engine import InferenceEngine
+    from arl.api.engine import Sampler
     from arl.api.types import Example, Trajectory
 
 
@@ -27,7 +27,7 @@ class RolloutWorkflow(ABC):
         return None
 
     @abstractmethod
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | Sequence[Trajectory] | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         """Run one episode on the example `data` and return its trajectory, or several, or None to reject it.
 
         Any awaits: `engine.agenerate`, tools, HTTP, other agents. An exception fails this episode alone; it is

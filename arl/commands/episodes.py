@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arl.api.config import Config, SGLangEngineConfig
-from arl.api.engine import InferenceEngine
+from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, first_error
 from arl.api.workflow import RolloutWorkflow
-from arl.commands.transcript import Decode, EngineCall, TimedEngine
+from arl.commands.transcript import Decode, EngineCall, TimedSampler
 from arl.experiment import TRAINED, Experiment
 from arl.rollout.controller import Dataset
-from arl.rollout.episode import Episode, EpisodeRunner, SteeredEngine
+from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 
 Split = Literal["held-out", "train"]
 
@@ -85,7 +85,7 @@ class Stage:
     workflow: RolloutWorkflow
     examples: Dataset
     name: str
-    engine: InferenceEngine
+    engine: Sampler
     decode: Decode
     greedy: bool
 
@@ -105,22 +105,18 @@ class Stage:
             raise error from error.__cause__
 
     async def _work(self, works: Iterable[Work], ended: asyncio.Queue[Run]) -> None:
-        runner = EpisodeRunner(
-            engine=self.engine, workflow=self.workflow, timeout_s=self.config.rollout.episode_timeout_s
-        )
+        runner = EpisodeRunner(workflow=self.workflow, timeout_s=self.config.rollout.episode_timeout_s)
         for work in works:
-            engine = TimedEngine(self._steered(work))
+            sampler = TimedSampler(self._sampler(work))
             episode = await runner.run(
-                self.examples[work.index], name=f"episode {work.number} of example {work.index}", engine=engine
+                sampler, self.examples[work.index], name=f"episode {work.number} of example {work.index}"
             )
-            await ended.put(Run(work=work, episode=episode, calls=tuple(engine.calls)))
+            await ended.put(Run(work=work, episode=episode, calls=tuple(sampler.calls)))
 
-    def _steered(self, work: Work) -> InferenceEngine:
+    def _sampler(self, work: Work) -> EpisodeSampler:
         seed = f"{self.config.seed}-{self.name}-{work.index}-{work.number}"
         is_seeded = self.config.rollout.seed_requests
-        if not self.greedy and not is_seeded:
-            return self.engine
-        return SteeredEngine(self.engine, is_greedy=self.greedy, seed=seed if is_seeded else None)
+        return EpisodeSampler(self.engine, is_greedy=self.greedy, seed=seed if is_seeded else None)
 
 
 @asynccontextmanager

@@ -10,10 +10,10 @@ from itertools import groupby
 
 from rich.text import Text
 
-from arl.api.engine import InferenceEngine, UpdateStats, WeightUpdate
+from arl.api.engine import Sampler
 from arl.api.types import NOT_SAMPLED, ModelRequest, ModelResponse, Trajectory
 
-# TimedEngine: an engine that remembers what it was asked, what it answered, and how long that took.
+# TimedSampler: a sampler that remembers what it was asked, what it answered, and how long that took.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,38 +30,22 @@ class EngineCall:
         return self.input_ids + self.output_ids
 
 
-class TimedEngine:
-    """Passes everything on to `engine`. `calls`: in the order in which they ended."""
+class TimedSampler:
+    """Passes requests on to `sampler`. `calls`: in the order in which they ended."""
 
-    def __init__(self, engine: InferenceEngine) -> None:
-        self._engine = engine
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
         self.calls: list[EngineCall] = []
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         began = time.monotonic()
         try:
-            response = await self._engine.agenerate(request)
+            response = await self._sampler.agenerate(request)
         except BaseException as error:
             self._note(request, (), began, type(error).__name__)
             raise
         self._note(request, response.output_ids, began, response.stop_reason)
         return response
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        return await self._engine.update_weights(update)
-
-    async def aclose(self) -> None:
-        await self._engine.aclose()
 
     def _note(self, request: ModelRequest, output_ids: tuple[int, ...], began: float, ended_by: str) -> None:
         self.calls.append(

@@ -29,7 +29,7 @@ from arl.api.errors import first_error
 from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.rollout.buffer import ReplayBuffer
-from arl.rollout.episode import Episode, EpisodeRunner, FailureBudget, SteeredEngine
+from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler, FailureBudget
 from arl.rollout.group import GREEDY, GroupRules, GroupRun
 from arl.rollout.ledger import ExampleLedger, Outcome
 from arl.rollout.totals import RolloutTotals
@@ -67,7 +67,7 @@ class RolloutController:
     ) -> None:
         self._engine = engine
         self._runner = EpisodeRunner(
-            engine=engine, workflow=workflow, timeout_s=config.episode_timeout_s, retries=config.episode_retries
+            workflow=workflow, timeout_s=config.episode_timeout_s, retries=config.episode_retries
         )
         self._dataset = dataset
         self._config = config
@@ -192,10 +192,7 @@ class RolloutController:
         began = clock.time()
         try:
             episode = await self._runner.run(
-                example,
-                name=_name(run, index),
-                oldest_allowed=run.slot.stamp,
-                engine=self._engine_for(run, index),
+                self._sampler_for(run, index), example, name=_name(run, index), oldest_allowed=run.slot.stamp
             )
         except asyncio.CancelledError:
             if index != GREEDY:
@@ -208,12 +205,9 @@ class RolloutController:
             self._totals.count_episode(episode)
         self._budget.record(episode)
 
-    def _engine_for(self, run: GroupRun, index: int) -> InferenceEngine:
-        if index == GREEDY:
-            return SteeredEngine(self._engine, is_greedy=True)
-        if not self._config.seed_requests:
-            return self._engine
-        return SteeredEngine(self._engine, seed=f"{self._seed}-{run.issue.group_id}-{index}")
+    def _sampler_for(self, run: GroupRun, index: int) -> EpisodeSampler:
+        seed = f"{self._seed}-{run.issue.group_id}-{index}" if self._config.seed_requests else None
+        return EpisodeSampler(self._engine, is_greedy=index == GREEDY, seed=seed)
 
     async def _end(self, run: GroupRun) -> None:
         """Hand the group over, or free its place at once. A group that was cut has lost its place before."""
@@ -272,18 +266,14 @@ async def run_examples(
     seed: each request gets a seed of its own, the same in every evaluation.
     A failed episode is recorded in the log and has an `error`; it and a rejected one have reward 0.
     """
-    runner = EpisodeRunner(engine=engine, workflow=workflow, timeout_s=timeout_s)
+    runner = EpisodeRunner(workflow=workflow, timeout_s=timeout_s)
     episodes: dict[int, Episode] = {}
     indices = iter(range(len(examples)))
 
     async def run_next_ones() -> None:
         for index in indices:
-            seeded = SteeredEngine(engine, seed=f"{seed}-evaluation-{index}")
-            episodes[index] = await runner.run(
-                examples[index],
-                name=f"evaluation of example {index}",
-                engine=engine if seed is None else seeded,
-            )
+            sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
+            episodes[index] = await runner.run(sampler, examples[index], name=f"evaluation of example {index}")
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(max_concurrent, len(examples))):

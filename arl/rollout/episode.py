@@ -11,7 +11,7 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
-from arl.api.engine import InferenceEngine, UpdateStats, WeightUpdate
+from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, EpisodeTimeoutError, FailureBudgetError, TrajectoryError
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
@@ -67,7 +67,6 @@ class EpisodeRunner:
     timeout_s: the longest an episode may take, retries included. retries: how often one that failed is run again.
     """
 
-    engine: InferenceEngine
     workflow: RolloutWorkflow
     timeout_s: float
     retries: int = 0
@@ -76,19 +75,17 @@ class EpisodeRunner:
         if isinstance(self.workflow, type):
             raise TypeError(f"workflow is the class {self.workflow.__name__}; pass an instance of it")
 
-    async def run(
-        self, example: Example, *, name: str, oldest_allowed: int = 0, engine: InferenceEngine | None = None
-    ) -> Episode:
+    async def run(self, sampler: Sampler, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
         """Run one episode; whatever it raises, but a cancellation from outside, is recorded once and returned.
 
-        name: what the log calls the episode. oldest_allowed: a trained token of an older version is malformed.
-        engine: what this episode samples from, where it is another than the others do.
+        sampler: an EpisodeSampler of this episode alone. name: what the log calls the episode. oldest_allowed: a
+        trained token of an older version is malformed.
         """
         clock = asyncio.get_running_loop()
         began = clock.time()
         attempts = 1
         while True:
-            result = await self._attempt(example, engine or self.engine, began + self.timeout_s, oldest_allowed)
+            result = await self._attempt(sampler, example, began + self.timeout_s, oldest_allowed)
             if not isinstance(result, Exception):
                 return Episode(trajectories=result, attempts=attempts, elapsed_s=clock.time() - began)
             log.warning("%s failed (attempt %d of %d)", name, attempts, self.retries + 1, exc_info=result)
@@ -97,12 +94,12 @@ class EpisodeRunner:
             attempts += 1
 
     async def _attempt(
-        self, example: Example, engine: InferenceEngine, until: float, oldest_allowed: int
+        self, sampler: Sampler, example: Example, until: float, oldest_allowed: int
     ) -> tuple[Trajectory, ...] | Exception:
         limit = asyncio.timeout_at(until)
         try:
             async with limit:
-                returned: object = await self.workflow.arun_episode(engine, example)
+                returned: object = await self.workflow.arun_episode(sampler, example)
             trajectories = _checked(returned, oldest_allowed)
         except asyncio.CancelledError as error:
             if _is_cancelled_from_outside():
@@ -185,41 +182,25 @@ def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
     return items
 
 
-# SteeredEngine: the engine as one episode sees it, where how it samples is not left to the workflow alone.
+# What an episode samples from.
 
 
-class SteeredEngine:
-    """Passes everything on to `engine`, with other sampling parameters.
+class EpisodeSampler:
+    """The Sampler that one episode gets: it passes requests on to `engine`, and can set how they are sampled.
 
-    is_greedy: every request is answered at temperature 0, so with the most likely tokens; their logprobs are then at
-    temperature 1, as the response says. seed: requests that have none get one, made of this text and of how many were
-    made before. Retries of an episode share the engine, so one does not fail for ever by the same tokens.
+    is_greedy: every request is answered at temperature 0, with the most likely tokens; their logprobs are those of
+    temperature 1, as the response says. seed: a request without a seed gets one, a function of this text and of the
+    number of requests before it. Retries of an episode share the sampler, so that the same tokens do not fail each one.
     """
 
-    def __init__(self, engine: InferenceEngine, *, is_greedy: bool = False, seed: str | None = None) -> None:
+    def __init__(self, engine: Sampler, *, is_greedy: bool = False, seed: str | None = None) -> None:
         self._engine = engine
         self._is_greedy = is_greedy
         self._seed = seed
         self._num_requests = 0
 
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         return await self._engine.agenerate(replace(request, sampling=self._steered(request.sampling)))
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        return await self._engine.update_weights(update)
-
-    async def aclose(self) -> None:
-        await self._engine.aclose()
 
     def _steered(self, sampling: SamplingParams) -> SamplingParams:
         number, self._num_requests = self._num_requests, self._num_requests + 1

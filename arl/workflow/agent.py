@@ -19,7 +19,7 @@ from arl.workflow.tool_threads import THREADS, together
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from arl.api.engine import InferenceEngine
+    from arl.api.engine import Sampler
     from arl.workflow.conversation import Conversation
     from arl.workflow.tools import Tool
 
@@ -129,7 +129,7 @@ class SingleTurnWorkflow(AgentWorkflow):
     An example that does not fit into the model's context fails its episode (PromptTooLongError).
     """
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         chat = self.conversation(data)
         turn = await chat.agenerate(engine, self.sampling)
         score = await self.ascore(self.answer(turn), data)
@@ -198,7 +198,7 @@ class MultiTurnWorkflow(AgentWorkflow):
         said = await THREADS.acall(lambda: feedback(answer, data, attempt))
         return await said if inspect.isawaitable(said) else said
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         chat = self.conversation(data)
         answers = await self._converse(engine, chat, data)
         score = await self.ascore(answers[-1], data)
@@ -210,7 +210,7 @@ class MultiTurnWorkflow(AgentWorkflow):
             turn_rewards=await self._turn_rewards(answers, data),
         )
 
-    async def _converse(self, engine: InferenceEngine, chat: Conversation, data: Example) -> list[str]:
+    async def _converse(self, engine: Sampler, chat: Conversation, data: Example) -> list[str]:
         answers: list[str] = []
         while True:
             try:

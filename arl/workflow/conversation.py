@@ -18,7 +18,7 @@ from arl.workflow.paths import trajectories
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from arl.api.engine import InferenceEngine
+    from arl.api.engine import Sampler
     from arl.workflow.tools import Tool
 
 __all__ = ["Conversation", "Message", "Turn"]
@@ -85,7 +85,7 @@ class Conversation:
             raise ValueError("an assistant's message is not added; it is sampled (agenerate) or shown (demonstrate)")
         self._messages.extend(messages)
 
-    async def agenerate(self, engine: InferenceEngine, sampling: SamplingParams) -> Turn:
+    async def agenerate(self, engine: Sampler, sampling: SamplingParams) -> Turn:
         """Let the model speak. Raises what `engine.agenerate` raises, and ModelError as `Dialogue.prompt` does.
 
         is_truncated says from then on whether a length limit ended the turn, or left no room for it.

@@ -24,7 +24,7 @@ from arl.workflow.tool_threads import ToolThreads
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from arl.api.engine import InferenceEngine
+    from arl.api.engine import Sampler
 
 Program = Callable[[str, str, Example], "str | Awaitable[str]"]
 """`(base_url, api_key, data)` to the agent's final answer. A coroutine function runs in the event loop, another in a
@@ -190,7 +190,7 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         finally:
             await self._proxy.__aexit__()
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         async with self._proxy.episode(engine) as session:
             answer = await self._answer(session, data)
         score = await self._score(answer, data)

@@ -10,7 +10,7 @@ from itertools import compress
 from statistics import fmean
 from typing import Any, Protocol, Self
 
-from arl.api.engine import InferenceEngine
+from arl.api.engine import Sampler
 from arl.api.errors import (
     ConfigError,
     ModelError,
@@ -73,7 +73,7 @@ class DistillationWorkflow(RolloutWorkflow):
     async def __aexit__(self, *exc: object) -> None:
         await self._workflow.__aexit__(*exc)
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | Sequence[Trajectory] | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         episode = await self._workflow.arun_episode(engine, data)
         if episode is None:
             return None

@@ -32,7 +32,7 @@ from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from arl.api.engine import InferenceEngine
+    from arl.api.engine import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class TeamSettings:
 class Team:
     """The members of one episode. Make it in arun_episode."""
 
-    def __init__(self, engine: InferenceEngine, members: Sequence[Member], settings: TeamSettings) -> None:
+    def __init__(self, engine: Sampler, members: Sequence[Member], settings: TeamSettings) -> None:
         """Raises ConfigError for two members of one name."""
         self._engine = engine
         self._settings = settings
@@ -188,7 +188,7 @@ class DebateWorkflow(AgentWorkflow):
         said = "\n\n".join(f"Another agent answered:\n{answer}" for answer in answers.values())
         return f"{said}\n\nConsider these answers, and give yours again."
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         names = [self.member(index).name for index in range(self.debaters)]
         settings = TeamSettings(
             tokenizer=self.tokenizer,
@@ -269,7 +269,7 @@ class SolverCheckerWorkflow(AgentWorkflow):
         words = re.findall(r"\b(ACCEPT|REJECT)\b", verdict)
         return words[-1] == "ACCEPT" if words else None
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         solver, checker = self.members()
         settings = TeamSettings(
             tokenizer=self.tokenizer,

@@ -18,7 +18,7 @@ from arl.workflow.call_formats import CallFormat, call_format_of
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, ToolResult, arun_tools, tools_by_name
 
 if TYPE_CHECKING:
-    from arl.api.engine import InferenceEngine
+    from arl.api.engine import Sampler
     from arl.workflow.conversation import Conversation, Turn
 
 ToolLike = Tool | Callable[..., Any]
@@ -134,7 +134,7 @@ class ToolAgentWorkflow(AgentWorkflow):
         """What the episode is worth. Its tools are still open."""
         return await self.ascore("" if episode.answer is None else self.answer(episode.answer), episode.data)
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         async with self.episode_tools(data) as tools:
             chat = self.conversation(data, tools)
             episode = ToolEpisode(data=data, conversation=chat, tools=tools)
@@ -154,7 +154,7 @@ class ToolSpeaker:
 
     async def aspeak(
         self,
-        engine: InferenceEngine,
+        engine: Sampler,
         sampling: SamplingParams,
         episode: ToolEpisode,
         is_done: Callable[[ToolEpisode], bool] = lambda _: False,

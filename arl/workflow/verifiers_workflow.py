@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from renderers import RendererConfig
     from transformers import PreTrainedTokenizerBase
 
-    from arl.api.engine import InferenceEngine
+    from arl.api.engine import Sampler
 
 HARNESS = "arl-chat"
 """The id of arl.workflow.verifiers_harness, which runs an agent without a process of its own."""
@@ -122,7 +122,7 @@ class VerifiersWorkflow(RolloutWorkflow):
         self._context = self._shared = None
         await self._stack.aclose()
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Sequence[Trajectory]:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         """Raises EnvironmentFailedError, with the first error of the rollout, where it did not come to its end."""
         shared, context = self._shared, self._context
         if shared is None or context is None:

@@ -27,7 +27,7 @@ from calculator import calculator
 from pydantic import PositiveFloat, PositiveInt
 from warm_start import warm_start
 
-from arl.api import Example, InferenceEngine, RolloutWorkflow, SamplingParams, Trajectory
+from arl.api import Example, RolloutWorkflow, Sampler, SamplingParams, Trajectory
 from arl.data import load_with_held_out
 from arl.engine.fsdp.model import load_tokenizer
 from arl.experiment import Experiment, ExperimentConfig, Setup
@@ -83,7 +83,7 @@ class MathAgent(RolloutWorkflow):
     max_turns: int
     calculator: Tool = CALCULATOR
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> tuple[Trajectory, ...]:
+    async def arun_episode(self, engine: Sampler, data: Example) -> tuple[Trajectory, ...]:
         conversation = Conversation(self.tokenizer, prompt(data["question"]), tools=[self.calculator])
         num_calls, reward = 0, 0.0
         for _ in range(self.max_turns):

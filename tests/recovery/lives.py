@@ -25,10 +25,10 @@ import arl.assembly
 from arl.api import (
     Config,
     Example,
-    InferenceEngine,
     ModelRequest,
     ModelResponse,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     ScriptedTrainEngine,
@@ -85,7 +85,7 @@ class Writing:
 class Moody(RolloutWorkflow):
     """Takes its time; rejects some examples and stumbles over others."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
         number = data["number"]
         response = await engine.agenerate(
             ModelRequest(input_ids=(1, number), sampling=SamplingParams(max_new_tokens=3))

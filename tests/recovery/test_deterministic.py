@@ -16,10 +16,10 @@ import arl.assembly
 from arl.api import (
     Config,
     Example,
-    InferenceEngine,
     ModelRequest,
     ModelResponse,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     Trajectory,
     UpdateStats,
@@ -88,7 +88,7 @@ class DirectSampler:
 class OneTurn(RolloutWorkflow):
     """Without a seed of its own: `rollout.seed_requests` gives each episode of a group one, whenever the group runs."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
         prompt = (5, data["number"], 7)
         response = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=SamplingParams(max_new_tokens=4)))
         return Trajectory(

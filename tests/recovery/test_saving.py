@@ -11,7 +11,7 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl.assembly
-from arl.api import Config, Example, InferenceEngine, RolloutWorkflow, ScriptedEngine, ScriptedTrainEngine, Trajectory
+from arl.api import Config, Example, RolloutWorkflow, Sampler, ScriptedEngine, ScriptedTrainEngine, Trajectory
 from arl.api.errors import CheckpointError, ServerError
 from arl.training.checkpoint import Checkpoints
 from arl.training.trainer import Trainer
@@ -20,7 +20,7 @@ from arl.training.trainer import Trainer
 class Immediate(RolloutWorkflow):
     """Needs no model to act."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         version = engine.version
         return Trajectory(
             token_ids=(1, data["number"]),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scoring import by_name, length, two_parts, until_file_exists
 
-from arl.api import Example, InferenceEngine, ModelRequest, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory
+from arl.api import Example, ModelRequest, RolloutWorkflow, Sampler, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.config import EvaluationConfig
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.api.workflow import Shared
@@ -354,7 +354,7 @@ class Rewarded(RolloutWorkflow):
     async def __aexit__(self, *exc: object) -> None:
         await self.reward.__aexit__()
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         response = await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(max_new_tokens=2)))
         score = await self.reward(data["answer"], data)
         return Trajectory(
@@ -369,10 +369,10 @@ class Rewarded(RolloutWorkflow):
 
 async def test_a_reward_that_fails_is_the_outcome_of_its_episode_and_the_next_one_runs() -> None:
     async with Rewarded(by_name, timeout_s=1.0, workers=1) as workflow:
-        runner = EpisodeRunner(engine=ScriptedEngine(lambda request: [9]), workflow=workflow, timeout_s=60)
-        episodes = {
-            how: await runner.run({"answer": how}, name=how) for how in ("is nan", "hangs", "dies", "raises", "works")
-        }
+        engine = ScriptedEngine(lambda request: [9])
+        runner = EpisodeRunner(workflow=workflow, timeout_s=60)
+        hows = ("is nan", "hangs", "dies", "raises", "works")
+        episodes = {how: await runner.run(engine, {"answer": how}, name=how) for how in hows}
     assert episodes.pop("works").reward == 1.0
     errors = {how: episode.error for how, episode in episodes.items()}
     assert isinstance(errors.pop("hangs"), RewardTimeoutError)

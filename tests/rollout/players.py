@@ -10,10 +10,10 @@ from arl.api import (
     DiskWeights,
     Example,
     Group,
-    InferenceEngine,
     ModelRequest,
     ModelResponse,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     Trajectory,
@@ -50,7 +50,7 @@ def engine_with_latency(seed: int = 0, mean_s: float = 1.0) -> ScriptedEngine:
 class TwoTurns(RolloutWorkflow):
     """Asks twice and is rewarded by what came back."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
         prompt = (data["number"] + 1, 5)
         ids, mask, logprobs, versions = prompt, (0, 0), (0.0, 0.0), (-1, -1)
         for _ in range(2):
@@ -73,7 +73,7 @@ class Scripted(RolloutWorkflow):
     def __init__(self, act: object) -> None:
         self._act = act
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> object:
+    async def arun_episode(self, engine: Sampler, data: Example) -> object:
         result = self._act(data["number"])
         return await result if asyncio.iscoroutine(result) else result
 

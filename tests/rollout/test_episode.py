@@ -16,8 +16,9 @@ ONE = trajectory((0,), reward=1.0)
 
 
 def episode(act: object, *, timeout_s: float = 10.0, retries: int = 0, oldest_allowed: int = 0) -> Episode:
-    runner = EpisodeRunner(engine=engine_with_latency(), workflow=Scripted(act), timeout_s=timeout_s, retries=retries)
-    return run_in_virtual_time(runner.run({"number": 0}, name="the episode", oldest_allowed=oldest_allowed))
+    runner = EpisodeRunner(workflow=Scripted(act), timeout_s=timeout_s, retries=retries)
+    running = runner.run(engine_with_latency(), {"number": 0}, name="the episode", oldest_allowed=oldest_allowed)
+    return run_in_virtual_time(running)
 
 
 def fails(times: int) -> object:
@@ -116,8 +117,8 @@ def test_a_cancellation_from_inside_the_workflow_is_a_failure() -> None:
 
 
 async def test_a_cancellation_from_outside_passes() -> None:
-    runner = EpisodeRunner(engine=engine_with_latency(), workflow=Scripted(lambda _: asyncio.sleep(9)), timeout_s=99)
-    task = asyncio.ensure_future(runner.run({"number": 0}, name="the episode"))
+    runner = EpisodeRunner(workflow=Scripted(lambda _: asyncio.sleep(9)), timeout_s=99)
+    task = asyncio.ensure_future(runner.run(engine_with_latency(), {"number": 0}, name="the episode"))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -135,8 +136,8 @@ async def test_a_cleanup_that_fails_under_a_cancellation_from_outside_runs_nothi
             raise ConnectionError("the sandbox is gone")
 
     workflow = Scripted(lambda _: fails_to_clean_up())
-    runner = EpisodeRunner(engine=engine_with_latency(), workflow=workflow, timeout_s=99, retries=1)
-    task = asyncio.ensure_future(runner.run({"number": 0}, name="the episode"))
+    runner = EpisodeRunner(workflow=workflow, timeout_s=99, retries=1)
+    task = asyncio.ensure_future(runner.run(engine_with_latency(), {"number": 0}, name="the episode"))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -169,7 +170,7 @@ def test_tokens_from_before_the_groups_admission_are_malformed() -> None:
 
 def test_a_workflow_class_instead_of_an_instance_is_named() -> None:
     with pytest.raises(TypeError, match="workflow is the class Scripted; pass an instance"):
-        EpisodeRunner(engine=engine_with_latency(), workflow=Scripted, timeout_s=1)
+        EpisodeRunner(workflow=Scripted, timeout_s=1)
 
 
 FAILED = Episode(error=ValueError("first"), elapsed_s=1.0)

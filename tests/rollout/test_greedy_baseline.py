@@ -10,10 +10,10 @@ from virtual_time import run_in_virtual_time
 from arl.api import (
     Example,
     Group,
-    InferenceEngine,
     ModelRequest,
     ModelResponse,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     Trajectory,
@@ -38,7 +38,7 @@ class Told(RolloutWorkflow):
     def __init__(self, greedy: object, sampled: object) -> None:
         self._acts = sampled, greedy
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> object:
+    async def arun_episode(self, engine: Sampler, data: Example) -> object:
         response = await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(temperature=0.8)))
         answer = self._acts[response.output_ids[0]](data["number"])
         return await answer if asyncio.iscoroutine(answer) else answer

@@ -12,7 +12,7 @@ from players import Scripted, TwoTurns, controlled, engine_with_latency, train
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api import Example, Group, InferenceEngine, ModelRequest, ScriptedEngine, Trajectory, TurnSpan
+from arl.api import Example, Group, ModelRequest, Sampler, ScriptedEngine, Trajectory, TurnSpan
 from arl.rollout.group import most_varied
 from arl.rollout.ledger import Outcome
 
@@ -78,7 +78,7 @@ def test_what_the_others_had_asked_for_is_aborted() -> None:
         return [1]
 
     class Asking(TwoTurns):
-        async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+        async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
             await engine.agenerate(ModelRequest(input_ids=[next(lengths)]))
             return trajectory((0,))
 
@@ -231,7 +231,7 @@ def test_rewards_of_any_size_are_compared_exactly() -> None:
 class Moody(TwoTurns):
     """Some episodes fail, some are rejected, by what the model said."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
         answer = await super().arun_episode(engine, data)
         if answer is None or answer.reward == 1:
             return None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from players import TwoTurns, controlled, engine_with_latency, examples, serve, train
 from virtual_time import run_in_virtual_time
 
-from arl.api import Example, Group, InferenceEngine, Trajectory
+from arl.api import Example, Group, Sampler, Trajectory
 from arl.api.config import RolloutConfig
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
@@ -28,7 +28,7 @@ lives = st.tuples(st.floats(0.5, 40), st.integers(1, 3), st.integers(0, 3))
 class Mixed(TwoTurns):
     """Some examples are rejected, some fail, some take long."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
         trajectory = await super().arun_episode(engine, data)
         if data["number"] == 3:
             raise RuntimeError("always fails")
@@ -144,7 +144,7 @@ class Counted(TwoTurns):
     def __init__(self) -> None:
         self.ran: set[int] = set()
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
         self.ran.add(data["number"])
         return await super().arun_episode(engine, data)
 

@@ -12,6 +12,7 @@ from arl.api import (
     InferenceEngine,
     ModelRequest,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     ScriptedTrainEngine,
@@ -34,7 +35,7 @@ EXAMPLES = [{"number": n} for n in range(64)]
 class OneTurn(RolloutWorkflow):
     """Answers with three tokens; the reward says which example it was."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=3))
         response = await engine.agenerate(request)
         return Trajectory(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
 from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, TrajectoryError
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from arl.rollout.episode import SteeredEngine
+from arl.rollout.episode import EpisodeSampler
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.tools import Tool
@@ -185,7 +185,7 @@ async def test_a_trajectory_is_truncated_where_there_was_no_room_for_another_tur
 
 async def test_a_greedy_episode_makes_a_trajectory_as_any_other() -> None:
     conversation = Conversation(TOKENIZER, user("?"))
-    engine = SteeredEngine(saying("a", "b"), is_greedy=True)
+    engine = EpisodeSampler(saying("a", "b"), is_greedy=True)
     await conversation.agenerate(engine, SamplingParams(temperature=0.7))
     conversation.add(*user("more"))
     await conversation.agenerate(engine, SamplingParams(temperature=0.7))

@@ -18,9 +18,9 @@ import torch
 from arl.api import (
     Config,
     Example,
-    InferenceEngine,
     ModelRequest,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     Trajectory,
@@ -50,7 +50,7 @@ class Fixed(RolloutWorkflow):
     def __init__(self, episode: Trajectory | list[Trajectory] | None) -> None:
         self.episode = episode
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | Sequence[Trajectory] | None:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         return self.episode
 
 
@@ -170,7 +170,7 @@ SHAPE = TinyShape(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=
 
 
 class Babbling(RolloutWorkflow):
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         prompt = data["input_ids"]
         sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
         response = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))

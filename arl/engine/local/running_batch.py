@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from arl.engine.local.adapters import Adapter
 from arl.engine.local.job import Job
 from arl.engine.local.runner import Given, ModelRunner, NamedTensors
-from arl.engine.local.sampler import Sampler, StopStrings, random_stream
+from arl.engine.local.sampler import BatchSampler, StopStrings, random_stream
 from arl.engine.local.slot_attention import Chunk
 from arl.engine.local.slot_cache import Prefix, PrefixIndex, Retained
 
@@ -76,7 +76,7 @@ class Batch:
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
         self._num_decoding = 0
-        self._sampler: Sampler | None = None
+        self._sampler: BatchSampler | None = None
         self.weight_version = weight_version
 
     @property
@@ -185,11 +185,11 @@ class Batch:
             job.input_logprobs += logprobs[first : first + count]
             first += count
 
-    def _sampler_of(self, rows: Sequence[Row]) -> Sampler:
+    def _sampler_of(self, rows: Sequence[Row]) -> BatchSampler:
         if self._sampler is None:
             params = [row.job.sampling for row in rows]
             streams = [row.stream for row in rows]
-            self._sampler = Sampler.of(params, streams, self._runner.vocab_size, self._runner.device)
+            self._sampler = BatchSampler.of(params, streams, self._runner.vocab_size, self._runner.device)
         return self._sampler
 
     def _take(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Job]:

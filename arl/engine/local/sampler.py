@@ -72,7 +72,7 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sampler:
+class BatchSampler:
     """The sampling parameters of a batch, as columns; made anew when the batch's members change.
 
     temperature: float32[B, 1], None where all are 1. greedy: bool[B], None where no sequence is.
@@ -87,7 +87,7 @@ class Sampler:
     @classmethod
     def of(
         cls, params: Sequence[SamplingParams], streams: Sequence[int], vocab_size: int, device: torch.device
-    ) -> Sampler:
+    ) -> BatchSampler:
         temperatures = [p.logprob_temperature for p in params]
         greedy = [p.temperature == 0 for p in params]
         return cls(

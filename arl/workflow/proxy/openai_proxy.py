@@ -1,6 +1,6 @@
-"""OpenAIProxy: each episode has a base URL of its own, behind which an InferenceEngine answers and is recorded.
+"""OpenAIProxy: each episode has a base URL of its own, behind which a Sampler answers and is recorded.
 
-    program --HTTP--> key? --> endpoint --> EpisodeSession --> InferenceEngine
+    program --HTTP--> key? --> endpoint --> EpisodeSession --> Sampler
                        | no: 401             | dialogues by role --> trajectories
 
 The server runs in the event loop that it is opened in, on loopback. Paths are /e/EPISODE/v1/..., and
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from arl.api.engine import InferenceEngine
+from arl.api.engine import Sampler
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
 from arl.api.workflow import Shared
@@ -135,7 +135,7 @@ _INVALID_KEY = RefusedCallError(
 
 
 class OpenAIProxy(Shared):
-    """An endpoint for programs that speak OpenAI's protocol (and Anthropic's), in front of an InferenceEngine.
+    """An endpoint for programs that speak OpenAI's protocol (and Anthropic's), in front of a Sampler.
 
         async with OpenAIProxy(tokenizer, sampling=SamplingParams(max_new_tokens=1024)) as proxy:
             async with proxy.episode(engine) as session:
@@ -198,7 +198,7 @@ class OpenAIProxy(Shared):
             await runner.cleanup()
 
     @asynccontextmanager
-    async def episode(self, engine: InferenceEngine) -> AsyncIterator[EpisodeSession]:
+    async def episode(self, engine: Sampler) -> AsyncIterator[EpisodeSession]:
         """An episode, whose calls `engine` answers. Its URL and key are valid within the block."""
         if self._runner is None:
             raise ArlError("this OpenAIProxy is not open; enter it by `async with`, or the workflow that has it")

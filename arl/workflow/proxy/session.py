@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from arl.api.engine import InferenceEngine
+from arl.api.engine import Sampler
 from arl.api.errors import ArlError, TrajectoryError
 from arl.api.types import Trajectory
 from arl.workflow.chat_template import Message
@@ -88,7 +88,7 @@ class EpisodeSession:
     episode's block ends. errors: what failed in arl's own part, in order, as far as calls were answered with it.
     """
 
-    def __init__(self, url: str, engine: InferenceEngine, policy: CallPolicy) -> None:
+    def __init__(self, url: str, engine: Sampler, policy: CallPolicy) -> None:
         self.url = url
         self.api_key = f"arl-{secrets.token_urlsafe(32)}"
         self.policy = policy

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from arl.api.engine import InferenceEngine
+from arl.api.engine import Sampler
 from arl.api.errors import PromptTooLongError, first_error
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, new_id
 from arl.workflow.chat_template import ChatTemplate
@@ -95,7 +95,7 @@ class Speaker:
     to one server, where their prefixes are cached.
     """
 
-    def __init__(self, engine: InferenceEngine, policy: CallPolicy) -> None:
+    def __init__(self, engine: Sampler, policy: CallPolicy) -> None:
         self.is_cut = False
         self.cut_after: Turn | None = None
         self._engine = engine
@@ -175,7 +175,7 @@ def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
     return [replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)) for i in range(n)]
 
 
-async def _all(engine: InferenceEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+async def _all(engine: Sampler, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
     """All of them, at once; the first error ends the others."""
     if len(requests) == 1:
         return [await engine.agenerate(requests[0])]

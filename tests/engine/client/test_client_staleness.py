@@ -16,9 +16,9 @@ from arl.api import (
     Config,
     Example,
     Group,
-    InferenceEngine,
     ModelRequest,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedTrainEngine,
     Trajectory,
@@ -31,7 +31,7 @@ STEPS = 10
 class TwoTurns(RolloutWorkflow):
     """Two turns of one session; how long they are differs from example to example."""
 
-    async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         ids, versions, session = (1, 2), (-1, -1), new_id()
         for num_tokens in (1 + data["number"] % 7, 1 + data["number"] % 3):
             sampling = SamplingParams(max_new_tokens=num_tokens)

@@ -8,16 +8,16 @@ from virtual_time import run_in_virtual_time
 
 from arl.api import (
     Example,
-    InferenceEngine,
     ModelRequest,
     ModelResponse,
     RolloutWorkflow,
+    Sampler,
     SamplingParams,
     ScriptedEngine,
     Trajectory,
 )
 from arl.rollout.controller import run_examples
-from arl.rollout.episode import SteeredEngine
+from arl.rollout.episode import EpisodeSampler
 
 
 def noting(asked: list[SamplingParams]) -> ScriptedEngine:
@@ -34,7 +34,7 @@ def request(**sampling: object) -> ModelRequest:
 
 async def test_greedy_requests_differ_in_their_temperature_alone() -> None:
     asked: list[SamplingParams] = []
-    response = await SteeredEngine(noting(asked), is_greedy=True).agenerate(
+    response = await EpisodeSampler(noting(asked), is_greedy=True).agenerate(
         request(temperature=0.7, max_new_tokens=5, stop=("x",))
     )
     assert asked == [SamplingParams(temperature=0.0, max_new_tokens=5, stop=("x",))]
@@ -46,7 +46,7 @@ async def test_each_request_of_an_episode_has_a_seed_of_its_own_and_the_same_aga
     again: list[SamplingParams] = []
     other: list[SamplingParams] = []
     for asked, seed in ((first, "0-1-0"), (again, "0-1-0"), (other, "0-1-1")):
-        engine = SteeredEngine(noting(asked), seed=seed)
+        engine = EpisodeSampler(noting(asked), seed=seed)
         for _ in range(3):
             await engine.agenerate(request(temperature=0.7))
     assert first == again
@@ -57,15 +57,19 @@ async def test_each_request_of_an_episode_has_a_seed_of_its_own_and_the_same_aga
 
 async def test_a_seed_that_the_workflow_chose_stays() -> None:
     asked: list[SamplingParams] = []
-    await SteeredEngine(noting(asked), seed="any").agenerate(request(seed=5))
+    await EpisodeSampler(noting(asked), seed="any").agenerate(request(seed=5))
     assert asked[0].seed == 5
 
 
-async def test_everything_else_passes_through() -> None:
-    inner = ScriptedEngine(lambda _: [1], version=3)
-    engine = SteeredEngine(inner, is_greedy=True)
-    assert engine.version == 3
-    assert (await engine.agenerate(request())).output_versions == (3,)
+def test_an_episode_samples_and_can_do_nothing_else_to_the_engine() -> None:
+    given: list[object] = []
+
+    class Noting(RolloutWorkflow):
+        async def arun_episode(self, engine: Sampler, data: Example) -> None:
+            given.append(engine)
+
+    run_in_virtual_time(run_examples(noting([]), Noting(), examples(1), max_concurrent=1, timeout_s=9))
+    assert [name for name in dir(given[0]) if not name.startswith("_")] == ["agenerate"]
 
 
 def seeded_tokens(request: ModelRequest) -> ModelResponse:
@@ -117,7 +121,7 @@ def test_a_retry_samples_anew() -> None:
     seen: list[tuple[int, ...]] = []
 
     class FailingOnce(RolloutWorkflow):
-        async def arun_episode(self, engine: InferenceEngine, data: Example) -> Trajectory | None:
+        async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
             answer = await TwoTurns().arun_episode(engine, data)
             assert answer is not None
             seen.append(answer.token_ids)
