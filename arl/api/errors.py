@@ -41,6 +41,14 @@ class ServerError(ArlError):
     """An inference server could not be reached, answered with an error, or died."""
 
 
+class ServerFailedError(ServerError):
+    """A server did not answer, or answered that it failed: the same may work later, or on another server."""
+
+
+class NoSuchPathError(ServerError):
+    """A server has no such path: it is older, or no SGLang server."""
+
+
 class TrainingError(ArlError):
     """A rank of the train engine failed or died, and with it the engine; the rank's own traceback is the cause."""
 

@@ -21,7 +21,7 @@ from yarl import URL
 
 from arl.api.config import PauseMode
 from arl.api.engine import TensorSpec, WeightGroup
-from arl.api.errors import PromptTooLongError, ServerError
+from arl.api.errors import NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
 
 _JSON = {"Content-Type": "application/json"}
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
@@ -31,14 +31,6 @@ _BUSY = 429
 _LONG_BODY = 1 << 19
 _MIXTURE = "mixture"
 """The label of weights that are of no version: a server that is left with it is given all of them again."""
-
-
-class ServerFailedError(ServerError):
-    """The server did not answer, or answered that it failed: the request may be sent again."""
-
-
-class NoSuchPathError(ServerError):
-    """The server has no such path: it is older, or no SGLang server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

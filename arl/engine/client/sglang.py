@@ -46,11 +46,12 @@ from arl.api.errors import (
     PromptTooLongError,
     RequestTimeoutError,
     ServerError,
+    ServerFailedError,
     first_error,
 )
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.client.continuation import PartialResponse
-from arl.engine.client.server_client import Answer, ServerClient, ServerFailedError
+from arl.engine.client.server_client import Answer, ServerClient
 from arl.engine.client.server_pool import Attempt, Server, ServerPool
 from arl.engine.client.upkeep import Upkeep
 from arl.web.listening import allow_many_connections

@@ -9,9 +9,9 @@ from typing import Any
 
 from arl.api.config import ClientConfig
 from arl.api.engine import UpdateStats, WeightUpdate
-from arl.api.errors import ArlError, ServerError, TransportError, first_error
+from arl.api.errors import ArlError, ServerError, ServerFailedError, TransportError, first_error
 from arl.engine.client.loading import Loading
-from arl.engine.client.server_client import Greeting, ServerFailedError, difference, greet
+from arl.engine.client.server_client import Greeting, difference, greet
 from arl.engine.client.server_pool import Server, ServerPool
 
 _PROBE_TIMEOUT_S = 10.0

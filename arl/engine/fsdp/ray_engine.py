@@ -30,7 +30,7 @@ from arl.engine.fsdp.ray_cluster import Placement, RayLease
 
 if TYPE_CHECKING:
     from arl.engine.fsdp.ranks import Ranks
-    from arl.engine.fsdp.snapshot import AdapterSnapshot
+    from arl.engine.weights.adapter import AdapterSnapshot
 
 _ENGINES = 2
 """How many engines a Ray of this process alone has CPUs for: a policy's and a critic's. They are numbers there."""

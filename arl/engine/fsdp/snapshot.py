@@ -11,12 +11,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
-from arl.api.engine import Snapshot, TensorSpec, WeightGroup
+from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.errors import ConfigError, TransportError
 from arl.engine.fsdp.export import ModelWriter
 from arl.engine.fsdp.lora import AdapterCopy, Adapters
@@ -29,82 +28,8 @@ _CHUNK_BYTES = 256 << 20
 _NO_ADAPTERS = "there are no adapters to publish: the engine trains the whole model; set train.lora"
 
 
-@runtime_checkable
-class SendableSnapshot(Snapshot, Protocol):
-    """A snapshot whose tensors can also be sent, through process groups that are shared with inference servers.
-
-    With several ranks it is rank 0's: every rank takes a snapshot, and rank 0's alone is written and sent from. All
-    arguments and results are plain values, and every call may come from any thread: several groups send at once, each
-    of them one range at a time. Groups outlive the snapshot that opened them, and are known by name to later ones.
-    """
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor, in the order in which it becomes ready."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors, as servers hold them."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """The backend that suits where the trainer computes: nccl or gloo."""
-        ...
-
-    def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
-        """A group for the server of this base URL and so many ranks, listening at a free port.
-
-        address: where the server reaches this process; None: the address from which this process reaches the server.
-        Its name is in use nowhere else, not even by an earlier run. Raises TransportError.
-        """
-        ...
-
-    def join(self, group: WeightGroup) -> None:
-        """Wait until all of the server's ranks have joined. Raises ServerFailedError if they do not in time."""
-        ...
-
-    def send(self, group: str, start: int, stop: int) -> None:
-        """Broadcast specs[start:stop], which are of one dtype, as soon as they are there; returns when they were sent.
-
-        They go end to end, as one tensor of bytes. Raises ServerFailedError if the group is broken and has to be left,
-        TransportError if there is nothing to send: the weights could not be put together, or were let go of.
-        """
-        ...
-
-    def leave(self, group: str) -> None:
-        """Let go of a group, also while something is being sent or joined, which then fails. Idempotent."""
-        ...
-
-
-class AdapterSnapshot(Protocol):
-    """The adapters of one version, copied aside, for servers that hold the model which these belong to."""
-
-    @property
-    def version(self) -> int: ...
-
-    def write_adapter(self, directory: Path) -> int:
-        """Write a directory in peft's format, whole or not at all; returns its bytes. Raises TransportError after
-        `release`."""
-        ...
-
-    def release(self) -> None:
-        """Let go of the memory. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class AdapterEngine(Protocol):
-    """A train engine that can copy adapters aside without the model, which is large and stays as it is."""
-
-    def snapshot_adapter(self) -> AdapterSnapshot:
-        """Later steps do not change the copy. Raises ConfigError where there are none, without train.lora."""
-        ...
-
-
 class RankAdapter:
-    """One rank's copy of adapters: an AdapterSnapshot. Rank 0's has the tensors, and is the one to write."""
+    """One rank's copy of adapters: an AdapterSnapshot (weights/adapter.py). Rank 0 has and writes the tensors."""
 
     def __init__(self, version: int, adapter: AdapterCopy) -> None:
         self.version = version
@@ -121,7 +46,9 @@ class RankAdapter:
 
 
 class RankSnapshot:
-    """One rank's snapshot: a SendableSnapshot. Rank 0's has the tensors; the others' are there to be let go of.
+    """One rank's snapshot: a SendableSnapshot (weights/distributed.py).
+
+    Rank 0's has the tensors; the others' are there to be let go of.
 
     With adapters, its tensors are the merged ones, and it is an AdapterSnapshot too.
     """

@@ -13,13 +13,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from arl.api.config import AdapterWeightsConfig, Config, DiskWeightsConfig, SGLangProcessesConfig
 from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightServer, WeightUpdate
 from arl.api.errors import TransportError
 from arl.api.types import new_id
-from arl.engine.fsdp.snapshot import AdapterEngine, AdapterSnapshot
 from arl.engine.weights.disk import DiskTransport, WrittenWeights
+
+
+class AdapterSnapshot(Protocol):
+    """The adapters of one version, copied aside, for servers that hold the model which these belong to."""
+
+    @property
+    def version(self) -> int: ...
+
+    def write_adapter(self, directory: Path) -> int:
+        """Write a directory in peft's format, whole or not at all; returns its bytes. Raises TransportError after
+        `release`."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """A train engine that can copy adapters aside without the model, which is large and stays as it is."""
+
+    def snapshot_adapter(self) -> AdapterSnapshot:
+        """Later steps do not change the copy. Raises ConfigError where there are none, without train.lora."""
+        ...
 
 
 class AdapterTransport:

@@ -24,8 +24,7 @@ import aiohttp
 
 from arl.api.config import DeltaWeightsConfig, DiskWeightsConfig
 from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightServer, WeightUpdate
-from arl.api.errors import ServerError, TransportError
-from arl.engine.client.server_client import ServerFailedError
+from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights.disk import DiskTransport, WrittenWeights
 from arl.engine.weights.package import Replica, delta_package, survey, whole_package
 

@@ -14,13 +14,20 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from arl.api.config import DistributedWeightsConfig
-from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightGroup, WeightServer, WeightUpdate
-from arl.api.errors import ServerError, TransportError
-from arl.engine.client.server_client import NoSuchPathError, ServerFailedError
-from arl.engine.fsdp.snapshot import SendableSnapshot
+from arl.api.engine import (
+    InferenceEngine,
+    Snapshot,
+    TensorSpec,
+    TrainEngine,
+    UpdateStats,
+    WeightGroup,
+    WeightServer,
+    WeightUpdate,
+)
+from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
 from arl.engine.weights.layout import byte_size, ranges
 
 _MAX_THREADS = 256
@@ -31,6 +38,55 @@ _LEAVING_S = 5.0
 
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
+
+
+@runtime_checkable
+class SendableSnapshot(Snapshot, Protocol):
+    """A snapshot whose tensors can also be sent, through process groups that are shared with inference servers.
+
+    With several ranks it is rank 0's: every rank takes a snapshot, and rank 0's alone is written and sent from. All
+    arguments and results are plain values, and every call may come from any thread: several groups send at once, each
+    of them one range at a time. Groups outlive the snapshot that opened them, and are known by name to later ones.
+    """
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor, in the order in which it becomes ready."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, as servers hold them."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """The backend that suits where the trainer computes: nccl or gloo."""
+        ...
+
+    def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
+        """A group for the server of this base URL and so many ranks, listening at a free port.
+
+        address: where the server reaches this process; None: the address from which this process reaches the server.
+        Its name is in use nowhere else, not even by an earlier run. Raises TransportError.
+        """
+        ...
+
+    def join(self, group: WeightGroup) -> None:
+        """Wait until all of the server's ranks have joined. Raises ServerFailedError if they do not in time."""
+        ...
+
+    def send(self, group: str, start: int, stop: int) -> None:
+        """Broadcast specs[start:stop], which are of one dtype, as soon as they are there; returns when they were sent.
+
+        They go end to end, as one tensor of bytes. Raises ServerFailedError if the group is broken and has to be left,
+        TransportError if there is nothing to send: the weights could not be put together, or were let go of.
+        """
+        ...
+
+    def leave(self, group: str) -> None:
+        """Let go of a group, also while something is being sent or joined, which then fails. Idempotent."""
+        ...
 
 
 @dataclass(slots=True)

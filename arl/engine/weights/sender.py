@@ -16,9 +16,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from yarl import URL
 
 from arl.api.engine import WeightGroup
-from arl.api.errors import TransportError
+from arl.api.errors import ServerFailedError, TransportError
 from arl.api.types import new_id
-from arl.engine.client.server_client import ServerFailedError
 from arl.engine.local.received_weights import GroupAddress, first_line, form_group
 
 _JOIN_TIMEOUT_S = 60.0

@@ -24,9 +24,9 @@ from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
 from arl.api.algorithm import preset
 from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError
-from arl.engine.fsdp.snapshot import AdapterEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
+from arl.engine.weights.adapter import AdapterEngine
 from arl.training.finetuning import Demonstration, finetune
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))

@@ -16,8 +16,8 @@ from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, TransportError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.ray_engine import RayTrainEngine
-from arl.engine.fsdp.snapshot import AdapterEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.weights.adapter import AdapterEngine
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 # Three rows of A are not to be divided by two or four ranks.

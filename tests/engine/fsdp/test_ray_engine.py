@@ -18,8 +18,8 @@ from arl.api.types import TrainSequence
 from arl.engine.fsdp.model import model_limits
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
-from arl.engine.fsdp.snapshot import SendableSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.weights.distributed import SendableSnapshot
 
 pytestmark = pytest.mark.timeout(300)  # ranks take their time to start on a machine that has other things to do
 

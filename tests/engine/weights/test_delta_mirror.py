@@ -22,8 +22,7 @@ import torch
 from mirrors import Mirror, MirrorProcess, mirror_here
 from safetensors.torch import save_file
 
-from arl.api.errors import ConfigError, ServerError
-from arl.engine.client.server_client import ServerFailedError
+from arl.api.errors import ConfigError, ServerError, ServerFailedError
 from arl.engine.weights.delta import Held, MirrorClient, WrongBaseError
 from arl.engine.weights.mirror import MirrorStore, check_arguments, parse_arguments
 from arl.engine.weights.package import FilePart, PackageHeader, Replica, delta_package, survey, whole_package

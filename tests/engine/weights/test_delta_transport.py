@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from arl.api import ModelResponse, ScriptedEngine, ScriptedTrainEngine, UpdateStats, WeightUpdate
 from arl.api.config import DeltaWeightsConfig
-from arl.api.errors import ServerError, TransportError
-from arl.engine.client.server_client import ServerFailedError
+from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights import delta
 from arl.engine.weights.delta import DeltaTransport, DeltaWeights, Held, MirrorClient, WrongBaseError
 from arl.engine.weights.package import PackageHeader

@@ -21,12 +21,10 @@ from safetensors.torch import load_file
 
 from arl.api import ScriptedEngine, ScriptedTrainEngine, TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.config import DistributedWeightsConfig
-from arl.api.errors import ServerError, TransportError
-from arl.engine.client.server_client import NoSuchPathError, ServerFailedError
-from arl.engine.fsdp.snapshot import SendableSnapshot
+from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
 from arl.engine.weights import distributed
 from arl.engine.weights import sender as weight_sender
-from arl.engine.weights.distributed import DistributedTransport
+from arl.engine.weights.distributed import DistributedTransport, SendableSnapshot
 from arl.engine.weights.layout import byte_size, views
 
 TIMEOUT = timedelta(seconds=30)

@@ -15,8 +15,9 @@ from arl.api import TensorSpec
 from arl.api.errors import TransportError
 from arl.engine.fsdp import shards
 from arl.engine.fsdp import snapshot as module
-from arl.engine.fsdp.snapshot import RankSnapshot, SendableSnapshot
+from arl.engine.fsdp.snapshot import RankSnapshot
 from arl.engine.tiny import tiny_tokenizer
+from arl.engine.weights.distributed import SendableSnapshot
 from arl.engine.weights.layout import ranges, views
 
 
