@@ -17,7 +17,7 @@ from arl.api.errors import ConfigError, RequestTimeoutError, RewardError, Reward
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.score import Score, shown
-from arl.web.json_server import JsonServer, NoSuchPathError
+from arl.web.client import JsonClient, NoSuchPathError
 
 # What servers answered to requests, on disk, for many episodes and several processes at once.
 
@@ -110,12 +110,12 @@ JSON_SCORE = r'"score"\s*:\s*"?(-?[0-9]+(?:\.[0-9]+)?)'
 """Finds a score in JSON, whatever stands around it."""
 
 
-class ChatServer(Shared, JsonServer):
+class ChatServer(Shared, JsonClient):
     """A model at an OpenAI-compatible URL: OpenAI's, vLLM, SGLang, the embedded server (its URL with /v1).
 
     base_url: what `/chat/completions` follows, so it mostly ends in /v1. api_key: the key itself; api_key_env: instead,
     the name of the environment variable that holds it. Neither is written to logs, caches or errors. The other settings
-    are JsonServer's: max_concurrent and requests_per_minute bound what is asked, and what fails with 429 or 5xx is
+    are JsonClient's: max_concurrent and requests_per_minute bound what is asked, and what fails with 429 or 5xx is
     asked again, after as long as the server says.
     """
 
@@ -138,7 +138,7 @@ class ChatServer(Shared, JsonServer):
             if not api_key:
                 raise ConfigError(f"the environment variable {api_key_env} is not set; it should hold the api_key")
         Shared.__init__(self)
-        JsonServer.__init__(
+        JsonClient.__init__(
             self,
             base_url,
             api_key=api_key,

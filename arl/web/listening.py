@@ -1,25 +1,20 @@
-"""How a server process of arl listens: its socket, the key that guards an open address, the process it lives for."""
+"""How a server process of arl listens, and when it stops. Nothing here needs an HTTP library."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import os
 import resource
+import signal
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Any
-
-from aiohttp import web
 
 from arl.api.errors import ConfigError
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
+BACKLOG = 4096
+"""Connections that may wait to be accepted: thousands of clients may start at once."""
 _PARENT_POLL_S = 1.0
-_OPEN_PATHS = frozenset(("/health", "/health_generate"))
 
 
 def is_loopback(host: str) -> bool:
@@ -29,19 +24,39 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def check_address(host: str, port: int, api_key: str | None) -> None:
+    """Raise ConfigError for a port out of range, and for an address that other machines can reach without a key."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port is {port}; it must be between 0 (any free port) and 65535")
+    if not api_key and not is_loopback(host):
+        raise ConfigError(
+            f"--host is {host}, which other machines can reach; give --api-key KEY too, or listen on 127.0.0.1"
+        )
+
+
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError where the address cannot be had."""
+    """A listening socket; the caller closes it. Raises ConfigError for an address that is not free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as opened:
             sock = opened.enter_context(socket.socket(family, kind, protocol))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
-            sock.listen(2048)
-            opened.pop_all()  # the caller closes it
+            sock.listen(BACKLOG)
+            opened.pop_all()
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return sock
+
+
+def stop_event(parent_pid: int | None = None) -> asyncio.Event:
+    """An event of the running loop that SIGTERM, SIGINT or the end of process `parent_pid` sets."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if parent_pid is not None:
+        watch_parent(parent_pid, loop, stop)
+    return stop
 
 
 def watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -71,27 +86,10 @@ def _poll_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event)
         loop.call_later(_PARENT_POLL_S, _poll_parent, pid, loop, stop)
 
 
-def require_key(api_key: str) -> Any:
-    """A middleware that lets only bearers of `api_key` in; health stays open to probes."""
-    expected = f"Bearer {api_key}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if request.path not in _OPEN_PATHS and not hmac.compare_digest(given, expected):
-            return web.json_response({"error": "Unauthorized"}, status=401)
-        return await handler(request)
-
-    return check
-
-
-# Room for thousands of connections at once.
-
-
 def allow_many_connections() -> None:
-    """Raise this process's soft limit of open files, often 1,024 or less, to what it is allowed.
+    """Raise this process's soft limit of open files, often 1,024 or less, as far as it may.
 
-    Every request in flight holds a connection, and each connection is an open file, here and in the server; child
+    Every request in flight holds a connection, and each connection is an open file here and in the server. Child
     processes inherit the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from arl.api.errors import ArlError, ModelError, ServerError
-from arl.web.json_server import JsonServer, NoSuchPathError
+from arl.web.client import JsonClient, NoSuchPathError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ class _Greeting:
     failures: int = 0
 
 
-class ModelServer(JsonServer):
+class ModelServer(JsonClient):
     """The calls to one server. Connections are opened when they are first needed, kept, and closed by `aclose`.
 
     `async with` sees that the server is there and is what it should be, before anything depends on it, and closes the
@@ -41,7 +41,7 @@ class ModelServer(JsonServer):
 
     tokenizer: what token ids are made by, to see that the server's model knows them; it may be left out for a server
     that tells the size of its vocabulary (the embedded one); that its tokens are the same is then taken on trust.
-    The other settings are JsonServer's.
+    The other settings are JsonClient's.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from workflow.served import BREAK, Served
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.rewards.adapt import Score, WeightedReward
 from arl.rewards.judge import AnswerCache, ChatServer, JudgeReward
-from arl.web import json_server
+from arl.web import client as web_client
 
 PATH = "/v1/chat/completions"
 EXAMPLE = {"question": "2 + 2 = ?", "answer": "4"}
@@ -24,7 +24,7 @@ KEY = "sk-very-secret"
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_server, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(web_client, "_FIRST_WAIT_S", 0.001)
 
 
 def says(*texts: Any) -> Served:
@@ -91,16 +91,16 @@ async def test_a_busy_judge_is_asked_again_after_as_long_as_it_says(monkeypatch:
     served.headers = {"Retry-After": "17"}
     async with served, JudgeReward(server_at(served)) as judge:
         with monkeypatch.context() as patch:
-            patch.setattr(json_server.asyncio, "sleep", sleep_a_little)
+            patch.setattr(web_client.asyncio, "sleep", sleep_a_little)
             assert await judge("4", EXAMPLE) == Score(0.1)
     assert (waits[0], waits[1] < 1, waits[2]) == (17.0, True, 17.0)
 
 
 def test_a_retry_may_be_asked_for_by_date() -> None:
-    assert json_server._seconds("2.5") == 2.5
-    assert json_server._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-    assert json_server._seconds("Wed, 21 Oct 2065 07:28:00 GMT") > 1e8
-    assert (json_server._seconds(None), json_server._seconds("soon")) == (0.0, 0.0)
+    assert web_client._seconds("2.5") == 2.5
+    assert web_client._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    assert web_client._seconds("Wed, 21 Oct 2065 07:28:00 GMT") > 1e8
+    assert (web_client._seconds(None), web_client._seconds("soon")) == (0.0, 0.0)
 
 
 def test_requests_begin_no_faster_than_the_rate() -> None:
@@ -112,7 +112,7 @@ def test_requests_begin_no_faster_than_the_rate() -> None:
             begun.append(asyncio.get_running_loop().time())
             return {"choices": [{"message": {"content": '{"score": 1}'}}]}
 
-    kept: Any = json_server._InLoop(session=None, places=None)  # type: ignore[arg-type]
+    kept: Any = web_client._InLoop(session=None, places=None)  # type: ignore[arg-type]
 
     async def ask_many() -> None:
         server = Instant("http://judge/v1", "judge-1", requests_per_minute=30)

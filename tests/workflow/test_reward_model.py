@@ -9,13 +9,13 @@ import pytest
 from served import BREAK, language_model, reward_model
 
 from arl.api.errors import ModelError, RewardError, RewardTimeoutError
-from arl.web import json_server
+from arl.web import client as web_client
 from arl.workflow.teachers import RewardModelClient
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_server, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(web_client, "_FIRST_WAIT_S", 0.001)
 
 
 async def test_a_sequence_has_the_score_that_the_model_gives_it() -> None:

@@ -21,7 +21,7 @@ from arl.engine.local.endpoint import (
 )
 from arl.engine.local.generate import Classify, Generate, Info, refusing
 from arl.engine.local.openai import OpenAI
-from arl.web.listening import require_key
+from arl.web.server import require_key
 
 Paths = Mapping[str, Handler]
 

@@ -50,7 +50,8 @@ from aiohttp import web
 from arl.api.errors import ArlError, ConfigError
 from arl.engine.weights import package as delta
 from arl.engine.weights.package import DeltaError, FilePart, PackageHeader, Replica, patched_block, spans, survey
-from arl.web.listening import bind, is_loopback, require_key, watch_parent
+from arl.web.listening import bind, is_loopback, watch_parent
+from arl.web.server import require_key
 
 # What a mirror holds: the newest version of a model and the one before, each a directory that is whole or absent.
 

@@ -1,0 +1,198 @@
+"""JSON bodies of requests as pydantic models, and what is wrong with one in a sentence that names the field.
+
+class Query(RequestBody):
+    text: str
+    top_k: Annotated[int, Field(ge=1)] = 5
+
+query = parse(Query, await request.read())      # BodyError: "top_k is 0; it must be at least 1"
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+_MAX_SHOWN = 80
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "a JSON object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "mapping_type": "a JSON object",
+    "model_type": "a JSON object",
+    "string_type": "a string",
+    "string_too_short": "a string that is not empty",
+    "too_short": "a list that is not empty",
+}
+_BOUNDS = {"greater_than": "above {gt}", "greater_than_equal": "at least {ge}", "less_than": "below {lt}",
+           "less_than_equal": "at most {le}", "literal_error": "{expected}"}  # fmt: skip
+
+B = TypeVar("B", bound=BaseModel)
+
+
+class RequestError(Exception):
+    """A request that cannot be answered: an HTTP status, and a sentence for its sender."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+
+
+class BodyError(RequestError):
+    """A body that is not JSON, or has a field that is missing, wrong, unknown or cannot be honoured.
+
+    param: the field, as in messages[0].role; None for the body as a whole.
+    code: invalid_value, unsupported_value or unsupported_parameter.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class RequestBody(BaseModel):
+    """A JSON object that a client sends. A field that is null counts as absent, and every other has to be known.
+
+    A subclass says what it makes of fields that it does not have, as arguments of its class statement:
+
+    ignored: fields that change nothing, whatever their value.
+    only: fields that may have these values alone, which change nothing.
+    refused: why other fields cannot be honoured.
+    takes_empty: whether a field may be unknown if it is false or empty, since that asks for nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    _ignored: ClassVar[Collection[str]] = ()
+    _only: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    _refused: ClassVar[Mapping[str, str]] = {}
+    _takes_empty: ClassVar[bool] = False
+
+    def __init_subclass__(
+        cls,
+        *,
+        ignored: Collection[str] = (),
+        only: Mapping[str, Sequence[Any]] | None = None,
+        refused: Mapping[str, str] | None = None,
+        takes_empty: bool = False,
+    ) -> None:
+        super().__init_subclass__()
+        cls._ignored, cls._only, cls._refused, cls._takes_empty = ignored, only or {}, refused or {}, takes_empty
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None and cls._has(name, value)}
+
+    @classmethod
+    def _has(cls, name: str, value: Any) -> bool:
+        """Whether it is a field of the model. Raises PydanticCustomError for one that asks for what is not here."""
+        if name in cls.model_fields:
+            return True
+        if name in cls._ignored or (cls._takes_empty and (value is False or value in ("", [], {}))):
+            return False
+        if name in cls._only:
+            if value in cls._only[name]:
+                return False
+            allowed = " or ".join(map(shown, cls._only[name]))
+            reason = f"is {shown(value)}, which cannot be honoured here; leave it out, or set it to {allowed}"
+            raise PydanticCustomError("unsupported_value", "{reason}", {"reason": reason, "field": name})
+        reason = f"(here {shown(value)}): {cls._refused.get(name, 'it is not known here')}; leave it out"
+        raise PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason, "field": name})
+
+
+def parse(model: type[B], raw: bytes) -> B:
+    """The model that a body holds; an empty body is an empty object. Raises BodyError."""
+    try:
+        content = json.loads(raw, parse_constant=_refuse_constant) if raw else {}
+        if b"\\u" in raw:  # half of a surrogate pair is JSON, but no text: no tokenizer takes it
+            json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BodyError(f"the request body is not JSON: {error}") from error
+    return validated(model, content)
+
+
+def validated(model: type[B], content: Any) -> B:
+    """The model of parsed JSON. Raises BodyError."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise body_error(error) from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def body_error(error: ValidationError) -> BodyError:
+    """The first fault of a ValidationError, as a sentence that names its field."""
+    fault = error.errors(include_url=False)[0]
+    kind, context = fault["type"], fault.get("ctx", {})
+    names = (*fault["loc"], context["field"]) if "field" in context else fault["loc"]
+    param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).lstrip(".")
+    is_ours = kind in ("wrong", "unsupported_value", "unsupported_parameter")
+    code = kind if is_ours and kind != "wrong" else "invalid_value"
+    return BodyError(f"{param or 'the request body'} {_fault(fault)}", param=param or None, code=code)
+
+
+def _fault(fault: ErrorDetails) -> str:
+    kind, context = fault["type"], fault.get("ctx", {})
+    if kind == "missing":
+        return "is missing"
+    if kind == "extra_forbidden":
+        return "is not known here; leave it out"
+    if kind.startswith("unsupported"):
+        return context["reason"]
+    if kind == "value_error":
+        return f"is {shown(fault['input'])}: {context['error']}"
+    expected = (
+        context.get("described") or _EXPECTED.get(kind) or _BOUNDS.get(kind, "{}").format(fault["msg"], **context)
+    )
+    return f"is {shown(fault['input'])}; it must be {expected}"
+
+
+def must_be(described: str) -> PydanticCustomError:
+    """The error of a validator: "FIELD is VALUE; it must be ..."."""
+    return PydanticCustomError("wrong", "it must be {described}", {"described": described})
+
+
+def unsupported(reason: str, field: str | None = None) -> PydanticCustomError:
+    """The error of a validator for a value that is known, but cannot be honoured: "FIELD REASON"."""
+    named = {} if field is None else {"field": field}
+    return PydanticCustomError("unsupported_value", "{reason}", {"reason": reason, **named})
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it: JSON, and short."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def _strings(value: Any) -> list[str]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(one, str) and one for one in values):
+        raise must_be("a string or a list of strings, none of them empty")
+    return values
+
+
+def _integers(value: Any) -> list[int]:
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise must_be("a list of integers")
+    return value
+
+
+Strings = Annotated[Sequence[str], PlainValidator(_strings)]
+"""A string, or a list of strings."""
+Integers = Annotated[Sequence[int], PlainValidator(_integers)]
+"""A list of integers, such as token ids: long ones are checked once, and not copied."""

@@ -1,0 +1,286 @@
+"""JSON over HTTP to one server: bounded connections, named timeouts, patience with failures, errors as exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+from yarl import URL
+
+from arl.api.errors import ArlError, ConfigError, RequestTimeoutError, ServerError
+
+_BUSY = 429
+_FIRST_WAIT_S = 0.25
+_LONGEST_WAIT_S = 8.0
+_LONGEST_ASKED_WAIT_S = 120.0
+"""The most that is granted to a server's Retry-After."""
+_LONG_BODY = 1 << 19
+_MAX_QUOTED = 500
+
+
+class NoSuchPathError(ServerError):
+    """The server has no such path."""
+
+
+class ServerFailedError(ServerError):
+    """The server could not be reached, or failed: the same request may succeed later."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        """retry_after_s: how long the server asks its clients to wait."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A server's response, whatever its status."""
+
+    url: str
+    """Without a password."""
+    path: str
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """Raises ServerError for a body that is not JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise ServerError(f"{self.url} answered with something other than JSON: {self.body[:200]!r}") from error
+
+    def json_object(self) -> dict[str, Any]:
+        """The body as a JSON object; {} for anything else, such as the plain text of a call that only acknowledges."""
+        try:
+            content = json.loads(self.body)
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    @property
+    def reason(self) -> str:
+        """The server's own words about an error.
+
+        Servers send {"error": {"message": ..}}, {"error": ".."}, {"message": ..}, {"error_message": ..} or text.
+        """
+        content = self.json_object()
+        error = content.get("error", content)
+        if isinstance(error, dict):
+            error = error.get("message") or error.get("error_message")
+        return str(error or self.body.decode(errors="replace").strip() or "(no explanation)")[:_MAX_QUOTED]
+
+
+@dataclass(slots=True)
+class _InLoop:
+    """The parts of a client that belong to one event loop."""
+
+    session: aiohttp.ClientSession
+    places: asyncio.Semaphore | None
+    """A place for each request that may be under way; None: no limit."""
+    next_at: float = field(default=0.0)
+    """When the next request may begin."""
+
+
+def new_session(
+    *,
+    api_key: str | None = None,
+    max_connections: int = 0,
+    connect_timeout_s: float | None = None,
+    keepalive_s: float = 15.0,
+) -> aiohttp.ClientSession:
+    """A session with a pool of connections, which several clients may share. max_connections: 0 is no limit."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keepalive_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+    )
+
+
+class JsonClient:
+    """The calls to one server. It opens connections when it needs them, keeps them, and closes them in `aclose`.
+
+    max_concurrent: requests under way at once; others wait their turn. None: no limit.
+    requests_per_minute: how many requests begin in a minute, evenly spread. None: no limit.
+    timeout_s: the longest that a request may take from when it is sent. None: the caller limits it.
+    connect_timeout_s: the longest that opening a connection may take.
+    retries: how often `ask` repeats a request that did not reach the server, or that it failed at (HTTP 5xx and 429).
+        The waits between double up to 8 s, or are as long as Retry-After says. The default spans some 90 s, enough to
+        start a server again.
+    session: the connections of several clients, made by `new_session`; its owner closes it.
+    """
+
+    key_hint = "pass the api_key that the server was started with"
+    """What to do about HTTP 401 and 403."""
+    path_hint = ""
+    """What to do about HTTP 404."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        max_concurrent: int | None = 64,
+        requests_per_minute: float | None = None,
+        timeout_s: float | None = 120.0,
+        connect_timeout_s: float | None = None,
+        retries: int = 20,
+        session: aiohttp.ClientSession | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url is {url!r}; it must begin with http:// or https://, as in http://127.0.0.1:30000")
+        if (
+            (max_concurrent is not None and max_concurrent < 1)
+            or (timeout_s is not None and timeout_s <= 0)
+            or retries < 0
+        ):
+            raise ConfigError(
+                f"max_concurrent is {max_concurrent}, timeout_s {timeout_s} and retries {retries}; they must be at "
+                "least 1, above 0 and at least 0"
+            )
+        if requests_per_minute is not None and not requests_per_minute > 0:
+            raise ConfigError(f"requests_per_minute is {requests_per_minute}; it must be above 0, or None for no limit")
+        self._base = url.rstrip("/")
+        self.url = str(URL(self._base).with_user(None)).rstrip("/")
+        """For messages: without a password, which is for the server alone."""
+        self._api_key = api_key
+        self._max_concurrent = max_concurrent
+        self._gap_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
+        self._timeout_s = timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._retries = retries
+        self._shared = session
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _InLoop] = WeakKeyDictionary()
+
+    async def aclose(self) -> None:
+        """Close this event loop's connections, unless the session is shared. Idempotent; a later call opens others."""
+        kept = self._loops.pop(asyncio.get_running_loop(), None)
+        if kept is not None and kept.session is not self._shared:
+            await kept.session.close()
+
+    async def ask(self, path: str, payload: Mapping[str, Any] | None = None, *, max_retries: int | None = None) -> Any:
+        """POST the payload, or GET without one; returns the JSON of the response.
+
+        Raises ServerError, RequestTimeoutError, and whatever `error_of` makes of a response that is not HTTP 200.
+        """
+        wait_s, retries = _FIRST_WAIT_S, self._retries if max_retries is None else min(self._retries, max_retries)
+        for left in range(retries, -1, -1):
+            try:
+                return await self._ask_once(path, payload)
+            except ServerFailedError as error:
+                if not retries:
+                    raise
+                if not left:
+                    raise ServerFailedError(f"{error} (asked {retries + 1} times)") from error
+                asked_s = min(error.retry_after_s, _LONGEST_ASKED_WAIT_S)
+            await asyncio.sleep(max(wait_s * random.uniform(0.5, 1.0), asked_s))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        raise AssertionError("unreachable")
+
+    async def _ask_once(self, path: str, payload: Mapping[str, Any] | None) -> Any:
+        return (await self.call("GET" if payload is None else "POST", path, payload)).json()
+
+    async def call(self, method: str, path: str, payload: Mapping[str, Any] | None = None) -> Reply:
+        """One request with a JSON body, without retries. Raises as `ask` does."""
+        body = None if payload is None else _encoded(payload)
+        reply = await self.send(method, path, body, {"Content-Type": "application/json"})
+        if reply.status != 200:
+            raise self.error_of(reply)
+        return reply
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | io.BytesIO | AsyncIterator[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        """One request; returns the response whatever its status. Raises ServerFailedError and RequestTimeoutError."""
+        kept, shown = self._in_loop(), f"{self.url}{path}"
+        async with kept.places or nullcontext():
+            if self._gap_s:
+                await self._turn(kept)
+            try:
+                async with (
+                    asyncio.timeout(self._timeout_s),
+                    kept.session.request(method, f"{self._base}{path}", data=body, headers=headers) as response,
+                ):
+                    raw = await response.read()
+                    return Reply(url=shown, path=path, status=response.status, headers=response.headers, body=raw)
+            except aiohttp.ServerTimeoutError as error:  # of connecting: it is a TimeoutError too
+                raise self._unreached(shown, error) from error
+            except TimeoutError:
+                if self._timeout_s is None:
+                    raise
+                raise RequestTimeoutError(f"{shown} did not answer within timeout_s = {self._timeout_s:g} s") from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise self._unreached(shown, error) from error
+
+    def _unreached(self, shown: str, error: Exception) -> ServerFailedError:
+        return ServerFailedError(
+            f"{shown} could not be reached: {str(error) or type(error).__name__}; is its server running?"
+        )
+
+    def error_of(self, reply: Reply) -> ArlError:
+        """The exception for a response that is not HTTP 200; ServerFailedError for what may succeed later.
+
+        Subclasses extend it. The API key is never in the message.
+        """
+        reason = reply.reason.replace(self._api_key, "(the api_key)") if self._api_key else reply.reason
+        message = f"{reply.url} answered HTTP {reply.status}: {reason}"
+        match reply.status:
+            case 401 | 403:
+                return ServerError(f"{message}; {self.key_hint}")
+            case 404:
+                return NoSuchPathError(f"{message}; {self.path_hint}" if self.path_hint else message)
+            case status if status >= 500 or status == _BUSY:
+                return ServerFailedError(message, _seconds(reply.headers.get("Retry-After")))
+            case _:
+                return ServerError(message)
+
+    async def _turn(self, kept: _InLoop) -> None:
+        """Wait until the next request may begin."""
+        now = asyncio.get_running_loop().time()
+        begin = max(now, kept.next_at)
+        kept.next_at = begin + self._gap_s
+        if begin > now:
+            await asyncio.sleep(begin - now)
+
+    def _in_loop(self) -> _InLoop:
+        loop = asyncio.get_running_loop()
+        kept = self._loops.get(loop)
+        if kept is None:
+            limit = self._max_concurrent
+            session = self._shared or new_session(
+                api_key=self._api_key, max_connections=limit or 0, connect_timeout_s=self._connect_timeout_s
+            )
+            kept = self._loops[loop] = _InLoop(session, asyncio.Semaphore(limit) if limit else None)
+        return kept
+
+
+def _encoded(payload: Mapping[str, Any]) -> bytes | io.BytesIO:
+    """JSON; as a file where it is long, because aiohttp sends files in pieces and bytes at once."""
+    raw = json.dumps(payload, separators=(",", ":")).encode()
+    return raw if len(raw) < _LONG_BODY else io.BytesIO(raw)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """The wait that a Retry-After header asks for: a number of seconds, or a date."""
+    try:
+        return max(float(retry_after or 0), 0.0)
+    except ValueError:
+        pass
+    try:
+        return max(parsedate_to_datetime(retry_after or "").timestamp() - time.time(), 0.0)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,145 @@
+"""An HTTP server on a socket: who may call it, how it answers in JSON or events, and how it tells errors.
+
+app = web.Application(middlewares=[boundary(shape), require_key(key)])
+app.router.add_post("/run", run)
+async with serving(app, bind(host, port)) as port:
+    await stop_event().wait()
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from arl.web.bodies import RequestError
+from arl.web.listening import BACKLOG
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ErrorShape = Callable[[RequestError], Any]
+"""From an error to the JSON of its response."""
+Statuses = Mapping[type[Exception], int]
+"""The HTTP status of each kind of exception; others are failures of the server."""
+
+PROBES = frozenset(("/health", "/health_generate"))
+DONE = "data: [DONE]\n\n"
+"""The last event of an OpenAI stream."""
+
+
+@asynccontextmanager
+async def serving(app: web.Application, sock: socket.socket, *, shutdown_timeout_s: float = 2.0) -> AsyncIterator[int]:
+    """Answer on a socket of `bind` within the block; gives the port, and closes the socket.
+
+    A client that goes away cancels its handler. shutdown_timeout_s: how long running handlers may still take.
+    """
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+    with sock:
+        await runner.setup()
+        try:
+            await web.SockSite(runner, sock, backlog=BACKLOG).start()
+            yield sock.getsockname()[1]
+        finally:
+            await runner.cleanup()
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+class EventStream:
+    """Server-sent events. The response begins with the first of them, so an earlier error still gets its status."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        return self._response.prepared
+
+    async def send(self, events: str) -> None:
+        """events: each with its empty line, as `event` writes them."""
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        await self._response.write(events.encode())
+
+    async def end(self, events: str = "") -> web.StreamResponse:
+        await self.send(events)
+        await self._response.write_eof()
+        return self._response
+
+
+def event(content: Any, kind: str | None = None) -> str:
+    """One server-sent event of JSON. kind: its name, in protocols that name their events."""
+    data = f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+    return data if kind is None else f"event: {kind}\n{data}"
+
+
+def answering(handler: Handler, shape: ErrorShape, statuses: Statuses | None = None) -> Handler:
+    """The handler with every exception answered in `shape`, and logged where it is a failure of the server."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ConnectionResetError:
+            raise  # the client went away; nobody is left to answer
+        except Exception as error:
+            failure = request_error(error, statuses or {})
+            if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                log.error("%s failed", request.path, exc_info=error)
+            return json_response(shape(failure), failure.status)
+
+    return answer
+
+
+def boundary(shape: ErrorShape, statuses: Statuses | None = None) -> Any:
+    """A middleware that puts every handler of an application, and unknown paths, behind `answering`."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await answering(handler, shape, statuses)(request)
+
+    return answer
+
+
+def request_error(error: Exception, statuses: Statuses) -> RequestError:
+    """The error as a client is told of it."""
+    match error:
+        case RequestError():
+            return error
+        case web.HTTPRequestEntityTooLarge():
+            return RequestError("the body is too large", error.status)
+        case web.HTTPException():
+            return RequestError(error.reason, error.status)
+        case _:
+            for kind, status in statuses.items():
+                if isinstance(error, kind):
+                    return RequestError(str(error), status)
+            return RequestError(f"internal error: {error!r}", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def require_key(api_key: str, *, open_paths: frozenset[str] = PROBES, shape: ErrorShape | None = None) -> Any:
+    """A middleware that refuses calls without the bearer token `api_key`. open_paths: those that need no key."""
+    expected = f"Bearer {api_key}".encode()
+    refusal = RequestError("Unauthorized", HTTPStatus.UNAUTHORIZED)
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if request.path not in open_paths and not hmac.compare_digest(given, expected):
+            return json_response(shape(refusal) if shape else {"error": refusal.message}, refusal.status)
+        return await handler(request)
+
+    return check
