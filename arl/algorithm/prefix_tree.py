@@ -148,10 +148,6 @@ class RowPlan:
     def num_tokens(self) -> int:
         return self.stretches[-1].stop if self.stretches else 0
 
-    @property
-    def is_shared(self) -> bool:
-        return any(stretch.context for stretch in self.stretches)
-
     def blocks(self) -> list[Block]:
         """What attends to what: each stretch to itself, then neighbouring stretches together to a context they share.
 
@@ -165,10 +161,6 @@ class RowPlan:
                 queries[run] = (start, stretch.stop)
         # Everything below a place of the tree lies in one piece, so a run's queries are neighbours.
         return blocks + [Block(queries=q, keys=run, is_causal=False) for run, q in queries.items()]
-
-    def key_places(self) -> torch.Tensor:
-        """int64[K]: for one stretch after another, the places of the keys that it sees: its context, and itself."""
-        return positions_of([run for s in self.stretches for run in (*s.context, (s.start, s.stop))])
 
     def positions(self) -> torch.Tensor:
         """int64[T]: how many tokens precede each of the row in its sequences."""

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent = pytest.mark.skip(reason="needs a GPU that torch can use (torch.cuda.is_available())")
-    # Models in float32 have torch compile flex attention, which takes its time and warns of what torch itself does.
+    # torch compiles flex attention at first use, which takes its time, and warns of what torch itself does.
     compiling = [
         pytest.mark.timeout(600),
         pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),

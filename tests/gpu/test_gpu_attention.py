@@ -1,63 +1,58 @@
-"""Attention over a packed row on a GPU is attention over each sequence by itself."""
+"""Attention over a packed row on a GPU is, for each token, the softmax over its own prefix, as on a CPU."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from arl.engine.fsdp.attention import packed_attention
-from arl.engine.fsdp.attention_blocks import PackedLayout
+from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
+from arl.engine.fsdp.attention import PackedLayout, masked_attention, packed_attention
 
-LENGTHS = (1, 200, 37, 130, 64)
-
-
-def rows(dtype: torch.dtype, heads: int, kv_heads: int) -> tuple[torch.Tensor, ...]:
-    """query, key, value of a row, and a gradient for what comes out."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(heads, sum(LENGTHS)), (kv_heads, sum(LENGTHS)), (kv_heads, sum(LENGTHS))]
-    inputs = [torch.randn(1, *size, 64, generator=generator).to("cuda", dtype).requires_grad_() for size in sizes]
-    return *inputs, torch.randn(1, sum(LENGTHS), heads, 64, generator=generator).to("cuda", dtype)
+HEAD_SIZE, SCALING = 64, 0.125
+APART = PrefixOrder.unshared((1, 200, 37, 130, 64))
+SHARED = PrefixOrder(indices=tuple(range(6)), lengths=(300, 250, 280, 90, 200, 150), shared=(0, 200, 240, 0, 60, 140))
 
 
-def each_by_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
-    outputs: list[torch.Tensor] = []
-    groups = query.shape[1] // key.shape[1]
-    for q, k, v in zip(*(x.double().split(LENGTHS, 2) for x in (query, key, value)), strict=True):
-        place = torch.arange(q.shape[2], device=q.device)
-        distance = place[:, None] - place[None, :]
-        seen = (distance >= 0) & (distance < (window or len(place)))
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
-    return torch.cat(outputs, 2).transpose(1, 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("order", [APART, SHARED], ids=["apart", "shared"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 2e-4)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2)])
-@pytest.mark.parametrize("window", [None, 50])
-def test_a_packed_row_attends_like_each_sequence_by_itself(dtype, heads: int, kv_heads: int, window: int | None):
-    query, key, value, gradient = rows(dtype, heads, kv_heads)
-    layout = PackedLayout.of(LENGTHS, torch.device("cuda"))
-    ours, _ = packed_attention(
-        nn.Module(), query, key, value, None, packed_layout=layout, scaling=64**-0.5, sliding_window=window
+@pytest.mark.parametrize("window", [None, 40])
+def test_outputs_and_gradients_are_those_of_a_cpu(
+    order: PrefixOrder, dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, window: int | None
+):
+    plan = RowPlan.of(order)
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, kv_heads, kv_heads)
+    rows = [torch.randn(1, plan.num_tokens, n, HEAD_SIZE, generator=generator).to(dtype) for n in sizes]
+    weights = torch.randn(1, plan.num_tokens, heads, HEAD_SIZE, generator=generator).to(dtype)
+
+    exact = [x.double().requires_grad_() for x in rows]
+    query, key, value = (x.transpose(1, 2) for x in exact)
+    theirs = masked_attention(query, key, value, plan.stretches, SCALING, window)
+    theirs.backward(weights.double())
+
+    ours = [x.cuda().requires_grad_() for x in rows]
+    query, key, value = (x.transpose(1, 2) for x in ours)
+    layout = PackedLayout.of_plan(plan, torch.device("cuda"))
+    output, _ = packed_attention(
+        nn.Module(), query, key, value, None, packed_layout=layout, scaling=SCALING, sliding_window=window
     )
-    theirs = each_by_itself(query, key, value, window)
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-4
-    torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
-    pairs = zip(
-        torch.autograd.grad(ours, (query, key, value), gradient),
-        torch.autograd.grad(theirs, (query, key, value), gradient.double()),
-        strict=True,
-    )
-    for mine, reference in pairs:
-        torch.testing.assert_close(mine.double(), reference.double(), rtol=2 * tolerance, atol=2 * tolerance)
+    output.backward(weights.cuda())
+
+    for mine, twin in zip((output, *(x.grad for x in ours)), (theirs, *(x.grad for x in exact)), strict=True):
+        assert mine is not None
+        assert twin is not None
+        assert mine.dtype == dtype
+        difference = (mine.cpu().double() - twin).abs().max() / twin.abs().max()
+        assert difference < tolerance
 
 
 @torch.no_grad()
-def test_rows_of_many_lengths_share_few_kernels():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_many_lengths_share_few_kernels(dtype: torch.dtype):
     counters.clear()
     for length in (70, 130, 200, 333, 400, 512, 640, 777, 1000, 1024, 1300, 2000):
-        query, key, value = (torch.randn(1, heads, length, 32, device="cuda") for heads in (4, 2, 2))
+        query, key, value = (torch.randn(1, heads, length, 32, device="cuda", dtype=dtype) for heads in (4, 2, 2))
         layout = PackedLayout.of((length // 2, length - length // 2), torch.device("cuda"))
         packed_attention(nn.Module(), query, key, value, None, packed_layout=layout)
     assert 1 <= counters["stats"]["unique_graphs"] <= 4

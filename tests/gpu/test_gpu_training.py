@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from arl.algorithm.losses import PolicyLoss
 from arl.api.algorithm import preset
+from arl.engine.fsdp import saving
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
@@ -49,7 +50,6 @@ def test_heads_too_small_for_flex_attention_train_alike(make_engine: MakeEngine,
 @pytest.mark.parametrize("option", ["activation_checkpointing", "cpu_offload"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_saving_memory_changes_no_number(make_engine: MakeEngine, tmp_path: Path, dtype: str, option: str):
-    """In bfloat16 flash-attention adds up in an order of its own each time."""
     tolerance = 1e-4 if dtype == "float32" else 2e-2
     assert_alike(make_engine(dtype=dtype, **{option: True}), make_engine(dtype=dtype), tmp_path, tolerance)
 
@@ -116,3 +116,28 @@ def test_a_snapshot_is_not_changed_by_the_step_after_it(make_engine: MakeEngine,
     copied = load_twin(tmp_path / "snapshot").state_dict()
     assert all(torch.equal(copied[name], before[name]) for name in before)
     assert not all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_the_gpus_random_numbers_continue(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine()
+    written = engine.save(tmp_path / "checkpoint")
+    expected = torch.rand(3, device="cuda")
+    written.wait()
+    engine.load(tmp_path / "checkpoint")
+    assert torch.equal(torch.rand(3, device="cuda"), expected)
+
+
+def test_steps_do_not_change_what_is_being_written(make_engine: MakeEngine, tmp_path: Path):
+    engine, sequences = make_engine(), random_sequences(4)
+    before = engine.forward(sequences)
+    written = engine.save(tmp_path / "checkpoint")
+    engine.train_batch([sequences], LOSS)
+    written.wait()
+    engine.load(tmp_path / "checkpoint")
+    for ours, expected in zip(engine.forward(sequences), before, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_copies_are_in_pinned_memory():
+    copies = saving._copied({"model": {"weight": torch.ones(3, device="cuda")}})
+    assert copies["model"]["weight"].is_pinned()

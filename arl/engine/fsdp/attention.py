@@ -1,20 +1,75 @@
-"""Attention that follows the radix tree of a packed row, registered with transformers so that models run unchanged.
+"""Attention over a packed row: each token sees its own sequence up to itself, and nothing else of the row.
 
-A microbatch is one row [1, T] in which tokens that sequences share lie once; `packed_layout` travels through the
-model's keyword arguments and says what each token comes after. A query sees its own sequence up to itself, no more.
+A microbatch is one row [1, T] in which tokens that sequences share lie once. What a token sees is therefore a path of a
+radix tree, which `PackedLayout` describes. The layout travels through the model's keyword arguments to
+`packed_attention`, which is registered with transformers, so models run unchanged. It calls one of
+
+    block_attention     CPU: causal blocks and rectangles of the row, whose softmaxes are merged
+    masked_attention    CPU: one stretch after another under a mask, for sliding windows and unequal head sizes
+    flex_attention      GPU: one kernel under the tree's block mask, in any dtype
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from arl.algorithm.prefix_tree import Block, PrefixOrder, RowPlan, Run, Stretch, positions_of
 from arl.api.errors import ModelError
-from arl.engine.fsdp.attention_blocks import PackedLayout, block_attention, masked_attention
-from arl.engine.fsdp.attention_cuda import cuda_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 PACKED_ATTENTION = "arl_packed"
-"""What the attention function is registered as (the model's `attn_implementation`)."""
+"""The name under which transformers knows `packed_attention` (the model's `attn_implementation`)."""
+
+_MIN_FLEX_HEAD_SIZE = 16
+"""Triton multiplies no smaller matrices: models with smaller heads get masked_attention on GPUs too."""
+_FLEX_BLOCK = 128
+"""Tokens of a block of flex attention's mask."""
+_MOST_KERNELS = 64
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLayout:
+    """What attends to what in a row of T tokens, in the form that each kernel reads."""
+
+    stretches: tuple[Stretch, ...]
+    """See RowPlan."""
+    blocks: tuple[Block, ...]
+    """See RowPlan.blocks."""
+    max_keys: int
+    """The most keys that a query sees."""
+    positions: torch.Tensor
+    """int32[T], see RowPlan.positions."""
+    subtree_stops: torch.Tensor
+    """int32[T], see RowPlan.subtree_stops."""
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    """Flex attention's masks by sliding window, made when a layer first asks for them."""
+
+    @classmethod
+    def of_plan(cls, plan: RowPlan, device: torch.device) -> PackedLayout:
+        return cls(
+            stretches=plan.stretches,
+            blocks=tuple(plan.blocks()),
+            max_keys=max(s.num_tokens + s.num_context_tokens for s in plan.stretches),
+            positions=plan.positions().to(device, torch.int32),
+            subtree_stops=plan.subtree_stops().to(device, torch.int32),
+        )
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
+        """Sequences end to end that share nothing."""
+        return cls.of_plan(RowPlan.of(PrefixOrder.unshared(lengths)), device)
 
 
 def packed_attention(
@@ -31,8 +86,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], no attention weights).
 
-    A list windows_seen is given the sliding window of each layer, for whoever wants to know what the model asks for.
-    Raises ModelError when the model asks for something that would be left out: soft-capping, sinks, position biases.
+    windows_seen: a list to which each layer's sliding window is appended; a loaded model is checked by it.
+    Raises ModelError when the model asks for soft-capping, sinks or position biases, which none of the kernels has.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
@@ -41,11 +96,228 @@ def packed_attention(
         windows_seen.append(sliding_window)
     if sliding_window is not None and sliding_window >= packed_layout.max_keys:
         sliding_window = None
-    if query.is_cuda:
-        return cuda_attention(query, key, value, packed_layout, scaling, sliding_window), None
-    if sliding_window is None and query.shape[-1] == value.shape[-1]:
-        return block_attention(query, key, value, packed_layout.blocks, scaling), None
-    return masked_attention(query, key, value, packed_layout.stretches, scaling, sliding_window), None
+    sizes = query.shape[-1], value.shape[-1]
+    if query.is_cuda and min(sizes) >= _MIN_FLEX_HEAD_SIZE:
+        return flex_attention(query, key, value, packed_layout, scaling, sliding_window), None
+    if query.is_cuda or sliding_window is not None or sizes[0] != sizes[1]:
+        return masked_attention(query, key, value, packed_layout.stretches, scaling, sliding_window), None
+    return block_attention(query, key, value, packed_layout.blocks, scaling), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+# On a CPU
+
+
+def block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], scaling: float | None
+) -> torch.Tensor:
+    """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
+
+    The first blocks are causal and hold each query once. Keys that many queries share are read for all of them at once.
+    """
+    key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    output = _BlockAttention.apply(query, key, value, blocks, scaling)
+    return output.transpose(1, 2)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class _BlockAttention(torch.autograd.Function):
+    """query, key, value [1, H, T, D] -> [1, H, T, D]; sums are kept in float32 at least.
+
+    A query's softmax over several blocks of keys is merged from each block's output o_i and the logarithm l_i of its
+    normaliser (Milakov & Gimelshein 2018; Dao et al. 2022, section 3.1):
+
+        l = log sum_i exp(l_i)        o = sum_i exp(l_i - l) o_i
+
+    A block's backward pass needs o and l alone: its probabilities are exp(q k - l), whatever else was attended to.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        blocks: Sequence[Block],
+        scaling: float | None,
+    ) -> torch.Tensor:
+        total = _like_transposed(query, torch.promote_types(query.dtype, torch.float32))
+        log_total = torch.empty(query.shape[:-1], dtype=total.dtype)
+        for block in blocks:
+            k, v = _of(key, block.keys), _of(value, block.keys)
+            output, logsumexp = _flash(_of(query, block.queries), k, v, 0.0, block.is_causal, scale=scaling)
+            if block.is_causal:
+                _of(total, block.queries).copy_(output)
+                _of(log_total, block.queries).copy_(logsumexp)
+            else:
+                _merge(_of(total, block.queries), _of(log_total, block.queries), output, logsumexp)
+        output = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, log_total)
+        ctx.blocks, ctx.scaling = blocks, scaling
+        return output
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        query, key, value, output, log_total = ctx.saved_tensors
+        sums = [_like_transposed(x, log_total.dtype).zero_() for x in (query, key, value)]
+        for block in ctx.blocks:
+            grads = _flash_backward(
+                _of(grad_output, block.queries),
+                _of(query, block.queries),
+                _of(key, block.keys),
+                _of(value, block.keys),
+                _of(output, block.queries),
+                _of(log_total, block.queries),
+                0.0,
+                block.is_causal,
+                scale=ctx.scaling,
+            )
+            for total, part, run in zip(sums, grads, (block.queries, block.keys, block.keys), strict=True):
+                _of(total, run).add_(part)
+        grad_query, grad_key, grad_value = (total.to(query.dtype) for total in sums)
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _merge(total: torch.Tensor, log_total: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor) -> None:
+    """Add a block's output [1, H, N, D], normalised by exp(logsumexp [1, H, N]), to the sums, in place."""
+    both = torch.logaddexp(log_total, logsumexp)
+    total.mul_((log_total - both).exp_()[..., None])
+    total.addcmul_(output.to(total.dtype), (logsumexp - both).exp_()[..., None])
+    log_total.copy_(both)
+
+
+def _of(rows: torch.Tensor, run: Run) -> torch.Tensor:
+    return rows[:, :, run[0] : run[1]]
+
+
+def _like_transposed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Empty, of x's shape [1, H, T, D], and laid out in memory as [1, T, H, D], as the model reads it next."""
+    batch, heads, length, size = x.shape
+    return torch.empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
+
+
+def _repeated(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Keys or values [1, H_kv, T, D] of grouped queries, repeated for each of the heads that share them."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stretches: Sequence[Stretch],
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """As block_attention, with a sliding window: a query sees the last `sliding_window` tokens up to itself."""
+    key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    outputs: list[torch.Tensor] = []
+    for stretch in stretches:
+        places = positions_of((*stretch.context, (stretch.start, stretch.stop))).to(query.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, stretch.start : stretch.stop],
+                key[:, :, places],
+                value[:, :, places],
+                attn_mask=_band(stretch, sliding_window).to(query.device),
+                scale=scaling,
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _band(stretch: Stretch, sliding_window: int | None) -> torch.Tensor:
+    """bool[queries, keys] of a stretch, true where a query sees a key."""
+    queries = stretch.num_context_tokens + torch.arange(stretch.num_tokens)
+    distance = queries[:, None] - torch.arange(stretch.num_context_tokens + stretch.num_tokens)
+    return (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+
+
+# On a GPU
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]. Shared keys are read in place."""
+    if sliding_window not in layout.block_masks:
+        layout.block_masks[sliding_window] = block_mask(layout, sliding_window)
+    output = _flex(query.is_cuda)(
+        query,
+        key,
+        value,
+        block_mask=layout.block_masks[sliding_window],
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        # For short rows too: torch's kernel for decoding would be one more to compile, and is made for other masks.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+    )
+    return output.transpose(1, 2)
+
+
+def block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
+    """The row's mask for flex attention, computed from each block's extremes: no [T, T] is ever held."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    stops, positions = layout.subtree_stops, layout.positions
+    # A tensor is an argument of the kernel: one kernel serves all windows.
+    window = None if sliding_window is None else torch.full((), sliding_window, dtype=torch.int32, device=stops.device)
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        seen = (k <= q) & (q < stops[k])
+        return seen if window is None else seen & (positions[q] - positions[k] < window)
+
+    some, every = _block_tables(stops, sliding_window)
+    full = every & some
+    partial = some & ~full
+    return BlockMask.from_kv_blocks(
+        *_block_lists(partial),
+        *_block_lists(full),
+        BLOCK_SIZE=_FLEX_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(len(stops), len(stops)),
+    )
+
+
+def _block_tables(stops: torch.Tensor, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool[N, N] for blocks of queries and of keys: whether any query may see any key, whether each sees every key."""
+    num_blocks = -(-len(stops) // _FLEX_BLOCK)
+    padded = stops.new_zeros(num_blocks * _FLEX_BLOCK)
+    padded[: len(stops)] = stops
+    latest, earliest = (by(padded.view(num_blocks, _FLEX_BLOCK), dim=1) for by in (torch.amax, torch.amin))
+    block = torch.arange(num_blocks, device=stops.device)
+    q, k = block[:, None], block[None, :]
+    some = (k == q) | ((k < q) & (latest > q * _FLEX_BLOCK))
+    every = (k < q) & (earliest >= ((q + 1) * _FLEX_BLOCK).clamp(max=len(stops)))
+    # A window leaves fewer keys than these: sees() decides.
+    return some, every if sliding_window is None else torch.zeros_like(every)
+
+
+def _block_lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32[1, 1, N], how many blocks of keys the table marks, and int32[1, 1, N, N], all blocks, the marked first."""
+    order = torch.argsort(table.to(torch.int8), dim=1, descending=True, stable=True)
+    return table.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+@cache
+def _flex(compiled: bool) -> Any:
+    """torch's flex attention, compiled once for rows of any length. On a GPU it has to be: else it holds [H, T, T].
+
+    A model needs few kernels: with a window or without, with gradients or without, for one block of a row or more.
+    Several models in one process would meet torch's limit of 8.
+    """
+    from torch.nn.attention import flex_attention as torch_flex
+
+    if not compiled:
+        return torch_flex.flex_attention
+    limits = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+    limits.recompile_limit = max(limits.recompile_limit, _MOST_KERNELS)
+    return torch.compile(torch_flex.flex_attention, dynamic=True, fullgraph=True)

@@ -15,7 +15,7 @@ from arl.algorithm.packing import balanced_shares
 from arl.algorithm.prefix_tree import RowPlan, positions_of, prefix_order
 from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.types import TOKEN_FIELDS, TrainSequence
-from arl.engine.fsdp.attention_blocks import PackedLayout
+from arl.engine.fsdp.attention import PackedLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -204,8 +204,10 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
     layers = list(transformer_layers(module.model))
     if config.tensor_parallel > 1:
         split_layers(module.model, mesh["tp"])
+    if config.compile or mesh.device_type == "cuda":
+        _check_compiler(mesh.device_type, "train.compile" if config.compile else "attention on CUDA")
     if config.compile:
-        _compile(layers, mesh.device_type)
+        _compile(layers)
     if config.activation_checkpointing:
         _wrap_forward(layers, _checkpointed)
 
@@ -232,12 +234,11 @@ def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], 
         layer.forward = wrap(layer.forward)
 
 
-def _compile(layers: list[nn.Module], device_type: str) -> None:
+def _compile(layers: list[nn.Module]) -> None:
     """Compile what is around attention, once for all layers and for any number of tokens, at the first step.
 
-    Attention itself is called as it is: it depends on the lengths of the row's sequences, which differ each time.
+    Attention stays outside: it depends on the lengths of the row's sequences, which differ each time.
     """
-    _check_compiler(device_type)
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     _wrap_forward(layers, functools.partial(torch.compile, dynamic=True))
 
@@ -253,14 +254,14 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _check_compiler(device_type: str) -> None:
+def _check_compiler(device_type: str, what: str) -> None:
     """Raises ConfigError naming what torch.compile lacks; it would say so only in the middle of the first step."""
     variable, names = ("CXX", ("g++", "clang++", "c++")) if device_type == "cpu" else ("CC", ("gcc", "clang", "cc"))
     wanted = [named] if (named := os.environ.get(variable)) else list(names)
     if not any(shutil.which(name.split()[0]) for name in wanted):
         raise ConfigError(
-            f"train.compile needs a compiler, and there is none called {' or '.join(wanted)}; install one (g++ will "
-            f"do), name it in ${variable}, or leave train.compile off"
+            f"{what} needs a compiler, and none is installed under the name {' or '.join(wanted)}; install one (g++ "
+            f"will do) or name it in ${variable}"
         )
     if device_type != "cpu" and importlib.util.find_spec("triton") is None:
-        raise ConfigError("train.compile on CUDA needs the package triton; install it, or leave train.compile off")
+        raise ConfigError(f"{what} needs the package triton; install it")

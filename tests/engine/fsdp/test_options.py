@@ -188,7 +188,7 @@ def test_layers_are_compiled_once_for_rows_of_any_length(make_engine: MakeEngine
 def test_compiling_without_a_compiler_is_refused_at_once(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ConfigError, match=r"train\.compile needs a compiler, and there is none called g\+\+"):
+    with pytest.raises(ConfigError, match=r"train\.compile needs a compiler, and none .* g\+\+"):
         make_engine(compile=True)
 
 

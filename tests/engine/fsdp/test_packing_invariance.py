@@ -101,7 +101,7 @@ def test_positions_restart_with_each_sequence():
     first, second = random_sequences(2)
     batch = build_microbatch([first, second], CPU, share_prefixes=False)
     assert batch.position_ids.tolist() == [[*range(len(first) - 1), *range(len(second) - 1)]]
-    assert batch.layout.query_bounds.tolist() == [0, len(first) - 1, len(first) + len(second) - 2]
+    assert [stretch.num_tokens for stretch in batch.layout.stretches] == [len(first) - 1, len(second) - 1]
 
 
 def test_losses_see_which_sequence_each_trained_token_belongs_to():

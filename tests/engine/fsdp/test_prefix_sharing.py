@@ -1,7 +1,6 @@
 """Forwarding what sequences share once gives the logprobs, the loss and the gradients of forwarding it for each."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,14 @@ from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
 from arl.api.algorithm import preset
 from arl.api.types import TrainSequence
-from arl.engine.fsdp.attention import PACKED_ATTENTION
-from arl.engine.fsdp.attention_blocks import PackedLayout, block_attention, masked_attention
-from arl.engine.fsdp.attention_cuda import block_mask, cuda_attention, flex_row_attention, varlen_attention
+from arl.engine.fsdp.attention import (
+    PACKED_ATTENTION,
+    PackedLayout,
+    block_attention,
+    block_mask,
+    flex_attention,
+    masked_attention,
+)
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import Policy, load_model
 
@@ -128,7 +132,7 @@ def layouts(draw: st.DrawFn) -> PackedLayout:
 
 
 def seen(layout: PackedLayout, window: int | None) -> torch.Tensor:
-    """bool[T, T] from the subtrees' ends: the slow twin of stretches, blocks and gathered keys."""
+    """bool[T, T] from the subtrees' ends: the slow twin of stretches, blocks and the block mask."""
     place = torch.arange(len(layout.positions))
     mask = (place[None, :] <= place[:, None]) & (place[:, None] < layout.subtree_stops[None, :])
     distance = layout.positions[:, None] - layout.positions[None, :]
@@ -175,68 +179,13 @@ def test_masked_stretches_see_the_prefix_and_the_window(layout: PackedLayout, wi
     assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
 
 
-class FlashTwin:
-    """What torch's flash-attention promises of sequences with as many queries and keys as the bounds say.
-
-    They are aligned at their last query and last key; query heads share keys where there are fewer of those.
-    """
-
-    def forward(self, query, key, value, query_bounds, key_bounds, max_q, max_k, dropout, is_causal, debug, **options):
-        assert (max_q, max_k) == (query_bounds.diff().max(), key_bounds.diff().max())
-        assert dropout == 0
-        assert is_causal == (options["window_size_left"] == -1)
-        assert not debug
-        output = self._attend(query, key, value, query_bounds, key_bounds, **options)
-        return output, torch.empty(0), torch.empty(0), torch.empty(0), torch.empty(0)
-
-    def backward(self, grad, query, key, value, output, logsumexp, query_bounds, key_bounds, *rest, **options):
-        with torch.enable_grad():
-            leaves = q, k, v = tuple(x.detach().requires_grad_() for x in (query, key, value))
-            again = self._attend(q, k, v, query_bounds, key_bounds, **options)
-        torch.testing.assert_close(again, output)
-        return torch.autograd.grad(again, leaves, grad)
-
-    def _attend(self, query, key, value, query_bounds, key_bounds, *, scale, window_size_left, window_size_right):
-        assert window_size_right == 0
-        outputs: list[torch.Tensor] = []
-        queries, keys = pairwise(query_bounds.tolist()), pairwise(key_bounds.tolist())
-        for (q0, q1), (k0, k1) in zip(queries, keys, strict=True):
-            q, k, v = query[q0:q1], key[k0:k1].repeat_interleave(2, 1), value[k0:k1].repeat_interleave(2, 1)
-            distance = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
-            mask = (distance >= 0) & ((distance <= window_size_left) | (window_size_left == -1))
-            scores = (scale * torch.einsum("qhd,khd->hqk", q, k)).masked_fill(~mask, float("-inf"))
-            outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-        return torch.cat(outputs)
-
-
-@settings(max_examples=40, deadline=None)
-@given(layouts(), st.sampled_from([None, 1, 3, 6]))
-def test_gathered_stretches_are_what_varlen_attention_needs(layout: PackedLayout, window: int | None):
-    qkv = random_heads(len(layout.positions), torch.float64)
-    query, key, value = (x[0].transpose(0, 1) for x in qkv)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops.aten, "_flash_attention_forward", FlashTwin().forward)
-        patch.setattr(torch.ops.aten, "_flash_attention_backward", FlashTwin().backward)
-        ours = varlen_attention(query, key, value, layout, 0.3, window).unsqueeze(0)
-        assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 40])
 def test_flex_attention_is_masked_by_the_tree(window: int | None):
     layout = long_layout()
     query, key, value = (x.detach() for x in random_heads(len(layout.positions), torch.float32))
-    ours = flex_row_attention(query, key, value, layout, 0.3, window).transpose(1, 2)
+    ours = flex_attention(query, key, value, layout, 0.3, window)
     torch.testing.assert_close(ours, twin_attention(layout, window, query, key, value), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 40])
-def test_heads_too_small_for_flex_attention_go_without_it(window: int | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr("arl.engine.fsdp.attention_cuda._flex")
-    layout = long_layout()
-    qkv = random_heads(len(layout.positions), torch.float32)
-    ours = cuda_attention(*qkv, layout, 0.3, window)
-    torch.testing.assert_close(ours, twin_attention(layout, window, *qkv), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 40])
