@@ -77,8 +77,6 @@ class SGLangEngineConfig(ClientConfig):
     kind: Literal["sglang"] = "sglang"
     addresses: tuple[str, ...] = ()
     """Base URLs, such as http://127.0.0.1:30000; all must serve the same model."""
-    router: str | None = None
-    """Base URL of an sglang-router in front of exactly these addresses: requests go to it, weights to each address."""
     api_key: str | None = None
     """Sent as a bearer token, if the servers ask for one."""
 

@@ -1,13 +1,13 @@
-"""A response in the making: what a request's attempts have given so far, and what to ask for next.
+"""A response in the making: what a request's attempts have given so far, what to ask for next, and one attempt.
 
 An attempt may end early (the server was paused in abort mode, or someone aborted it). Its tokens are kept, and the
-next attempt sends prompt + tokens with what is left of max_new_tokens, so that the whole reads like one answer. Three
+next attempt sends prompt + tokens with the rest of max_new_tokens, so that the whole reads like one answer. Three
 things at the seam need care:
 
-- A stop string may begin before it and end after it. Servers look for stop strings in what they generate
-  themselves, so while the kept text ends with the beginning of a stop string, the next attempt asks for one token
-  alone, and the text is looked at here. (Text that ends inside a character of several tokens matches nothing; a
-  stop string that continues such a character over a seam is missed.)
+- A stop string may begin before the seam and end after it. Servers search only what they generate themselves. So while
+  the kept text ends with the beginning of a stop string, the next attempt asks for one token alone, and the text is
+  searched here. (Text that ends inside a character of several tokens matches nothing; a stop string that continues such
+  a character over a seam is missed.)
 - A server may report an abort although its last token was an end-of-sequence or stop token, or completed a stop
   string; the response ends there nevertheless.
 - A seed: sampling noise is a function of (seed, position) in SGLang, so the same seed continues the same stream.
@@ -15,7 +15,9 @@ things at the seam need care:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
@@ -131,3 +133,75 @@ def _sampling_params(sampling: SamplingParams, max_new_tokens: int) -> dict[str,
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     return params
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """One /generate call in flight, and what was true of its server when it was sent."""
+
+    rid: str
+    version: int
+    """Of the server's weights."""
+    adapter: str | None
+    """What the request has to name for this version; None where the server's own weights are of it."""
+    is_ours: bool
+    """The weights came from this engine."""
+    initial_label: str
+    """What the server calls weights that did not."""
+    num_late: int
+    """Most tokens that an update may label too new (Greeting.num_late)."""
+    pauses: int
+    """How often the server had been paused."""
+    sent_at: float
+    """The event loop's time."""
+    scope: asyncio.Timeout
+    """The call's timeout, which `lose` ends early."""
+    lost: str | None = None
+    """Why it was ended early."""
+
+    def lose(self, reason: str) -> None:
+        """End the call; its caller sends it elsewhere."""
+        if self.lost is None and not self.scope.expired():
+            self.lost = reason
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+    def foreign_label(self, answer: Answer) -> str | None:
+        """The answer's label that stands for no weights which the server can have held since the request was sent.
+
+        The server was then restarted, or given weights, behind this engine's back.
+        """
+        labels = [span.label for span in answer.spans] or [answer.label] * bool(answer.label)
+        return next((label for label in labels if not self._is_known(label)), None)
+
+    def versions(self, answer: Answer) -> list[int]:
+        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be.
+
+        Under an adapter all tokens are of the adapter's version: a request keeps it to its end, and the label is that
+        of the model below.
+        """
+        versions = [self.version] * len(answer.output_ids)
+        for span in answer.spans:
+            end = min(span.end, len(versions))
+            versions[span.start : end] = [self._version_of(span.label)] * (end - span.start)
+        return _held_back(versions, self.version, self.num_late) if self.num_late else versions
+
+    def _is_known(self, label: str) -> bool:
+        if self.adapter is not None:
+            return label == self.initial_label
+        return not self.is_ours or (label.isdecimal() and int(label) >= self.version)
+
+    def _version_of(self, label: str) -> int:
+        is_first = not self.is_ours and label == self.initial_label
+        return int(label) if label.isdecimal() and not is_first else self.version
+
+
+def _held_back(versions: list[int], sent_under: int, num_late: int) -> list[int]:
+    """The first `num_late` tokens of each version are given the version before."""
+    out: list[int] = []
+    before = current = sent_under
+    start = 0
+    for index, version in enumerate(versions):
+        if version != current:
+            before, current, start = current, version, index
+        out.append(before if index - start < num_late else version)
+    return out

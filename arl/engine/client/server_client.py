@@ -63,7 +63,7 @@ class Holding:
 
 
 class ServerClient:
-    """The HTTP calls to one server. Borrows the session. `num_ranks` is 1 until whoever greets the server sets it."""
+    """The HTTP calls to one server. Borrows the session. `num_ranks` is 1 until `greet` has asked."""
 
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
         self.address = address
@@ -282,16 +282,15 @@ _PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """label: of the weights that it holds. num_ranks: its tensor-parallel size. traits: None where it does not say.
-
-    num_late: tokens of a request that may still be on their way out of the model when a pause in place takes effect.
-    """
+    """What a server says of itself."""
 
     address: str
     label: str
-    num_ranks: int
+    """Of the weights that it holds."""
     num_late: int
+    """Most tokens of a request that may still be on their way out of the model when a pause in place takes effect."""
     traits: Mapping[str, Any]
+    """What servers of the same model have in common; None for what this server does not tell."""
 
 
 async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
@@ -310,10 +309,10 @@ async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
             tokens = await _probe_tokens(client)
     except TimeoutError:
         raise ServerError(f"{client.address} gave no answer within {_TIMEOUT_S:g} s") from None
+    client.num_ranks = int(settings.get("tp_size") or 1)
     return Greeting(
         address=client.address,
         label=str(info.get("weight_version", "default")),
-        num_ranks=int(settings.get("tp_size") or 1),
         num_late=_num_late(settings),
         traits={
             "model type": info.get("model_type"),

@@ -1,157 +1,156 @@
-"""Which server gets the next request, and which weights each server holds.
+"""Which server gets the next request, which weights each server holds, and the states that a server goes through.
 
-A server is in one of three states:
+`ServerPool` is the only writer of a `Server`; every other class asks it, by these calls.
 
-    serving --pause--> paused --resume--> serving
-       |                  |
-       +------fence-------+--> fenced --admit--> serving      (it failed, or missed an update; a probe brings it back)
+| from | call | to | wakes |
+|---|---|---|---|
+| (not in the pool) | `join` | joining | |
+| joining | `admit`: it holds the current weights | serving | requests without a server |
+| serving, draining | `pause` | paused | |
+| paused | `begin_load`: from here on its weights have no version | loading | |
+| loading | `end_load` | paused | |
+| paused | `resume` | serving | requests without a server |
+| serving, draining, paused, loading | `fence`: it failed, or missed an update | fenced | requests that wait for it |
+| fenced | `admit`: its probe has brought it up to date | serving | requests and updates without a server |
+| serving | `leave`: it ends what it runs and gets nothing new | draining | the removal |
+| draining | `stay`: its removal was given up | serving | requests without a server |
+| any | `drop` | gone | other removals of it |
 
-Requests go to serving servers, unless they are leaving. With a router in front they go to the router, which chooses
-among the servers by itself: what is true of a request is then what is true of all that serve. All methods are
-synchronous and belong to one event loop; `changed` wakes who waits.
+A server that was told to leave in another state drains from where it would serve. Joining, fenced and gone servers are
+out of service; the task that brings them up to date pauses, loads and resumes them too, and they keep their state
+meanwhile. An adapter is loaded beside what runs: `turn_to` changes the server's weights and not its state. A load that
+is begun, ended or disturbed out of turn raises RuntimeError; any other call leaves the state as it is.
+
+All methods are synchronous and belong to one event loop; `changed` is the wait that is woken.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from arl.api.types import new_id
-from arl.engine.client.server_client import Answer, Holding, ServerClient
-
-State = Literal["serving", "paused", "fenced"]
+from arl.engine.client.continuation import Attempt
+from arl.engine.client.server_client import Greeting, Holding, ServerClient
 
 _MAX_SESSIONS = 65_536
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Attempt:
-    """One /generate call in flight, and what was true of its server when it was sent.
+class ServerState(StrEnum):
+    """Where a server stands; see the table above."""
 
-    version: of the server's weights. adapter: what the request has to name for it; None where the server's own weights
-    are of that version. was_updated: they came from this engine. initial_labels: what weights that did not are called.
-    num_late: most tokens that an update may label too new. pauses: how many there had been. sent_at: the event loop's
-    time. `scope` is the call's timeout, which `lose` ends early; `lost` says why.
-    """
+    JOINING = "joining"
+    SERVING = "serving"
+    PAUSED = "paused"
+    LOADING = "loading"
+    FENCED = "fenced"
+    DRAINING = "draining"
+    GONE = "gone"
 
-    rid: str
+
+_JOINING, _SERVING, _PAUSED, _LOADING, _FENCED, _DRAINING, _GONE = ServerState
+_IN_SERVICE = frozenset((_SERVING, _PAUSED, _LOADING, _DRAINING))
+
+_MOVES: Mapping[str, Mapping[ServerState, ServerState]] = {
+    "admit": {_JOINING: _SERVING, _FENCED: _SERVING},
+    "pause": {_SERVING: _PAUSED, _DRAINING: _PAUSED},
+    "begin_load": {_PAUSED: _LOADING},
+    "end_load": {_LOADING: _PAUSED},
+    "turn_to": {},
+    "resume": {_PAUSED: _SERVING},
+    "fence": dict.fromkeys(_IN_SERVICE, _FENCED),
+    "leave": {_SERVING: _DRAINING},
+    "stay": {_DRAINING: _SERVING},
+    "drop": dict.fromkeys(ServerState, _GONE),
+}
+"""The states that each call changes, and to what."""
+
+_ILLEGAL: Mapping[str, frozenset[ServerState]] = {
+    "begin_load": _IN_SERVICE - {_PAUSED},
+    "end_load": _IN_SERVICE - {_LOADING},
+    **dict.fromkeys(("admit", "pause", "turn_to", "resume"), frozenset((_LOADING,))),
+}
+"""The states in which a call is a bug."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWeights:
+    """The weights that a server holds, as far as this engine knows."""
+
     version: int
-    adapter: str | None
-    was_updated: bool
-    initial_labels: frozenset[str]
-    num_late: int
-    pauses: int
-    sent_at: float
-    scope: asyncio.Timeout
-    lost: str | None = None
-
-    def lose(self, reason: str) -> None:
-        """End the call; its caller sends it elsewhere."""
-        if self.lost is None and not self.scope.expired():
-            self.lost = reason
-            self.scope.reschedule(asyncio.get_running_loop().time())
-
-    def foreign_label(self, answer: Answer) -> str | None:
-        """The answer's label that stands for none of the weights which the server can hold since the request was sent.
-
-        The server was then restarted, or given weights, behind this engine's back.
-        """
-        labels = [span.label for span in answer.spans] or [answer.label] * bool(answer.label)
-        return next((label for label in labels if not self._is_known(label)), None)
-
-    def versions(self, answer: Answer) -> list[int]:
-        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be.
-
-        Under an adapter all are of its version: a request keeps it to its end, and the label, which is of the model
-        below, is no version.
-        """
-        versions = [self.version] * len(answer.output_ids)
-        for span in answer.spans:
-            end = min(span.end, len(versions))
-            versions[span.start : end] = [self._version_of(span.label)] * (end - span.start)
-        return _held_back(versions, self.version, self.num_late) if self.num_late else versions
-
-    def _is_known(self, label: str) -> bool:
-        if self.adapter is not None:
-            return label in self.initial_labels
-        return not self.was_updated or (label.isdecimal() and int(label) >= self.version)
-
-    def _version_of(self, label: str) -> int:
-        is_first = not self.was_updated and label in self.initial_labels
-        return int(label) if label.isdecimal() and not is_first else self.version
-
-
-def _held_back(versions: list[int], sent_under: int, num_late: int) -> list[int]:
-    """The first `num_late` tokens of each version are given the version before."""
-    out: list[int] = []
-    before = current = sent_under
-    start = 0
-    for index, version in enumerate(versions):
-        if version != current:
-            before, current, start = current, version, index
-        out.append(before if index - start < num_late else version)
-    return out
+    adapter: str | None = None
+    """The adapter that makes them this version; None where the server's own weights are."""
+    is_ours: bool = False
+    """This engine loaded them."""
+    is_whole: bool = True
+    """The last load, if any, went through to its end; what the server holds otherwise has no version."""
+    load_number: int = 0
+    """Of the load that gave the server these weights, among all loads of the pool."""
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """A server's state. version: of the weights it holds. is_updated: they came from this engine.
-
-    adapter: the one that makes them that version, by name; None where the server's own weights do. adapters: all that
-    this engine began to load there and did not unload, the newest last; not all of them need be there.
-    is_whole: the last load, if any, went through to its end; what the server holds otherwise has no version.
-    initial_label: what the server called the weights that it started with. num_late: most tokens of a request that it
-    samples under one version and labels with the next (Greeting.num_late). reason: why it is fenced. pauses: how often
-    it was paused so far. load_number: of the load that gave it its weights, of all loads of the pool. is_leaving: it
-    gets no new requests and will be dropped. attempts: the calls in flight. busy: held by whoever pauses, loads and
-    resumes it.
-    """
+    """One server, to be read by all and written to by `ServerPool` alone."""
 
     client: ServerClient
-    version: int
-    adapter: str | None = None
-    adapters: list[str] = field(default_factory=list[str])
-    is_updated: bool = False
-    is_whole: bool = True
-    initial_label: str = "default"
-    num_late: int = 0
-    state: State = "serving"
+    weights: HeldWeights
+    state: ServerState = _JOINING
+    greeting: Greeting | None = None
+    """What it said of itself when it was last greeted."""
     reason: str = ""
-    pauses: int = 0
-    load_number: int = 0
+    """Why it is out of service."""
     is_leaving: bool = False
-    attempts: set[Attempt] = field(default_factory=set)
+    """It gets no new requests and will be dropped."""
+    pauses: int = 0
+    """How often it was paused so far."""
+    adapters: list[str] = field(default_factory=list[str])
+    """All adapters that this engine began to load and did not unload, the newest last; some may not be there."""
+    attempts: set[Attempt] = field(default_factory=set[Attempt])
+    """The calls in flight."""
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def holds(self, version: int, told: Holding) -> bool:
-        """Whether it holds this version. What it tells alone proves nothing: a load that broke off may have set a
-        label, and so may another run have."""
-        return self.is_whole and self.version == version and self.keeps(told)
-
-    def keeps(self, told: Holding) -> bool:
-        """Whether what it tells is what this engine gave it: otherwise it was started again, or given other weights."""
-        if self.adapter is None:
-            return self.is_updated and told.label == str(self.version)
-        return told.label == self.initial_label and self.adapter in told.adapters
+    """Held by the task that pauses, loads and resumes it."""
 
     @property
     def address(self) -> str:
         return self.client.address
 
     @property
-    def takes_requests(self) -> bool:
-        return self.state == "serving" and not self.is_leaving
+    def version(self) -> int:
+        return self.weights.version
+
+    @property
+    def initial_label(self) -> str:
+        """What the server called the weights that it started with."""
+        return self.greeting.label if self.greeting else "default"
+
+    @property
+    def is_in_service(self) -> bool:
+        """It answers requests now, or will as soon as it is resumed."""
+        return self.state in _IN_SERVICE
+
+    def holds(self, version: int, told: Holding) -> bool:
+        """Whether it holds this version.
+
+        Its own word proves nothing: a load that broke off may have set the label, and so may another run.
+        """
+        return self.weights.is_whole and self.version == version and self.keeps(told)
+
+    def keeps(self, told: Holding) -> bool:
+        """Whether it tells of the weights that this engine gave it: else it was started again, or given others."""
+        if self.weights.adapter is None:
+            return self.weights.is_ours and told.label == str(self.version)
+        return told.label == self.initial_label and self.weights.adapter in told.adapters
 
 
 class ServerPool:
-    """The servers, the sessions that are bound to them, and the version that all of those serving hold."""
+    """The servers, the sessions that are bound to them, and the version that all of those in service hold."""
 
     def __init__(self, version: int) -> None:
         self.servers: list[Server] = []
-        self.router: Server | None = None
-        self._num_pauses = self._num_loads = 0
+        self._num_loads = 0
         self._version = version
         self._run = new_id()[:12]
         self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
@@ -159,23 +158,32 @@ class ServerPool:
 
     @property
     def version(self) -> int:
-        """The newest version that every serving server holds; while none serves, what it was before."""
+        """The newest version that every server in service holds; while none is, what it was before."""
         return self._version
 
     @property
-    def serving(self) -> list[Server]:
-        """The servers that answer requests now, or will as soon as they are resumed."""
-        return [server for server in self.servers if server.state != "fenced"]
+    def in_service(self) -> list[Server]:
+        return [server for server in self.servers if server.is_in_service]
 
     def at(self, address: str) -> Server | None:
         return next((server for server in self.servers if server.address == address), None)
 
-    def cache_key(self, server: Server) -> str:
-        """Names the weights that the server holds, as nobody else, and no other run, names weights it ever held.
+    def report(self) -> str:
+        """Which servers are out of service, and why: for errors."""
+        out = [f"{s.address} is {s.state} ({s.reason})" for s in self.servers if not s.is_in_service]
+        return "; ".join(out) or "every server serves"
 
-        Behind a router: the weights that all servers hold.
-        """
-        return f"{self._run}.{self._num_loads if server is self.router else server.load_number}"
+    async def changed(self) -> None:
+        """Wait until a server changes its state."""
+        await self._changed.wait()
+
+    def wake_all(self) -> None:
+        """Let every waiting task look again."""
+        self._note_version()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # Requests
 
     def choose(self, session_id: str | None, avoid: Server | None = None) -> Server | None:
         """The session's server, else the one with the fewest requests; None if the caller has to wait for a change.
@@ -184,130 +192,150 @@ class ServerPool:
         or while the server is paused, any other is as good. avoid: where the request has just failed; it is chosen if
         there is no other.
         """
-        if self.router is not None:
-            return self.router if self.serving else None
         server = self._bound_to(session_id)
         if server is None or server is avoid:
-            ready = [server for server in self.servers if server.takes_requests]
+            ready = [server for server in self.servers if server.state is _SERVING]
             server = min(ready, key=lambda s: (s is avoid, len(s.attempts)), default=None)
             if server is not None and session_id is not None:
                 self._bind(session_id, server)
         return server
 
+    def cache_key(self, server: Server) -> str:
+        """A name for the weights that the server holds. No other load, and no other run, has the same."""
+        return f"{self._run}.{server.weights.load_number}"
+
     def begin(self, server: Server, rid: str, scope: asyncio.Timeout) -> Attempt:
-        """A call that is about to be sent; whoever sends it says when it has ended."""
-        holders = self.serving if server is self.router else [server]
-        oldest = min(holders, key=lambda holder: holder.version)
+        """A call that is about to be sent; the sender calls `end`."""
         attempt = Attempt(
             rid=rid,
-            version=oldest.version,
-            adapter=oldest.adapter,
-            was_updated=all(holder.is_updated for holder in holders),
-            initial_labels=frozenset(holder.initial_label for holder in holders),
-            num_late=max(holder.num_late for holder in holders),
-            pauses=self.pauses(server),
+            version=server.version,
+            adapter=server.weights.adapter,
+            is_ours=server.weights.is_ours,
+            initial_label=server.initial_label,
+            num_late=server.greeting.num_late if server.greeting else 0,
+            pauses=server.pauses,
             sent_at=asyncio.get_running_loop().time(),
             scope=scope,
         )
         server.attempts.add(attempt)
         return attempt
 
-    def pauses(self, server: Server) -> int:
-        """How often the server, or any server behind the router, was paused so far."""
-        return self._num_pauses if server is self.router else server.pauses
-
     def end(self, server: Server, attempt: Attempt) -> None:
-        """The call has ended, however it did."""
+        """The call has ended, in whatever way."""
         server.attempts.discard(attempt)
         if server.is_leaving and not server.attempts:
-            self._notify()
-
-    def pause(self, server: Server) -> None:
-        if server.state == "serving":
-            server.state = "paused"
-        server.pauses += 1
-        self._num_pauses += 1
-
-    def begin_load(self, server: Server) -> None:
-        """From here on the server's weights have no version, until `end_load`."""
-        self._num_loads += 1
-        server.is_whole, server.load_number = False, self._num_loads
-
-    def end_load(self, server: Server, version: int, adapter: str | None) -> None:
-        server.version, server.is_updated, server.is_whole, server.adapter = version, True, True, adapter
-        self._note_version()
-
-    def unused_adapters(self, server: Server) -> list[str]:
-        """Those that no request will name any more. The newest but one may still be: through a router, behind which
-        another server does not hold the newest yet."""
-        in_flight = {attempt.adapter for attempt in (self.router or server).attempts}
-        return [name for name in server.adapters[:-2] if name not in in_flight]
-
-    def resume(self, server: Server) -> None:
-        if server.state == "paused":
-            server.state = "serving"
-            self._notify()
-
-    def admit(self, server: Server) -> None:
-        """The server holds current weights and may serve."""
-        if server.state == "fenced":
-            server.state, server.reason = "serving", ""
-        self._notify()
-
-    def fence(self, server: Server, reason: str) -> bool:
-        """Give it no more requests. False if it was fenced before, or is gone."""
-        if server.state == "fenced" or server not in self.servers:
-            return False
-        server.state, server.reason = "fenced", reason
-        self._notify()
-        return True
+            self.wake_all()
 
     def lose_attempts(self, server: Server, reason: str) -> None:
         """End the requests in flight on a server that will not answer them; their callers send them elsewhere."""
         for attempt in server.attempts:
             attempt.lose(reason)
 
-    def set_leaving(self, server: Server, is_leaving: bool) -> None:
-        server.is_leaving = is_leaving
-        self._notify()
+    # Transitions
+
+    def join(self, client: ServerClient) -> Server:
+        server = Server(client, HeldWeights(version=self._version), reason="it is being added")
+        self.servers.append(server)
+        return server
+
+    def admit(self, server: Server) -> None:
+        """The server holds current weights and may serve."""
+        self._move(server, "admit")
+
+    def pause(self, server: Server) -> None:
+        self._move(server, "pause")
+        server.pauses += 1
+
+    def begin_load(self, server: Server) -> None:
+        self._move(server, "begin_load")
+        self._num_loads += 1
+        server.weights = replace(server.weights, is_whole=False, load_number=self._num_loads)
+
+    def end_load(self, server: Server, version: int) -> None:
+        self._move(server, "end_load")
+        self._give(server, version, None, server.weights.load_number)
+
+    def turn_to(self, server: Server, version: int, adapter: str) -> None:
+        """From here on requests name the adapter, which the server has. In one go: no request sees half of it."""
+        self._move(server, "turn_to")
+        self._num_loads += 1
+        self._give(server, version, adapter, self._num_loads)
+
+    def resume(self, server: Server) -> None:
+        self._move(server, "resume")
+
+    def fence(self, server: Server, reason: str) -> bool:
+        """Give it no more requests. False if it was out of service before."""
+        was_in_service = server.is_in_service
+        if was_in_service:
+            server.reason = reason
+        self._move(server, "fence")
+        return was_in_service
+
+    def leave(self, server: Server) -> None:
+        server.is_leaving = True
+        self._move(server, "leave")
+
+    def stay(self, server: Server) -> None:
+        server.is_leaving = False
+        self._move(server, "stay")
 
     def drop(self, server: Server) -> None:
-        self.servers.remove(server)
-        self._notify()
+        if server in self.servers:
+            self.servers.remove(server)
+        self._move(server, "drop")
 
-    def report(self) -> str:
-        """Which servers do not serve, and why: for errors."""
-        out = [f"{s.address} is fenced ({s.reason})" for s in self.servers if s.state == "fenced"]
-        return "; ".join(out) or "every server serves"
+    # What is known of a server, whatever its state
 
-    async def changed(self) -> None:
-        """Wait until a server changes its state."""
-        await self._changed.wait()
+    def note_greeting(self, server: Server, greeting: Greeting) -> None:
+        server.greeting = greeting
 
-    def wake_all(self) -> None:
-        """Let everyone who waits look again (the engine was resumed or closed)."""
-        self._notify()
+    def note_reason(self, server: Server, reason: str) -> None:
+        """Why it is still fenced."""
+        server.reason = reason
+
+    def note_adapter(self, server: Server, adapter: str) -> None:
+        """It is about to be loaded: a load that is given up may still come about."""
+        if adapter not in server.adapters:
+            server.adapters.append(adapter)
+
+    def forget_adapter(self, server: Server, adapter: str) -> None:
+        if adapter in server.adapters:  # otherwise a former task that took long has unloaded it
+            server.adapters.remove(adapter)
+
+    def unused_adapters(self, server: Server) -> list[str]:
+        """Adapters that no request will name any more. The newest two stay."""
+        in_flight = {attempt.adapter for attempt in server.attempts}
+        return [name for name in server.adapters[:-2] if name not in in_flight]
+
+    def _move(self, server: Server, call: str) -> None:
+        before = server.state
+        if before in _ILLEGAL.get(call, ()):
+            raise RuntimeError(f"{server.address} is {before}: {call} is out of turn")
+        after = _MOVES[call].get(before, before)
+        server.state = _DRAINING if after is _SERVING and server.is_leaving else after
+        if server.state is not before and server.state not in (_PAUSED, _LOADING):
+            self.wake_all()
+
+    def _give(self, server: Server, version: int, adapter: str | None, load_number: int) -> None:
+        server.weights = HeldWeights(version=version, adapter=adapter, is_ours=True, load_number=load_number)
+        self._note_version()
 
     def _note_version(self) -> None:
         """At each change, whether or not anybody looks: the last server's version outlasts its fencing."""
-        self._version = min((server.version for server in self.serving), default=self._version)
-
-    def _notify(self) -> None:
-        self._note_version()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._version = min((server.version for server in self.in_service), default=self._version)
 
     def _bound_to(self, session_id: str | None) -> Server | None:
         if session_id is None or (binding := self._sessions.get(session_id)) is None:
             return None
         server, load_number = binding
-        if not server.takes_requests or server.load_number != load_number:
+        if server.state is not _SERVING or server.weights.load_number != load_number:
             del self._sessions[session_id]
             return None
         self._sessions.move_to_end(session_id)
         return server
 
     def _bind(self, session_id: str, server: Server) -> None:
-        self._sessions[session_id] = (server, server.load_number)
+        self._sessions[session_id] = (server, server.weights.load_number)
         if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)

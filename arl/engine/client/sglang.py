@@ -13,11 +13,6 @@ before this engine first updated them stands for the version that the engine sta
 no version, or one older than what the server held when the request was sent, means that the server was restarted behind
 our back: its answer is thrown away, and it is fenced until it holds the current weights.
 
-**A router in front** (config.router) gets the requests and chooses among the servers; weights, pauses and aborts go to
-each server itself. So a request may be answered by any of them. It carries a cache key that changes with each load of
-any server; its answer must be of versions that all of them had reached when it was sent, or it is thrown away. A
-server that is fenced still gets what the router sends it, until the router's own health check takes it out.
-
 **The prefix cache across versions.** A server keeps the KV of prompts for whoever sends the same prefix, and SGLang
 does not ask under which weights it was computed. Under in_place an update can't flush the cache (the flush fails while
 requests run), so a later turn would silently be sampled on top of old weights' KV, and its logprobs would be of no
@@ -37,7 +32,7 @@ from typing import Self
 import aiohttp
 from yarl import URL
 
-from arl.api.config import ClientConfig, SGLangEngineConfig
+from arl.api.config import ClientConfig
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import (
     ArlError,
@@ -50,9 +45,9 @@ from arl.api.errors import (
     first_error,
 )
 from arl.api.types import ModelRequest, ModelResponse
-from arl.engine.client.continuation import PartialResponse
+from arl.engine.client.continuation import Attempt, PartialResponse
 from arl.engine.client.server_client import Answer, ServerClient
-from arl.engine.client.server_pool import Attempt, Server, ServerPool
+from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.upkeep import Upkeep
 from arl.web.listening import allow_many_connections
 
@@ -87,8 +82,6 @@ class RemoteSGLangEngine:
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
         self._addresses = list(dict.fromkeys(map(base_url, addresses)))
-        router = config.router if isinstance(config, SGLangEngineConfig) else None
-        self._router = None if router is None else base_url(router)
         self._config = config
         self._api_key = api_key
         self._updating = asyncio.Lock()
@@ -109,9 +102,7 @@ class RemoteSGLangEngine:
             headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
         )
         try:
-            if self._router is not None:
-                self._pool.router = self._server(session, self._router)
-            await self._upkeep.start([self._server(session, address) for address in self._addresses])
+            await self._upkeep.start([ServerClient(session, address) for address in self._addresses])
             await self._tasks.__aenter__()
         except BaseException:
             await session.close()
@@ -190,7 +181,7 @@ class RemoteSGLangEngine:
         address = base_url(address)
         if self._pool.at(address) is not None:
             raise ConfigError(f"{address} is one of the servers already")
-        await self._upkeep.add(self._server(session, address))
+        await self._upkeep.add(ServerClient(session, address))
 
     async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
         """Give the server no new requests, wait for those that run there, and forget it; it is left running.
@@ -249,9 +240,9 @@ class RemoteSGLangEngine:
 
     def _no_server(self, request: ModelRequest) -> ArlError:
         waited = f"request {request.rid} waited {self._config.request_timeout_s:g} s (engine.request_timeout_s)"
-        if not self._pool.serving:
+        if not self._pool.in_service:
             return ServerError(f"{waited} for a server, and none came back: {self._pool.report()}")
-        addresses = ", ".join(server.address for server in self._pool.serving)
+        addresses = ", ".join(server.address for server in self._pool.in_service)
         return RequestTimeoutError(f"{waited} while generation was paused on {addresses}")
 
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
@@ -262,7 +253,7 @@ class RemoteSGLangEngine:
             async with attempt.scope:
                 answer = await server.client.generate(payload)
         except ServerFailedError as failure:
-            self._upkeep.suspect(server, str(failure))
+            self._upkeep.fence(server, str(failure))
             return str(failure)
         except TimeoutError:
             return self._timed_out(server, attempt)
@@ -277,10 +268,10 @@ class RemoteSGLangEngine:
         """Add the answer to what the request has; returns what is wrong with it."""
         if (label := attempt.foreign_label(answer)) is not None:
             fault = f"{server.address} lost its weights: it serves {label!r}, not version {attempt.version}"
-            self._upkeep.suspect(server, fault)
+            self._upkeep.fence(server, fault)
             return fault
         partial.extend(answer, attempt.versions(answer), self._eos_token_ids)
-        was_meant = self._pool.pauses(server) != attempt.pauses or server.is_leaving
+        was_meant = server.pauses != attempt.pauses or server.is_leaving
         if answer.finish != "abort" or was_meant or partial.stop_reason is not None:
             return None
         return f"{server.address} aborted the request, and nobody asked for it"
@@ -293,7 +284,7 @@ class RemoteSGLangEngine:
         self._upkeep.abort(server, attempt.rid)
         waited_s = asyncio.get_running_loop().time() - attempt.sent_at
         if waited_s > _SHARE_OF_TIMEOUT * self._config.request_timeout_s:
-            self._upkeep.suspect(server, f"a request got no answer in {waited_s:.3g} s")
+            self._upkeep.fence(server, f"a request got no answer in {waited_s:.3g} s")
         raise RequestTimeoutError(
             f"request {attempt.rid} was not answered within {self._config.request_timeout_s:g} s "
             f"(engine.request_timeout_s), the last {waited_s:.3g} s of which {server.address} had it"
@@ -306,9 +297,6 @@ class RemoteSGLangEngine:
                 f"the last time: {fault}"
             )
         await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
-
-    def _server(self, session: aiohttp.ClientSession, address: str) -> Server:
-        return Server(ServerClient(session, address), version=self._pool.version)
 
     def _check_open(self) -> aiohttp.ClientSession:
         if self._is_closed:

@@ -1,24 +1,38 @@
-"""Keeping a pool of servers fit to serve: weight updates, fencing off what fails, bringing it back."""
+"""Keeping a pool of servers fit to serve: joining and leaving, weight updates, fencing off what fails.
+
+**One server's update**: prepare while it generates, then pause, load, resume. It may fail, or be cut off, at any point.
+Until the pause the server holds its old weights, whole. From the first byte of a load until its end it may hold a
+mixture, whatever label it shows: it is not resumed then.
+
+**An adapter** is loaded beside the others while the server generates, and new requests name it from then on: there is
+no pause, and no mixture. Requests in flight end under the adapter that they named. An adapter that no request names any
+more is unloaded in the background: SGLang first waits for the requests that it believes in flight, and loads no other
+adapter meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from arl.api.config import ClientConfig
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import ArlError, ServerError, ServerFailedError, TransportError, first_error
-from arl.engine.client.loading import Loading
-from arl.engine.client.server_client import Greeting, difference, greet
-from arl.engine.client.server_pool import Server, ServerPool
+from arl.engine.client.server_client import Greeting, ServerClient, difference, greet
+from arl.engine.client.server_pool import Server, ServerPool, ServerState
 
 _PROBE_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _CLEANUP_TIMEOUT_S = 3.0
+_UNLOAD_TIMEOUT_S = 30.0
 _MAX_CONCURRENT_ABORTS = 64
+
+logger = logging.getLogger(__name__)
 
 
 class Upkeep:
@@ -32,38 +46,30 @@ class Upkeep:
     """
 
     def __init__(self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup) -> None:
+        self.is_paused = False
+        """The engine as a whole is paused, so no server is resumed."""
         self._pool = pool
         self._config = config
-        self._loading = Loading(pool, config.pause_mode, self._spawn)
         self._group = tasks
         self._tasks: set[asyncio.Task[None]] = set()
         self._abort_slots = asyncio.Semaphore(_MAX_CONCURRENT_ABORTS)
-        self._greetings: dict[Server, Greeting] = {}
         self._probes: dict[Server, asyncio.Task[None]] = {}
         self._target: WeightUpdate | None = None
-        self._is_inspecting = False
         self._is_closed = False
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether the engine as a whole is."""
-        return self._loading.is_paused
-
     async def pause(self) -> None:
-        self._loading.is_paused = True
-        await self._on_each(self._pool.serving, self._loading.pause)
+        self.is_paused = True
+        await self._on_each(self._pool.in_service, self._pause)
 
     async def resume(self) -> None:
-        self._loading.is_paused = False
-        await self._on_each(self._pool.serving, self._loading.resume)
+        self.is_paused = False
+        await self._on_each(self._pool.in_service, self._resume)
         self._pool.wake_all()
 
     def abort(self, server: Server, rid: str) -> None:
         """Tell the server, in the background, that nobody waits for this request any more."""
-        holders = self._pool.serving if server is self._pool.router else [server]
-        for holder in holders:
-            if not self._is_closed and holder.state != "fenced":
-                self._spawn(self._abort(holder, rid))
+        if not self._is_closed and server.state is not ServerState.FENCED:
+            self._spawn(self._abort(server, rid))
 
     async def close(self) -> None:
         """End the tasks, abort what runs, leave no server paused and no adapter loaded. A few seconds at most."""
@@ -72,44 +78,44 @@ class Upkeep:
             task.cancel()
         try:
             async with asyncio.timeout(_CLEANUP_TIMEOUT_S), asyncio.TaskGroup() as group:
-                router = self._pool.router
                 for server in self._pool.servers:
-                    for attempt in (router or server).attempts:
+                    for attempt in server.attempts:
                         group.create_task(self._abort(server, attempt.rid))
-                    if server.state != "serving":
-                        group.create_task(self._leave_running(server))
-                    group.create_task(self._loading.unload(server, [*server.adapters]))
-                for server in [router] if router else self._pool.servers:
+                    if server.state is not ServerState.SERVING:
+                        group.create_task(_leave_running(server))
+                    group.create_task(self._unload(server, [*server.adapters]))
                     self._pool.lose_attempts(server, "the engine was closed")
         except TimeoutError:
             pass  # a server that does not answer is left as it is
 
     # Joining and leaving
 
-    async def start(self, servers: Sequence[Server]) -> None:
-        """Take in the first servers. Raises ServerError naming those that are not there, or do not fit together."""
-        if self._pool.router is not None:
-            await self._pool.router.client.check_health()
+    async def start(self, clients: Sequence[ServerClient]) -> None:
+        """Take in the first servers. Raises ServerError naming those that do not answer, or do not fit together."""
         async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(_greet(server)) for server in servers]
-        answers = {server: call.result() for server, call in zip(servers, calls, strict=True)}
-        missing = [f"{s.address} ({answer})" for s, answer in answers.items() if isinstance(answer, ServerError)]
+            calls = [group.create_task(_greet(client)) for client in clients]
+        answers = [call.result() for call in calls]
+        missing = [
+            f"{client.address} ({answer})"
+            for client, answer in zip(clients, answers, strict=True)
+            if isinstance(answer, ServerError)
+        ]
         if missing:
             raise ServerError(
                 f"no inference server answers at {'; '.join(missing)}. Start it, or correct engine.addresses"
             )
-        for server, answer in answers.items():
+        for client, answer in zip(clients, answers, strict=True):
             if isinstance(answer, Greeting):
+                server = self._pool.join(client)
                 self._welcome(server, answer)
-        self._pool.servers += servers
+                self._pool.admit(server)
 
-    async def add(self, server: Server) -> None:
+    async def add(self, client: ServerClient) -> None:
         """Bring a new server to the current weights, then let it serve. Raises ServerError, and leaves it out."""
-        self._pool.servers.append(server)
-        self._pool.fence(server, "it is being added")
+        server = self._pool.join(client)
         try:
             async with asyncio.timeout(self._config.update_timeout_s):
-                self._welcome(server, await greet(server.client))
+                self._welcome(server, await greet(client))
                 while not await self._restore(server):
                     pass  # newer weights came meanwhile
         except TimeoutError:
@@ -119,17 +125,17 @@ class Upkeep:
         except TransportError as error:
             raise ServerError(f"{server.address} could not be given the current weights: {error}") from error
         finally:
-            if server.state == "fenced":
-                self._drop(server)
+            if server.state is ServerState.JOINING:
+                self._pool.drop(server)
                 if server.pauses:
-                    await self._leave_running(server)
+                    await _leave_running(server)
 
     async def remove(self, server: Server, drain_timeout_s: float) -> None:
         """Let its requests end, hand on those that do not end in time, and drop it."""
         others = [other for other in self._pool.servers if other is not server and not other.is_leaving]
-        if not others or (server.state != "fenced" and all(other.state == "fenced" for other in others)):
+        if not others or (server.is_in_service and not any(other.is_in_service for other in others)):
             raise ServerError(f"{server.address} is the last server that serves; add another before removing it")
-        self._pool.set_leaving(server, True)
+        self._pool.leave(server)
         try:
             if not await self._drained(server, drain_timeout_s):
                 async with asyncio.TaskGroup() as group:
@@ -138,28 +144,26 @@ class Upkeep:
                 if not await self._drained(server, _CLEANUP_TIMEOUT_S):
                     self._pool.lose_attempts(server, f"{server.address} was removed")
         except BaseException:
-            self._pool.set_leaving(server, False)
+            self._pool.stay(server)
             raise
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLEANUP_TIMEOUT_S):
-                await self._loading.unload(server, [*server.adapters])
-        self._drop(server)
-        if server.state != "serving":
-            await self._leave_running(server)
-
-    def _welcome(self, server: Server, greeting: Greeting) -> None:
-        if sentence := difference([*self._greetings.values(), greeting]):
-            raise ServerError(f"the servers do not serve the same model: {sentence}")
-        self._greetings[server] = greeting
-        server.initial_label, server.client.num_ranks = greeting.label, greeting.num_ranks
-        # The other modes wait for what is on its way, or have it sampled again.
-        server.num_late = greeting.num_late if self._config.pause_mode == "in_place" else 0
-
-    def _drop(self, server: Server) -> None:
-        self._greetings.pop(server, None)
+                await self._unload(server, [*server.adapters])
         if probe := self._probes.pop(server, None):
             probe.cancel()
+        is_idle = server.state is ServerState.DRAINING
         self._pool.drop(server)
+        if not is_idle:
+            await _leave_running(server)
+
+    def _welcome(self, server: Server, greeting: Greeting) -> None:
+        """Raises ServerError if it serves another model than the others, or than it did itself."""
+        known = [other.greeting for other in self._pool.servers if other.greeting is not None]
+        if sentence := difference([*known, greeting]):
+            raise ServerError(f"the servers do not serve the same model: {sentence}")
+        if self._config.pause_mode != "in_place":
+            greeting = replace(greeting, num_late=0)  # the other modes wait for late tokens, or sample them again
+        self._pool.note_greeting(server, greeting)
 
     async def _drained(self, server: Server, timeout_s: float) -> bool:
         try:
@@ -170,21 +174,15 @@ class Upkeep:
             return False
         return True
 
-    async def _leave_running(self, server: Server) -> None:
-        try:
-            async with asyncio.timeout(_CLEANUP_TIMEOUT_S):
-                await server.client.resume()
-        except (ServerError, TimeoutError) as error:
-            server.reason = str(error)
-
     # Weight updates
 
     async def update(self, update: WeightUpdate) -> UpdateStats:
-        """Bring every serving server to `update`; those that are fenced get it from their probes.
+        """Bring every server in service to `update`; those that are fenced get it from their probes.
 
         Raises ServerError if no server holds it in the end, ValueError if some server serves newer weights.
         """
-        newest = max((server.version for server in self._pool.serving), default=self._pool.version)
+        servers = self._pool.in_service
+        newest = max((server.version for server in servers), default=self._pool.version)
         if update.version < newest:
             raise ValueError(f"version {update.version} was published, but the servers hold {newest} already")
         self._target = update
@@ -192,14 +190,11 @@ class Upkeep:
         stats: list[UpdateStats] = []
 
         async def load(server: Server) -> None:
-            async with server.busy:
-                if server in self._pool.serving:  # otherwise it was fenced, or removed, while others were updated
-                    stats.append(await self._loading.load(server, update))
-                    self._pool.admit(server)
+            stats.append(await self._load(server, update))
+            self._pool.admit(server)
 
-        serving = self._pool.serving
-        turns = [serving] if self._config.update_order == "all" else [[server] for server in serving]
-        refusals = [refusal for servers in turns for refusal in await self._on_each(servers, load)]
+        turns = [servers] if self._config.update_order == "all" else [[server] for server in servers]
+        refusals = [refusal for turn in turns for refusal in await self._on_each(turn, load)]
         if not stats:
             await self._wait_for_probes(update, may_return=len(refusals) < len(self._pool.servers))
             waited = asyncio.get_running_loop().time() - started
@@ -210,24 +205,67 @@ class Upkeep:
         """All servers are fenced, perhaps for a moment: wait until a probe has brought one back with the update."""
         try:
             async with asyncio.timeout(self._config.absence_timeout_s if may_return else 0):
-                while not any(server.version == update.version for server in self._pool.serving):
+                while not any(server.version == update.version for server in self._pool.in_service):
                     await self._pool.changed()
         except TimeoutError:
             raise ServerError(f"no server took version {update.version}: {self._pool.report()}") from None
+
+    async def _load(self, server: Server, update: WeightUpdate) -> UpdateStats:
+        """Bring the server to `update`. The caller holds server.busy, and fences the server if this raises."""
+        now = asyncio.get_running_loop().time
+        began = now()
+        if update.adapter is not None:
+            self._pool.note_adapter(server, update.adapter)
+        await update.prepare(server.client)
+        started = now()
+        if update.adapter is not None:
+            self._pool.turn_to(server, update.version, update.adapter)
+            if unused := self._pool.unused_adapters(server):
+                self._spawn(self._unload(server, unused))
+            return UpdateStats(pause_s=0.0, load_s=started - began)
+        await self._pause(server)
+        paused = now()
+        self._pool.begin_load(server)
+        await update.load(server.client, flush_cache=self._config.pause_mode != "in_place")
+        self._pool.end_load(server, update.version)
+        loaded = now()
+        if not self.is_paused:
+            await self._resume(server)
+        return UpdateStats(pause_s=now() - started, load_s=loaded - paused)
+
+    async def _pause(self, server: Server) -> None:
+        self._pool.pause(server)
+        await server.client.pause(self._config.pause_mode)
+
+    async def _resume(self, server: Server) -> None:
+        await server.client.resume()
+        self._pool.resume(server)
+
+    async def _unload(self, server: Server, adapters: list[str]) -> None:
+        """Forget adapters that no request names any more. If that fails, the next load tries again."""
+        for name in adapters:
+            try:
+                async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
+                    await server.client.unload_adapter(name)
+            except (ServerError, TimeoutError) as error:
+                logger.warning("%s did not unload the adapter %s: %s", server.address, name, error)
+                return
+            self._pool.forget_adapter(server, name)
 
     async def _on_each(
         self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]
     ) -> list[ServerError | TransportError]:
         """Act on these servers at once, each under update_timeout_s; one that fails is fenced.
 
-        Returns the refusals: failures which nothing but other weights or another server would mend.
+        Returns the refusals: failures that only other weights or another server would mend.
         """
         refusals: list[ServerError | TransportError] = []
 
         async def guarded(server: Server) -> None:
             try:
-                async with asyncio.timeout(self._config.update_timeout_s):
-                    await act(server)
+                async with asyncio.timeout(self._config.update_timeout_s), server.busy:
+                    if server.is_in_service:  # otherwise it was fenced, or removed, while others had their turn
+                        await act(server)
             except TimeoutError:
                 self._lose(server, f"took longer than {self._config.update_timeout_s:g} s (engine.update_timeout_s)")
             except (ServerError, TransportError) as error:
@@ -253,40 +291,12 @@ class Upkeep:
         if not self._is_closed and self._pool.fence(server, reason):
             self._probes[server] = self._spawn(self._probe(server))
 
-    def suspect(self, server: Server, reason: str) -> None:
-        """The server failed a request: fence it. A router: look which of the servers behind it is not what it was."""
-        if server is not self._pool.router:
-            self.fence(server, reason)
-        elif not self._is_closed and not self._is_inspecting:
-            self._is_inspecting = True
-            self._spawn(self._inspect_all())
-
-    async def _inspect_all(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for server in self._pool.serving:
-                    group.create_task(self._inspect(server))
-        finally:
-            self._is_inspecting = False
-
-    async def _inspect(self, server: Server) -> None:
-        try:
-            async with server.busy, asyncio.timeout(_PROBE_TIMEOUT_S):  # an update may hold it for longer
-                told = await server.client.holding(with_adapters=server.adapter is not None)
-                if not (server.keeps(told) if server.is_updated else told.label == server.initial_label):
-                    self.fence(server, f"it lost its weights: it serves {told.label!r}, not version {server.version}")
-        except (ArlError, TimeoutError) as error:
-            self.fence(server, str(error) or f"{server.address} does not answer")
-
     def _lose(self, server: Server, reason: str) -> None:
-        """Fence a server that failed an update. If it was paused already, its requests will not end: they are lost.
-
-        Behind a router nobody knows which are its: all are lost, and sent again.
-        """
-        was_paused = server.state == "paused"
+        """Fence a server that failed an update. If it was paused already, its requests will not end: they are lost."""
+        was_paused = server.state in (ServerState.PAUSED, ServerState.LOADING)
         self.fence(server, reason)
         if was_paused:
-            self._pool.lose_attempts(self._pool.router or server, f"{server.address} failed: {reason}")
+            self._pool.lose_attempts(server, f"{server.address} failed: {reason}")
 
     async def _probe(self, server: Server) -> None:
         """Bring a fenced server back, however long it takes."""
@@ -296,24 +306,24 @@ class Upkeep:
                 if await self._restore(server):
                     return
             except (ServerError, TimeoutError) as error:
-                server.reason = str(error) or f"{server.address} does not answer"
+                self._pool.note_reason(server, str(error) or f"{server.address} does not answer")
                 self._pool.lose_attempts(server, f"{server.address} failed: {server.reason}")
             except ArlError as error:
-                # No fault of the server's, which may end what it runs. If the weights have no sender any more, whoever
-                # trains learns it from a call of its own.
-                server.reason = str(error)
+                # Not the server's fault, so it may end what it runs. If the weights have lost their sender, the
+                # trainer learns of that from a call of its own.
+                self._pool.note_reason(server, str(error))
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
     async def _restore(self, server: Server) -> bool:
         """Admit the server if it is healthy and holds the newest weights, after loading them if need be.
 
-        False if weights newer still were published meanwhile.
+        False if still newer weights were published meanwhile.
         """
         async with server.busy:
             target = self._target
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                told = await server.client.holding(with_adapters=server.adapter is not None)
+                told = await server.client.holding(with_adapters=server.weights.adapter is not None)
             if (target is None or target.adapter is not None) and told.label != server.initial_label:
                 raise ServerError(f"it serves weights {told.label!r}, where it began with {server.initial_label!r}")
             if not server.keeps(told):
@@ -323,7 +333,7 @@ class Upkeep:
                 return False  # before a load of weights that may be gone, which would count as the server's fault
             if target is not None and not server.holds(target.version, told):
                 async with asyncio.timeout(self._config.update_timeout_s):
-                    await self._loading.load(server, target)
+                    await self._load(server, target)
             if not self.is_paused:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     await server.client.resume()  # it may have been fenced in the middle of a pause
@@ -354,8 +364,14 @@ class Upkeep:
             self._is_closed = True  # the group ends with it, and takes no more tasks
 
 
-async def _greet(server: Server) -> Greeting | ServerError:
+async def _greet(client: ServerClient) -> Greeting | ServerError:
     try:
-        return await greet(server.client)
+        return await greet(client)
     except ServerError as error:
         return error
+
+
+async def _leave_running(server: Server) -> None:
+    with suppress(ServerError, TimeoutError):
+        async with asyncio.timeout(_CLEANUP_TIMEOUT_S):
+            await server.client.resume()

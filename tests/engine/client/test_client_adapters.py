@@ -7,10 +7,8 @@ import pytest
 from protocol_server import Engines, ProtocolServer, ask, assert_seamless
 from scripted_weights import weights
 
-from arl.api.config import SGLangEngineConfig
 from arl.api.engine import AdapterWeights
 from arl.api.errors import ServerError
-from arl.engine.client.sglang import RemoteSGLangEngine
 
 
 def adapter(version: int) -> AdapterWeights:
@@ -219,27 +217,3 @@ async def test_an_answer_over_a_model_that_was_exchanged_is_thrown_away(
             assert (await engine.agenerate(ask())).output_versions == (0, 0, 0, 0)
         assert len(server.requests) == 1
         assert "it serves weights '7', where it began with 'default'" in engine._pool.report()
-
-
-async def test_a_router_is_asked_for_the_adapter_that_all_servers_hold(
-    server: ProtocolServer, other: ProtocolServer
-) -> None:
-    async with ProtocolServer() as router:
-        config = SGLangEngineConfig(
-            addresses=(server.address, other.address), router=router.address, update_order="rolling"
-        )
-        async with (
-            RemoteSGLangEngine(config.addresses, config) as engine,
-            asyncio.TaskGroup() as group,
-        ):
-            router.adapters = {f"run-v{version}": "" for version in range(2)}
-            await engine.update_weights(adapter(0))
-            other.load_gate.clear()
-            update = group.create_task(engine.update_weights(adapter(1)))
-            await other.until(lambda: other.names().count("load_lora_adapter") == 2)
-            assert list(server.adapters) == ["run-v0", "run-v1"]
-            assert (await engine.agenerate(ask())).output_versions == (0, 0, 0, 0)
-            other.load_gate.set()
-            await update
-            assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
-            assert named(router) == ["run-v0", "run-v1"]

@@ -21,7 +21,6 @@ from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams, Sc
 from arl.api.config import ClientConfig, DiskWeightsConfig, LocalEngineConfig, PauseMode
 from arl.api.errors import PromptTooLongError
 from arl.engine.client import processes
-from arl.engine.client import processes as supervision
 from arl.engine.client.processes import local_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
@@ -189,7 +188,7 @@ async def test_a_prompt_longer_than_the_context_is_told(address: str) -> None:
 async def test_a_server_killed_in_the_middle_costs_a_retry_and_comes_back_with_current_weights(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "_FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.1)
     prompts = [(first, *PROMPT) for first in range(20, 28)]
     config = LocalEngineConfig(num_servers=2, context_length=1000)
     async with local_servers(str(models.two), config, tmp_path) as addresses, engine_at(*addresses) as engine:

@@ -107,7 +107,7 @@ async def test_a_server_that_comes_back_as_another_model_stays_out(
         await asyncio.gather(*(engine.agenerate(ask()) for _ in range(2)))
         await server.until(lambda: server.names().count("tokenize") == 2)
         assert "the model type is qwen3" in engine._pool.report()
-        assert [s.address for s in engine._pool.serving] == [other.address]
+        assert [s.address for s in engine._pool.in_service] == [other.address]
     assert "update_weights_from_disk" not in server.names()
 
 
@@ -161,7 +161,7 @@ async def test_the_version_is_the_last_that_was_served_also_if_nobody_looked_whi
         server.is_healthy = False
         server.faults.append(500)
         call = group.create_task(engine.agenerate(ask()))
-        await server.until(lambda: not engine._pool.serving)
+        await server.until(lambda: not engine._pool.in_service)
         assert engine.version == 1
         server.is_healthy = True
         await call
@@ -215,7 +215,7 @@ async def test_a_server_is_not_suspected_for_the_time_that_a_request_spent_elsew
         error = await call
         assert isinstance(error, RequestTimeoutError)
         assert "not answered within 0.5 s" in str(error)
-        assert engine._pool.serving
+        assert engine._pool.in_service
         assert "model_info" not in [name for name, _ in server.calls]
 
 

@@ -15,7 +15,6 @@ import pytest
 from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError
 from arl.engine.client import processes
-from arl.engine.client import processes as supervision
 from arl.engine.client.processes import local_servers, sglang_servers
 
 Play = Callable[[str], None]
@@ -40,7 +39,7 @@ SERVE = "serve()\n"
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, notes: Path) -> Play:
     """Let the children run a script in place of the server; each notes its process id."""
-    monkeypatch.setattr(supervision, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.01)
 
     def play(script: str) -> None:
         def command(model: str, config: LocalEngineConfig, port: int) -> list[str]:
@@ -60,7 +59,7 @@ def notes(tmp_path: Path) -> Path:
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[str]:
     queue: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(supervision.logger, "warning", lambda message, *args: queue.put_nowait(message % args))
+    monkeypatch.setattr(processes.logger, "warning", lambda message, *args: queue.put_nowait(message % args))
     return queue
 
 
@@ -197,7 +196,7 @@ async def test_a_process_that_is_long_gone_is_not_killed_again(
 async def test_a_server_that_ignores_the_polite_signal_is_killed(
     play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "_STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(processes, "_STOP_TIMEOUT_S", 0.2)
     play("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVE)
     async with local_servers("m", LocalEngineConfig(), tmp_path):
         pass
@@ -224,7 +223,7 @@ RUN = """
 import asyncio, signal, sys
 from pathlib import Path
 from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
-from arl.engine import processes
+from arl.engine.client import processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 notes, tmp, script = sys.argv[1:]
 processes._local_command = lambda model, config, port: [sys.executable, "-c", script, str(port), notes]

@@ -1,0 +1,97 @@
+"""The states of a server: which calls lead where, and which are bugs."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from arl.engine.client.server_client import ServerClient
+from arl.engine.client.server_pool import Server, ServerPool, ServerState
+
+Calls = tuple[str, ...]
+
+PATHS: dict[ServerState, Calls] = {
+    ServerState.JOINING: (),
+    ServerState.SERVING: ("admit",),
+    ServerState.PAUSED: ("admit", "pause"),
+    ServerState.LOADING: ("admit", "pause", "begin_load"),
+    ServerState.FENCED: ("admit", "fence"),
+    ServerState.DRAINING: ("admit", "leave"),
+    ServerState.GONE: ("admit", "drop"),
+}
+"""How a server that joined gets into each state."""
+ARGUMENTS: dict[str, tuple[object, ...]] = {"end_load": (1,), "turn_to": (1, "a"), "fence": ("it failed",)}
+
+
+@pytest.fixture
+async def pool() -> ServerPool:
+    return ServerPool(version=0)
+
+
+def brought(pool: ServerPool, *calls: str) -> Server:
+    """A server that went through these calls."""
+    server = pool.join(ServerClient(cast(Any, None), "http://127.0.0.1:9"))
+    for call in calls:
+        getattr(pool, call)(server, *ARGUMENTS.get(call, ()))
+    return server
+
+
+@pytest.mark.parametrize("state", ServerState)
+async def test_each_state_is_reached(pool: ServerPool, state: ServerState) -> None:
+    assert brought(pool, *PATHS[state]).state == state
+
+
+@pytest.mark.parametrize(
+    ("state", "call"),
+    [
+        (ServerState.SERVING, "begin_load"),
+        (ServerState.DRAINING, "begin_load"),
+        (ServerState.LOADING, "begin_load"),
+        (ServerState.SERVING, "end_load"),
+        (ServerState.PAUSED, "end_load"),
+        *((ServerState.LOADING, call) for call in ("pause", "resume", "admit", "turn_to")),
+    ],
+)
+async def test_a_load_out_of_turn_is_a_bug(pool: ServerPool, state: ServerState, call: str) -> None:
+    with pytest.raises(RuntimeError, match=f"is {state}: {call} is out of turn"):
+        brought(pool, *PATHS[state], call)
+
+
+@pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.FENCED, ServerState.GONE])
+async def test_a_server_out_of_service_is_loaded_without_being_put_into_service(
+    pool: ServerPool, state: ServerState
+) -> None:
+    server = brought(pool, *PATHS[state], "pause", "begin_load", "end_load", "resume")
+    assert server.state == state
+    assert (server.version, pool.version) == (1, 0)
+
+
+@pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.PAUSED, ServerState.FENCED])
+async def test_a_server_that_leaves_drains_from_where_it_would_serve(pool: ServerPool, state: ServerState) -> None:
+    server = brought(pool, *PATHS[state], "leave")
+    assert server.state == state
+    pool.admit(server)
+    pool.resume(server)
+    assert server.state == ServerState.DRAINING
+    pool.stay(server)
+    assert server.state == ServerState.SERVING
+
+
+async def test_a_load_that_breaks_off_leaves_weights_without_version(pool: ServerPool) -> None:
+    server = brought(pool, "admit", "pause", "begin_load", "fence")
+    assert not server.weights.is_whole
+    assert server.reason == "it failed"
+    assert not pool.fence(server, "another reason")
+    assert server.reason == "it failed"
+
+
+@pytest.mark.parametrize(
+    ("path", "call"), [(("admit", "pause"), "resume"), ((), "admit"), (("admit", "leave"), "stay")]
+)
+async def test_a_server_that_serves_again_wakes_waiting_requests(pool: ServerPool, path: Calls, call: str) -> None:
+    server = brought(pool, *path)
+    waiting = asyncio.create_task(pool.changed())
+    await asyncio.sleep(0)
+    getattr(pool, call)(server)
+    await asyncio.wait_for(waiting, 1)
+    assert pool.choose(None) is server
