@@ -1,13 +1,71 @@
-"""arl trains language-model agents by fully asynchronous reinforcement learning."""
+"""arl trains language-model agents by fully asynchronous reinforcement learning.
 
-from arl.api import AlgorithmConfig, Config, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory, preset
+This is all that users import, with `arl.rewards` and `arl.sandbox`; docs/api.md has a line for each name. A name loads
+its module when it is first used, so `import arl` is quick and loads no torch.
+"""
 
-__all__ = [
-    "AlgorithmConfig",
-    "Config",
-    "RolloutWorkflow",
-    "SamplingParams",
-    "ScriptedEngine",
-    "Trajectory",
-    "preset",
-]
+from typing import TYPE_CHECKING
+
+from arl.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from arl import rewards, sandbox
+    from arl.api.algorithm import AlgorithmConfig, preset
+    from arl.api.config import Config, OptimizerConfig, RolloutConfig, TrainConfig
+    from arl.api.engine import Sampler
+    from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
+    from arl.api.scripted import ScriptedEngine
+    from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
+    from arl.api.workflow import ExampleRecord, RolloutWorkflow, Shared
+    from arl.assembly import launch, load_train_engine, serve
+    from arl.cli import load_config, run
+    from arl.data import load_dataset, load_splits
+    from arl.engine.fsdp.model import load_tokenizer
+    from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+    from arl.experiment import Experiment, ExperimentConfig, Setup
+    from arl.training.finetuning import Preference, PreferenceLoss, finetune, train_preferences, train_reward_model
+    from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
+    from arl.workflow.call_formats import parse_tool_calls
+    from arl.workflow.conversation import Conversation
+    from arl.workflow.mcp_tools import MCPTools
+    from arl.workflow.proxy import OpenAIProxy
+    from arl.workflow.sdk_agent import Command, SDKWorkflow
+    from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
+    from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
+    from arl.workflow.tool_agent import ToolAgentWorkflow
+    from arl.workflow.tools import Tool, acall_tools
+    from arl.workflow.verifiers_workflow import VerifiersWorkflow
+
+_HOMES = {
+    "arl.api.algorithm": "AlgorithmConfig preset",
+    "arl.api.config": "Config OptimizerConfig RolloutConfig TrainConfig",
+    "arl.api.engine": "Sampler",
+    "arl.api.errors": "ArlError DatasetError PromptTooLongError ToolError",
+    "arl.api.scripted": "ScriptedEngine",
+    "arl.api.types": "Example ModelRequest SamplingParams Trajectory",
+    "arl.api.workflow": "ExampleRecord RolloutWorkflow Shared",
+    "arl.assembly": "launch load_train_engine serve",
+    "arl.cli": "load_config run",
+    "arl.data": "load_dataset load_splits",
+    "arl.engine.fsdp.model": "load_tokenizer",
+    "arl.engine.tiny": "TinyShape tiny_tokenizer write_tiny_model",
+    "arl.experiment": "Experiment ExperimentConfig Setup",
+    "arl.rewards": "",
+    "arl.sandbox": "",
+    "arl.training.finetuning": "Preference PreferenceLoss finetune train_preferences train_reward_model",
+    "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
+    "arl.workflow.call_formats": "parse_tool_calls",
+    "arl.workflow.conversation": "Conversation",
+    "arl.workflow.mcp_tools": "MCPTools",
+    "arl.workflow.proxy": "OpenAIProxy",
+    "arl.workflow.sdk_agent": "Command SDKWorkflow",
+    "arl.workflow.teachers": "DistillationWorkflow RewardModelClient TeacherClient",
+    "arl.workflow.team": "DebateWorkflow Member SolverCheckerWorkflow Team TeamSettings",
+    "arl.workflow.tool_agent": "ToolAgentWorkflow",
+    "arl.workflow.tools": "Tool acall_tools",
+    "arl.workflow.verifiers_workflow": "VerifiersWorkflow",
+}
+"""Where each name is loaded from when it is first used. The imports above say the same to editors; a test compares."""
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__all__ = sorted({name for home, names in _HOMES.items() for name in names.split() or [home.rpartition(".")[2]]})  # pyright: ignore[reportUnsupportedDunderAll]

@@ -112,6 +112,19 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
         yield await stack.enter_async_context(await _client(config, addresses, api_key))
 
 
+def load_train_engine(
+    model: str | Path, settings: TrainConfig | None = None, *, seed: int = 0, head: Head = "policy"
+) -> TrainEngine:
+    """The train engine alone, on as many ranks as `settings` says, for fine-tuning; see docs/finetuning.md.
+
+    seed: of a head that the model does not have. head: what the model ends in; "value" for a reward model. Close the
+    engine after use. Raises ConfigError, ModelError.
+    """
+    settings = settings or TrainConfig()
+    kind = FSDPTrainEngine if settings.num_ranks == 1 else RayTrainEngine
+    return kind(str(model), settings, seed, head)
+
+
 def decoder(model: str) -> Callable[[Sequence[int]], str]:
     """Token ids -> text, special tokens and all. Raises ModelError."""
     tokenizer = load_tokenizer(model)
@@ -255,12 +268,11 @@ def _learner(config: Config) -> Learner:
 
     What was built is closed where something after it fails.
     """
-    kind = FSDPTrainEngine if config.train.num_ranks == 1 else RayTrainEngine
     _check_critics_tokens(config)
     with ExitStack() as stack:
         engines: list[TrainEngine] = []
         for model, train, head in _loads(config):
-            engines.append(kind(model, train, config.seed, head))
+            engines.append(load_train_engine(model, train, seed=config.seed, head=head))
             stack.callback(engines[-1].close)
         learner = Learner(
             engines[0],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FORMATS = (".jsonl", ".json", ".parquet")
 
 
-def load_examples(
+def load_dataset(
     source: str, *, split: str = "train", subset: str | None = None, columns: Sequence[str] = ()
 ) -> Sequence[Example]:
     """The rows of one split, each a mapping from column to value.
@@ -39,7 +39,7 @@ def load_examples(
     return rows
 
 
-def load_with_held_out(
+def load_splits(
     source: str,
     held_out_source: str | None = None,
     *,
@@ -51,9 +51,9 @@ def load_with_held_out(
     """Rows to train on, and at most `num_held_out` to evaluate on: the first of `split`.
 
     held_out_source: where that split is, if not in `source`. A single file without one gives its last rows, which then
-    are not trained on. Else as load_examples. Raises DatasetError.
+    are not trained on. Else as load_dataset. Raises DatasetError.
     """
-    rows = load_examples(source, subset=subset, columns=columns)
+    rows = load_dataset(source, subset=subset, columns=columns)
     if held_out_source is None and Path(source).is_file():
         if len(rows) <= num_held_out:
             raise DatasetError(
@@ -61,7 +61,7 @@ def load_with_held_out(
                 "an eval_dataset"
             )
         return rows[:-num_held_out], rows[-num_held_out:]
-    held_out = load_examples(held_out_source or source, split=split, subset=subset, columns=columns)
+    held_out = load_dataset(held_out_source or source, split=split, subset=subset, columns=columns)
     return rows, [held_out[i] for i in range(min(num_held_out, len(held_out)))]
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from arl.api.errors import DatasetError
-from arl.data import load_examples, load_with_held_out
+from arl.data import load_dataset, load_splits
 
 ROWS = [
     {"question": "Half of 84?", "answer": "84 / 2 = <<84/2=42>>42\n#### 42"},
@@ -32,7 +32,7 @@ def write(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 def test_a_file_is_read_whole(tmp_path: Path, suffix: str) -> None:
-    assert load_examples(str(write(tmp_path / f"rows.{suffix}")), columns=COLUMNS) == ROWS
+    assert load_dataset(str(write(tmp_path / f"rows.{suffix}")), columns=COLUMNS) == ROWS
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -40,20 +40,20 @@ def test_a_directory_is_read_by_split_in_the_files_order(tmp_path: Path, suffix:
     write(tmp_path / "main" / f"train-00001-of-00002.{suffix}", ROWS[1:])
     write(tmp_path / "main" / f"train-00000-of-00002.{suffix}", ROWS[:1])
     write(tmp_path / "main" / f"test-00000-of-00001.{suffix}", ROWS[1:])
-    assert load_examples(str(tmp_path), split="train", columns=COLUMNS) == ROWS
-    assert load_examples(str(tmp_path), split="test", columns=COLUMNS) == ROWS[1:]
+    assert load_dataset(str(tmp_path), split="train", columns=COLUMNS) == ROWS
+    assert load_dataset(str(tmp_path), split="test", columns=COLUMNS) == ROWS[1:]
 
 
 def test_a_split_without_a_file_names_the_files_there_are(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl")
     with pytest.raises(DatasetError, match=r"no file for split 'test', such as test\.jsonl.*it has train\.jsonl"):
-        load_examples(str(tmp_path), split="test")
+        load_dataset(str(tmp_path), split="test")
 
 
 def test_a_missing_column_names_the_row_and_the_columns_there_are(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [ROWS[0], {"question": "?", "solution": "4"}])
     with pytest.raises(DatasetError, match=r"row 2 of .*rows\.jsonl has no 'answer' \(it has 'question', 'solution'\)"):
-        load_examples(str(path), columns=COLUMNS)
+        load_dataset(str(path), columns=COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -70,29 +70,29 @@ def test_a_missing_column_names_the_row_and_the_columns_there_are(tmp_path: Path
 def test_a_broken_file_is_an_error_that_says_where(tmp_path: Path, name: str, content: str, complaint: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DatasetError, match=complaint):
-        load_examples(str(tmp_path / name), columns=COLUMNS)
+        load_dataset(str(tmp_path / name), columns=COLUMNS)
 
 
 def test_of_a_single_file_the_last_rows_are_held_out(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"n": {n}}}\n' for n in range(5)))
-    training, held_out = load_with_held_out(str(file), num_held_out=2)
+    training, held_out = load_splits(str(file), num_held_out=2)
     assert ([row["n"] for row in training], [row["n"] for row in held_out]) == ([0, 1, 2], [3, 4])
-    assert len(load_with_held_out(str(file), str(file), num_held_out=9)[1]) == 5
+    assert len(load_splits(str(file), str(file), num_held_out=9)[1]) == 5
     with pytest.raises(DatasetError, match="has 5 rows, of which num_held_out=5 are held out; lower it"):
-        load_with_held_out(str(file), num_held_out=5)
+        load_splits(str(file), num_held_out=5)
 
 
 def test_of_a_directory_the_first_rows_of_another_split_are_held_out(tmp_path: Path) -> None:
     for split, first in (("train", 0), ("test", 10)):
         (tmp_path / f"{split}.jsonl").write_text("".join(f'{{"n": {first + n}}}\n' for n in range(5)))
-    training, held_out = load_with_held_out(str(tmp_path), num_held_out=2)
+    training, held_out = load_splits(str(tmp_path), num_held_out=2)
     assert ([row["n"] for row in training], [row["n"] for row in held_out]) == ([0, 1, 2, 3, 4], [10, 11])
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
     with pytest.raises(DatasetError, match=r"there is no file \./rows\.jsonl"):
-        load_examples("./rows.jsonl")
+        load_dataset("./rows.jsonl")
 
 
 class FakeHub:
@@ -120,16 +120,16 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 
 
 def test_a_name_is_loaded_from_the_hub_with_its_main_subset(hub: FakeHub) -> None:
-    assert load_examples("openai/gsm8k", split="test", columns=COLUMNS) == ROWS
+    assert load_dataset("openai/gsm8k", split="test", columns=COLUMNS) == ROWS
     assert hub.loaded == [("openai/gsm8k", "main", "test")]
 
 
 def test_a_dataset_of_several_subsets_asks_for_one(hub: FakeHub) -> None:
     hub.subsets = ["algebra", "geometry"]
     with pytest.raises(DatasetError, match="has the subsets algebra, geometry; choose one"):
-        load_examples("some/maths")
+        load_dataset("some/maths")
 
 
 def test_a_hub_that_does_not_answer_is_an_error_that_says_what_to_do(hub: FakeHub) -> None:
     with pytest.raises(DatasetError, match=r"no local file.*no route to the hub\. Check the name and the network"):
-        load_examples("not/there")
+        load_dataset("not/there")

@@ -6,10 +6,8 @@ so it encodes any text, copies numbers digit by digit, and still spends few toke
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +55,6 @@ CHAT_TEMPLATE = """\
 """
 """Qwen's chat format (ChatML, Hermes tool calls, tool results within a user turn), without thinking."""
 
-_SEPARATOR = re.compile(r"(<\|\w+\|>|</?\w+>|\d| [-+*/=] |\b[a-z]\b|[-+*/=().])")
-"""What stays out of phrases, so that it is copied by itself: tags, digits, operators and single letters."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyShape:
@@ -74,16 +69,6 @@ class TinyShape:
     context_length: int = 1024
     rope_theta: float = 10_000.0
     initializer_range: float = 0.02
-
-
-def frequent_phrases(texts: Iterable[str], min_share: float = 0.01) -> tuple[str, ...]:
-    """The pieces of two characters or more, without digits, that occur in at least `min_share` of the texts."""
-    counts: Counter[str] = Counter()
-    num_texts = 0
-    for text in texts:
-        num_texts += 1
-        counts.update({piece for piece in _SEPARATOR.split(text) if len(piece) > 1})
-    return tuple(sorted(piece for piece, count in counts.items() if count >= min_share * num_texts))
 
 
 def tiny_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:

@@ -3,7 +3,8 @@
 from arl.sandbox.bubblewrap import BubblewrapSandbox
 from arl.sandbox.contract import EndedBy, Files, Limits, Outcome, Sandbox
 from arl.sandbox.docker import DockerSandbox
-from arl.sandbox.find import find_sandbox
+from arl.sandbox.find import Kind, find_sandbox
+from arl.sandbox.remote import RemoteSandbox
 from arl.sandbox.unsafe import UnsafeSandbox
 
 __all__ = [
@@ -11,8 +12,10 @@ __all__ = [
     "DockerSandbox",
     "EndedBy",
     "Files",
+    "Kind",
     "Limits",
     "Outcome",
+    "RemoteSandbox",
     "Sandbox",
     "UnsafeSandbox",
     "find_sandbox",

@@ -67,7 +67,8 @@ class VerifiersWorkflow(RolloutWorkflow):
     """Runs a task of `env` in each episode. Each agent that the environment trains gives trajectories of its own: its
     reward, with named parts, its metrics, and its name as their role.
 
-    tokenizer: loaded from a directory or by name, since verifiers' renderers load it again. sampling: for agents whose
+    env: an environment of verifiers, or the config of one, for local_environment. tokenizer: loaded from a directory
+    or by name, since verifiers' renderers load it again. sampling: for agents whose
     config says nothing else. renderer: how prompts are rendered; None: as the `renderers` package does for a model of
     that name, or by the chat template, without tools. context_length: tokens that the model can hold, which ends
     rollouts that outgrow it.
@@ -75,7 +76,7 @@ class VerifiersWorkflow(RolloutWorkflow):
 
     def __init__(
         self,
-        env: vf.Env,
+        env: vf.Env | Mapping[str, Any],
         tokenizer: PreTrainedTokenizerBase,
         *,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
@@ -87,7 +88,7 @@ class VerifiersWorkflow(RolloutWorkflow):
                 "the tokenizer was not loaded from a directory or by name, so verifiers' renderers cannot load it too; "
                 "save it (save_pretrained), and load it from there"
             )
-        self.env = env
+        self.env = local_environment(env) if isinstance(env, Mapping) else env
         self._model = tokenizer.name_or_path
         self._sampling = sampling
         self._renderer = renderer

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from arl.workflow.tools import ToolError
+from arl import ToolError
 
 MAX_LENGTH = 200
 MAX_EXPONENT = 64

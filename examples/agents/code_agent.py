@@ -31,17 +31,19 @@ from code_formats import Assignment, assignment, gym_rows
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from warm_start import Demonstration, warm_start
 
-from arl.api import Example, SamplingParams
-from arl.api.workflow import Shared
-from arl.data import load_with_held_out
-from arl.engine.fsdp.model import load_tokenizer
-from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.rewards.adapt import Score
-from arl.rewards.unit_tests import CallTests, UnitTestReport, code_of, run_unit_tests
-from arl.sandbox import Sandbox, find_sandbox
-from arl.sandbox.find import Kind
-from arl.workflow.agent import MultiTurnWorkflow
-from arl.workflow.tools import cut
+from arl import (
+    Example,
+    Experiment,
+    ExperimentConfig,
+    MultiTurnWorkflow,
+    SamplingParams,
+    Setup,
+    Shared,
+    load_splits,
+    load_tokenizer,
+)
+from arl.rewards import CallTests, Score, UnitTestReport, code_of, run_unit_tests
+from arl.sandbox import Kind, Sandbox, find_sandbox
 
 SYSTEM = "Write a Python function in a ```python block. If a test fails, mend the function and write all of it again."
 GENERATED, REASONING_GYM = "generated", "reasoning-gym"
@@ -153,7 +155,9 @@ class Examination:
 
 
 def objection(test: str, failure: str) -> str:
-    return cut(f"This test fails:\n{test}\n{failure}", FEEDBACK_CHARS)
+    text = f"This test fails:\n{test}\n{failure}"
+    shown = text if len(text) <= FEEDBACK_CHARS else text[:FEEDBACK_CHARS] + "\n[cut here]"
+    return shown.encode("utf-8", "replace").decode("utf-8")  # what a program printed may be no text
 
 
 def prompt(task: Assignment) -> list[dict[str, str]]:
@@ -168,9 +172,7 @@ def tasks(config: CodeAgentConfig) -> tuple[Sequence[Example], Sequence[Example]
     if config.dataset == REASONING_GYM:
         held_out = gym_rows("held_out", config.num_held_out)
         return gym_rows("training", config.num_tasks, held_out), held_out
-    return load_with_held_out(
-        config.dataset, config.eval_dataset, num_held_out=config.num_held_out, subset=config.subset
-    )
+    return load_splits(config.dataset, config.eval_dataset, num_held_out=config.num_held_out, subset=config.subset)
 
 
 async def prepare(config: CodeAgentConfig) -> Setup:

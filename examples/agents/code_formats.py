@@ -16,10 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from arl.api import Example
-from arl.api.errors import DatasetError
-from arl.rewards.gym import reasoning_gym_examples
-from arl.rewards.unit_tests import CallTests, unit_tests_of
+from arl import DatasetError, Example
+from arl.rewards import CallTests, reasoning_gym_examples, unit_tests_of
 
 GYM_SEEDS = {"held_out": 1, "training": 2}
 _PAIR = re.compile(r"^Input \d+: (\[.*\])\nOutput \d+: (\[.*\])$", re.MULTILINE)

@@ -23,7 +23,7 @@ from typing import Any
 
 from warm_start import Demonstration
 
-from arl.api import Example
+from arl import Example
 
 Row = dict[str, Any]
 Prompt = Callable[[Example], list[dict[str, str]]]

@@ -27,14 +27,23 @@ from calculator import calculator
 from pydantic import PositiveFloat, PositiveInt
 from warm_start import warm_start
 
-from arl.api import Example, RolloutWorkflow, Sampler, SamplingParams, Trajectory
-from arl.data import load_with_held_out
-from arl.engine.fsdp.model import load_tokenizer
-from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.rewards.adapt import InlineReward
-from arl.rewards.answers import NumericMatch
-from arl.workflow.conversation import Conversation
-from arl.workflow.tools import Tool, acall_tools, parse_tool_calls
+from arl import (
+    Conversation,
+    Example,
+    Experiment,
+    ExperimentConfig,
+    RolloutWorkflow,
+    Sampler,
+    SamplingParams,
+    Setup,
+    Tool,
+    Trajectory,
+    acall_tools,
+    load_splits,
+    load_tokenizer,
+    parse_tool_calls,
+)
+from arl.rewards import InlineReward, NumericMatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,7 +120,7 @@ def questions(config: MathAgentConfig) -> tuple[Sequence[Example], Sequence[Exam
     if config.dataset == "reasoning-gym":
         held_out = math_tasks.held_out(config.num_held_out)
         return math_tasks.training(config.num_questions, held_out), held_out
-    return load_with_held_out(
+    return load_splits(
         config.dataset, config.eval_dataset, num_held_out=config.num_held_out, columns=("question", "answer")
     )
 

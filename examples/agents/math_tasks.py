@@ -13,9 +13,8 @@ import reasoning_gym
 from calculator import calculator
 from warm_start import Demonstration, tool_call
 
-from arl.api import Example
-from arl.rewards.answers import last_number
-from arl.workflow.tools import Tool, ToolError
+from arl import Example, Tool, ToolError
+from arl.rewards import last_number
 
 GENERATORS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},

@@ -29,12 +29,17 @@ from multi_tasks import Teacher
 from pydantic import PositiveInt
 from warm_start import warm_start
 
-from arl.api import Example, SamplingParams
-from arl.engine.fsdp.model import load_tokenizer
-from arl.engine.tiny import tiny_tokenizer
-from arl.experiment import Experiment, Setup
-from arl.rewards.adapt import Score
-from arl.workflow.team import Member, SolverCheckerWorkflow
+from arl import (
+    Example,
+    Experiment,
+    Member,
+    SamplingParams,
+    Setup,
+    SolverCheckerWorkflow,
+    load_tokenizer,
+    tiny_tokenizer,
+)
+from arl.rewards import Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,9 +10,7 @@ import math_tasks
 from calculator import calculator
 from warm_start import Demonstration, tool_call
 
-from arl.api import Example
-from arl.workflow.team import SolverCheckerWorkflow
-from arl.workflow.tools import Tool
+from arl import Example, SolverCheckerWorkflow, Tool
 
 NUM_CAREFUL, NUM_MIXED = 6000, 1500
 """Demonstrations of each role: careful ones, from which a model learns to copy; then mixed ones, with bad habits."""

@@ -32,13 +32,18 @@ from order_desk import CITIES, DESK, Order, reply, shop
 from pydantic import PositiveFloat, PositiveInt
 from warm_start import Demonstration, tool_call, warm_start
 
-from arl.api import Example, SamplingParams
-from arl.engine.fsdp.model import load_tokenizer
-from arl.engine.tiny import TinyShape
-from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.rewards.answers import NumericMatch
-from arl.workflow.sdk_agent import SDKWorkflow
-from arl.workflow.tools import Tool
+from arl import (
+    Example,
+    Experiment,
+    ExperimentConfig,
+    SamplingParams,
+    SDKWorkflow,
+    Setup,
+    TinyShape,
+    Tool,
+    load_tokenizer,
+)
+from arl.rewards import NumericMatch
 
 SHARES = {"demonstrations": 0.6, "training": 0.35, "held_out": 0.05}
 """What part of the shop's orders is for which questions."""

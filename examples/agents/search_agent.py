@@ -34,15 +34,19 @@ from pydantic import PositiveFloat, PositiveInt
 from search_server import Document, Index, SearchEngine
 from warm_start import Demonstration, warm_start
 
-from arl.api import Example, SamplingParams
-from arl.api.errors import DatasetError
-from arl.data import load_with_held_out
-from arl.engine.fsdp.model import load_tokenizer
-from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.rewards.adapt import InlineReward, Score
-from arl.workflow.conversation import Turn
-from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode
-from arl.workflow.tools import Tool
+from arl import (
+    DatasetError,
+    Example,
+    Experiment,
+    ExperimentConfig,
+    SamplingParams,
+    Setup,
+    Tool,
+    ToolAgentWorkflow,
+    load_splits,
+    load_tokenizer,
+)
+from arl.rewards import InlineReward, Score
 
 SYSTEM = (
     "Answer the question. Look up what you do not know: search once for each thing, by its name. "
@@ -93,11 +97,11 @@ class SearchAgentConfig(ExperimentConfig):
 class SearchAgent(ToolAgentWorkflow):
     """Searches until it answers without calling the tool."""
 
-    def answer(self, turn: Turn) -> str:
+    def answer(self, turn) -> str:
         """Without the model's thinking."""
         return turn.text.rpartition("</think>")[2].strip()
 
-    async def ascore_episode(self, episode: ToolEpisode) -> Score:
+    async def ascore_episode(self, episode) -> Score:
         score = await super().ascore_episode(episode)
         read = "".join(result.content for result in episode.results)
         return replace(score, metrics={**score.metrics, **found(episode.data, read)})
@@ -164,7 +168,7 @@ def questions(config: SearchAgentConfig) -> tuple[Sequence[Example], Sequence[Ex
     if config.dataset == GENERATED:
         return search_tasks.questions("training"), search_tasks.questions("held_out")[: config.num_held_out]
     columns = ("question", "answer") if config.search_url else ("question", "answer", "context")
-    return load_with_held_out(
+    return load_splits(
         config.dataset,
         config.eval_dataset,
         num_held_out=config.num_held_out,

@@ -24,8 +24,7 @@ from typing import Any, Self
 import bm25s
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
-from arl.api.errors import ArlError, DatasetError, ServerError
-from arl.data import load_examples
+from arl import ArlError, load_dataset
 
 MAX_QUERIES, MAX_TOPK = 64, 100
 
@@ -49,11 +48,11 @@ class Index:
     """BM25 over titles and texts; a title counts twice, so that what is about a thing precedes what mentions it."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        """Raises DatasetError when there are no documents, or none has a word."""
+        """Raises ArlError when there are no documents, or none has a word."""
         self.documents = documents
         texts = [_words(f"{document.title}\n{document.title}\n{document.text}") for document in documents]
         if not any(texts):
-            raise DatasetError(f"the corpus has {len(documents)} documents and no words; there is nothing to search")
+            raise ArlError(f"the corpus has {len(documents)} documents and no words; there is nothing to search")
         self._bm25 = bm25s.BM25()
         self._bm25.index(texts, show_progress=False)
 
@@ -76,7 +75,7 @@ def _words(text: str) -> list[str]:
 async def serve(index: Index, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """The URL of a server for the index, which runs in this event loop and searches on threads. port 0: any free one.
 
-    Raises ServerError when the port is taken.
+    Raises ArlError when the port is taken.
     """
 
     async def retrieve(request: web.Request) -> web.Response:
@@ -96,7 +95,7 @@ async def serve(index: Index, host: str = "127.0.0.1", port: int = 0) -> AsyncIt
         try:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise ServerError(f"no search server can listen on {host}:{port}: {error}; choose another port") from error
+            raise ArlError(f"no search server can listen on {host}:{port}: {error}; choose another port") from error
         yield f"http://{host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
@@ -146,24 +145,24 @@ class SearchEngine:
         await self._opened.aclose()
 
     async def search(self, query: str, topk: int) -> list[Document]:
-        """The best documents, best first. Raises ServerError when the server is away or does not do as it should."""
+        """The best documents, best first. Raises ArlError when the server is away or does not do as it should."""
         if self._session is None:
-            raise ServerError("the search engine is not open; search within `async with`")
+            raise ArlError("the search engine is not open; search within `async with`")
         asked = {"queries": [query], "topk": topk, "return_scores": True}
         try:
             async with self._session.post("retrieve", json=asked) as response:
                 if response.status != 200:
-                    raise ServerError(f"{response.url} answered {response.status}: {(await response.text())[:500]}")
+                    raise ArlError(f"{response.url} answered {response.status}: {(await response.text())[:500]}")
                 (hits,) = (await response.json())["result"]
                 return [Document.from_contents(hit["document"]["contents"]) for hit in hits]
         except (ClientError, TimeoutError) as error:
-            raise ServerError(f"the search server cannot be reached: {error!r}; is --search_url right?") from error
+            raise ArlError(f"the search server cannot be reached: {error!r}; is --search_url right?") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ServerError(f"the search server's answer is not that of /retrieve: {error!r}") from error
+            raise ArlError(f"the search server's answer is not that of /retrieve: {error!r}") from error
 
 
 async def main(args: argparse.Namespace) -> None:
-    rows = load_examples(args.corpus, columns=("title", "text"))
+    rows = load_dataset(args.corpus, columns=("title", "text"))
     index = await asyncio.to_thread(Index, [Document(str(row["title"]), str(row["text"])) for row in rows])
     async with serve(index, args.host, args.port) as url:
         print(f"searching {len(rows)} documents at {url}/retrieve", flush=True)

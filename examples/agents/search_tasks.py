@@ -20,7 +20,7 @@ from typing import Any
 from search_server import Document
 from warm_start import Demonstration, tool_call
 
-from arl.workflow.tools import Tool
+from arl import Tool
 
 Row = dict[str, Any]
 Prompt = Callable[[str], list[dict[str, str]]]

@@ -27,10 +27,14 @@ from backwards_env import SYSTEM, TRY_AGAIN, question, words
 from pydantic import Field, PositiveFloat, PositiveInt
 from warm_start import Demonstration, warm_start
 
-from arl.api import SamplingParams
-from arl.engine.fsdp.model import load_tokenizer
-from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.workflow.verifiers_workflow import VerifiersWorkflow, local_environment
+from arl import (
+    Experiment,
+    ExperimentConfig,
+    SamplingParams,
+    Setup,
+    VerifiersWorkflow,
+    load_tokenizer,
+)
 
 NUM_CAREFUL, NUM_MIXED = 10000, 1000
 """First only careful demonstrations, from which a model learns to spell; then mixed ones, for bad habits."""
@@ -52,8 +56,8 @@ class VerifiersEnvConfig(ExperimentConfig):
     }
 
     env: dict[str, Any] = Field(default={"taskset": {"id": "backwards_env"}})
-    """A config of verifiers': {"taskset": {"id": NAME}, ...}. NAME is an installed environment's. Agents run here, as
-    arl.workflow.verifiers_workflow.local_environment says, where it does not say otherwise."""
+    """A config of verifiers': {"taskset": {"id": NAME}, ...}. NAME is an installed environment's. Agents run in this
+    process unless the config says otherwise."""
     num_tasks: PositiveInt = 1024
     """How many of the environment's tasks to train on: the first."""
     num_held_out: PositiveInt = 96
@@ -68,11 +72,10 @@ def prepare(config: VerifiersEnvConfig) -> Setup:
     model = config.model
     if config.is_tiny:
         model = str(warm_start(config.run_dir / "model", lambda: lessons(config.seed), seed=config.seed))
-    env = local_environment(config.env)
     sampling = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
-    workflow = VerifiersWorkflow(env, load_tokenizer(model), sampling=sampling)
-    dataset = workflow.rows(env.taskset.take(config.num_tasks))
-    held_out = workflow.rows(env.taskset.skip(config.num_tasks).take(config.num_held_out))
+    workflow = VerifiersWorkflow(config.env, load_tokenizer(model), sampling=sampling)
+    dataset = workflow.rows(workflow.env.taskset.take(config.num_tasks))
+    held_out = workflow.rows(workflow.env.taskset.skip(config.num_tasks).take(config.num_held_out))
     return Setup(model=model, workflow=workflow, dataset=dataset, eval_dataset=held_out)
 
 

@@ -12,23 +12,32 @@ An example demonstrates whole conversations; what their assistant says is learne
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from arl.api.config import OptimizerConfig, TrainConfig
-from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.engine.tiny import TinyShape, frequent_phrases, tiny_tokenizer, write_tiny_model
-from arl.training.finetuning import finetune
-from arl.workflow.chat_template import ChatTemplate, Message
-from arl.workflow.conversation import Conversation
-from arl.workflow.tools import Tool
+from arl import (
+    Conversation,
+    OptimizerConfig,
+    TinyShape,
+    Tool,
+    TrainConfig,
+    finetune,
+    load_train_engine,
+    tiny_tokenizer,
+    write_tiny_model,
+)
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
+_SEPARATOR = re.compile(r"(<\|\w+\|>|</?\w+>|\d| [-+*/=] |\b[a-z]\b|[-+*/=().])")
+"""What stays out of phrases, so that it is copied by itself: tags, digits, operators and single letters."""
 NUM_LOOKED_AT = 1000
 """How many demonstrations of each lesson the tokenizer's phrases are taken from."""
 
@@ -38,7 +47,7 @@ class Demonstration:
     """A conversation to learn from. messages: as chat templates take them; the assistant's are to be imitated, word
     for word as in their `content`, tool calls as text (`tool_call`). tools: what the model is shown of tools."""
 
-    messages: Sequence[Message]
+    messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Tool] = ()
 
 
@@ -72,7 +81,7 @@ def warm_start(
     optimizer = OptimizerConfig(
         lr=lr, schedule="cosine", warmup_steps=30, total_steps=num_steps, min_lr_ratio=0.1, max_grad_norm=1.0
     )
-    engine = FSDPTrainEngine(blank, TrainConfig(optimizer=optimizer, num_threads=num_threads), seed)
+    engine = load_train_engine(blank, TrainConfig(optimizer=optimizer, num_threads=num_threads), seed=seed)
     try:
         tokenizer = tiny_tokenizer(known)
         for number, lesson in enumerate(taught, start=1):
@@ -118,9 +127,20 @@ def _phrases(lessons: Sequence[Sequence[Demonstration]]) -> list[str]:
     return [*dict.fromkeys(opening for opening in map(_opening, looked_at) if opening), *frequent_phrases(said)]
 
 
+def frequent_phrases(texts: Iterable[str], min_share: float = 0.01) -> tuple[str, ...]:
+    """The pieces of two characters or more, without digits, that occur in at least `min_share` of the texts."""
+    counts: Counter[str] = Counter()
+    num_texts = 0
+    for text in texts:
+        num_texts += 1
+        counts.update({piece for piece in _SEPARATOR.split(text) if len(piece) > 1})
+    return tuple(sorted(piece for piece, count in counts.items() if count >= min_share * num_texts))
+
+
 def _opening(demonstration: Demonstration) -> str:
     """The system's turn, with the tools, without the tokens that begin and end it; empty where there is none."""
-    template, tools = ChatTemplate(tiny_tokenizer()), [tool.spec for tool in demonstration.tools]
-    text = template.render(demonstration.messages[:1], tools, add_generation_prompt=False)
+    tokenizer = tiny_tokenizer()
+    first = Conversation(tokenizer, demonstration.messages[:1], tools=demonstration.tools)
+    text = str(tokenizer.decode(list(first.token_ids)))
     opening = text.removeprefix("<|im_start|>").partition("<|im_end|>")[0]
     return opening if opening.startswith("system\n") else ""

@@ -176,7 +176,7 @@ async def test_long_failures_are_cut() -> None:
     said = await Grader(Examined()).feedback("wrong", MBPP, 0)
     assert said is not None
     assert len(said) < FEEDBACK_CHARS + 50
-    assert said.endswith("more characters]")
+    assert said.endswith("[cut here]")
 
 
 async def test_the_sandbox_is_open_while_the_agent_is() -> None:

@@ -26,7 +26,7 @@ from search_server import Document, Index, SearchEngine, serve
 from warm_start import tool_call, warm_start
 
 from arl.api import Example, SamplingParams, ScriptedEngine, Trajectory
-from arl.api.errors import DatasetError, ServerError
+from arl.api.errors import ArlError
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.rewards.adapt import InlineReward
@@ -128,7 +128,7 @@ async def test_a_malformed_call_comes_back_and_the_episode_goes_on() -> None:
 async def test_a_search_server_that_is_away_fails_the_episode() -> None:
     async with serve(Index([Document("a", "word")])) as url:
         pass
-    with pytest.raises(ServerError, match="cannot be reached"):
+    with pytest.raises(ArlError, match="cannot be reached"):
         await episode(call("Amber Harp"), "Kelmora", url=url)
 
 
@@ -171,7 +171,7 @@ def test_paragraphs_are_read_from_files_and_from_the_hubs_form() -> None:
 
 @pytest.mark.parametrize("context", [7, ["Amber Harp"], [["a", ["b"], "c"]], {"title": ["a"]}, [["a", None]]])
 def test_a_context_of_another_form_is_an_error(context: Any) -> None:
-    with pytest.raises(DatasetError, match=r"a context must be a list of \[title"):
+    with pytest.raises(ArlError, match=r"a context must be a list of \[title"):
         paragraphs(context)
 
 
@@ -204,13 +204,13 @@ def test_a_directory_gives_its_training_split_and_the_one_to_evaluate_on(tmp_pat
 
 def test_a_file_too_short_to_hold_out_from_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [ROW])
-    with pytest.raises(DatasetError, match="num_held_out=192"):
+    with pytest.raises(ArlError, match="num_held_out=192"):
         questions(SearchAgentConfig(dataset=path))
 
 
 def test_questions_need_their_paragraphs_only_where_no_server_is_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"question": "?", "answer": "!"}] * 3)
-    with pytest.raises(DatasetError, match="'context'"):
+    with pytest.raises(ArlError, match="'context'"):
         questions(SearchAgentConfig(dataset=path, num_held_out=1))
     training, _ = questions(SearchAgentConfig(dataset=path, num_held_out=1, search_url="http://127.0.0.1:1"))
     assert len(training) == 2

@@ -13,7 +13,7 @@ import search_server
 from aiohttp import ClientSession, web
 from search_server import Document, Index, SearchEngine, serve
 
-from arl.api.errors import DatasetError, ServerError
+from arl.api.errors import ArlError
 
 DOCUMENTS = [
     Document("Amber Harp", "a novel by Mira Tovel"),
@@ -45,7 +45,7 @@ def test_more_than_there_is_can_be_asked_for(index: Index) -> None:
 
 @pytest.mark.parametrize("documents", [[], [Document("?", "!")]])
 def test_a_corpus_without_words_is_an_error(documents: list[Document]) -> None:
-    with pytest.raises(DatasetError, match="nothing to search"):
+    with pytest.raises(ArlError, match="nothing to search"):
         Index(documents)
 
 
@@ -86,7 +86,7 @@ async def test_an_engine_over_an_index_has_a_server_of_its_own_while_it_is_open(
     for _ in range(2):
         async with engine:
             assert await engine.search("Sarn", 2) == [DOCUMENTS[3]]
-    with pytest.raises(ServerError, match="not open"):
+    with pytest.raises(ArlError, match="not open"):
         await engine.search("Sarn", 2)
 
 
@@ -100,13 +100,13 @@ async def test_a_server_that_is_away_is_an_error_that_names_the_flag(index: Inde
     async with serve(index) as url:
         engine = SearchEngine(url=url)
     async with engine:
-        with pytest.raises(ServerError, match="--search_url"):
+        with pytest.raises(ArlError, match="--search_url"):
             await engine.search("Sarn", 1)
 
 
 async def test_a_refusal_comes_with_the_servers_words(index: Index) -> None:
     async with SearchEngine(index=index) as engine:
-        with pytest.raises(ServerError, match=r"answered 400: .*topk from 1 to 100"):
+        with pytest.raises(ArlError, match=r"answered 400: .*topk from 1 to 100"):
             await engine.search("Sarn", 1000)
 
 
@@ -122,7 +122,7 @@ async def test_a_server_of_another_protocol_is_an_error(answer: str) -> None:
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         async with SearchEngine(url=f"http://127.0.0.1:{runner.addresses[0][1]}") as engine:
-            with pytest.raises(ServerError, match="not that of /retrieve"):
+            with pytest.raises(ArlError, match="not that of /retrieve"):
                 await engine.search("Sarn", 1)
     finally:
         await runner.cleanup()
@@ -130,7 +130,7 @@ async def test_a_server_of_another_protocol_is_an_error(answer: str) -> None:
 
 async def test_a_port_that_is_taken_is_an_error(index: Index) -> None:
     async with serve(index) as url:
-        with pytest.raises(ServerError, match="choose another port"):
+        with pytest.raises(ArlError, match="choose another port"):
             async with serve(index, port=int(url.rpartition(":")[2])):
                 raise AssertionError("two servers listen on one port")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import warm_start
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from warm_start import Demonstration, demonstrated, tool_call
+from warm_start import Demonstration, demonstrated, frequent_phrases, tool_call
 
 from arl.engine.tiny import TinyShape, tiny_tokenizer
 from arl.workflow.conversation import Conversation
@@ -73,6 +73,11 @@ def test_an_interrupted_warm_start_leaves_no_model(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         small_warm_start(tmp_path / "model", lambda: [lesson()])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_frequent_phrases_are_what_many_texts_share_between_numbers_and_operators() -> None:
+    texts = [f"What is {i} + {i}? <tool_call>" for i in range(100)] + ["Once only 3"]
+    assert frequent_phrases(texts, min_share=0.05) == (" + ", "<tool_call>", "? ", "What is ")
 
 
 def test_phrases_named_by_the_caller_are_one_token_each(tmp_path: Path) -> None:

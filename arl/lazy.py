@@ -1,0 +1,29 @@
+"""Names of a package that load their module when they are first used (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of `package`.
+
+    homes: module -> the names that the package takes from it, separated by spaces. A module without names is itself
+    what is taken, under the last part of its name.
+    """
+    found = {name: (module, name) for module, names in homes.items() for name in names.split()}
+    found |= {module.rpartition(".")[2]: (module, "") for module, names in homes.items() if not names}
+
+    def get(name: str) -> Any:
+        if name not in found:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, attribute = found[name]
+        module = import_module(home)
+        value = getattr(module, attribute) if attribute else module
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *found})

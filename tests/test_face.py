@@ -1,0 +1,58 @@
+"""What users import: `arl`, `arl.rewards` and `arl.sandbox`, and nothing at a second address."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import arl
+import arl.rewards
+import arl.sandbox
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "api.md").read_text()
+TAUGHT = [
+    ROOT / "README.md",
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "examples").rglob("*.py"),
+    ROOT / "examples/notebook.ipynb",
+]
+
+
+@pytest.mark.parametrize("package", [arl, arl.rewards, arl.sandbox], ids=lambda package: package.__name__)
+def test_every_name_can_be_loaded_and_has_its_line_on_the_page(package: ModuleType) -> None:
+    part = PAGE.partition(f"\n# {package.__name__}\n")[2].partition("\n# ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)) == sorted(package.__all__)
+    assert {name for name in package.__all__ if not hasattr(package, name)} == set()
+    assert set(package.__all__) <= set(dir(package))
+
+
+@pytest.mark.parametrize("package", [arl, arl.rewards], ids=lambda package: package.__name__)
+def test_editors_see_the_names_where_they_are_loaded_from(package: ModuleType) -> None:
+    assert package.__file__ is not None
+    (block,) = [node for node in ast.parse(Path(package.__file__).read_text()).body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    homes = package._HOMES
+    assert seen == {f"{home}.{name}".rstrip(".") for home, names in homes.items() for name in names.split() or [""]}
+
+
+def test_importing_it_loads_none_of_its_modules() -> None:
+    script = "import sys, arl; print(*sorted(name for name in sys.modules if name.startswith('arl')))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.split() == ["arl", "arl.lazy"]
+
+
+def test_a_name_that_there_is_not_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'arl' has no attribute 'Trainer'"):
+        _ = arl.Trainer  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("file", TAUGHT, ids=lambda file: file.name)
+def test_what_is_taught_imports_from_the_face_alone(file: Path) -> None:
+    modules = re.findall(r"(?:from|import) (arl[\w.]*)(?: import|$)", file.read_text(), re.MULTILINE)
+    assert set(modules) <= {"arl", "arl.rewards", "arl.sandbox"}
