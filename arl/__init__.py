@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from arl.engine.fsdp.model import load_tokenizer
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
     from arl.experiment import Experiment, ExperimentConfig, Setup
+    from arl.start import atrain, train
     from arl.training.finetuning import Preference, PreferenceLoss, finetune, train_preferences, train_reward_model
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
     from arl.workflow.call_formats import parse_tool_calls
@@ -52,6 +53,7 @@ _HOMES = {
     "arl.experiment": "Experiment ExperimentConfig Setup",
     "arl.rewards": "",
     "arl.sandbox": "",
+    "arl.start": "atrain train",
     "arl.training.finetuning": "Preference PreferenceLoss finetune train_preferences train_reward_model",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",

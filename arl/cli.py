@@ -74,10 +74,10 @@ def _over_defaults(config_class: type[Config], given: dict[str, Any]) -> dict[st
     A section given in part would otherwise lose what a subclass set in its default.
     """
     defaults = {name: field.default for name, field in config_class.model_fields.items()}
-    return {name: _over(defaults.get(name), value) for name, value in given.items()}
+    return {name: laid_over(defaults.get(name), value) for name, value in given.items()}
 
 
-def _over(default: object, given: Any) -> Any:
+def laid_over(default: object, given: Any) -> Any:
     """A section over its default; one of another kind or preset than the default's stands alone, as does what is no
     section."""
     if not isinstance(default, BaseModel) or not isinstance(given, dict):
@@ -86,7 +86,7 @@ def _over(default: object, given: Any) -> Any:
     if any(given.get(tag, value) != value for tag, value in tags.items()):
         return given
     said = {name: getattr(default, name) for name in default.model_fields_set}
-    return {**tags, **said, **{name: _over(getattr(default, name, None), value) for name, value in given.items()}}
+    return {**tags, **said, **{name: laid_over(getattr(default, name, None), value) for name, value in given.items()}}
 
 
 def run(

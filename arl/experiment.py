@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from pydantic import model_validator
@@ -28,7 +29,7 @@ from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
-from arl.training.metrics import Evaluation, make_run_dir, plot_run, write_atomically
+from arl.training.metrics import Evaluation, make_run_dir, plot_run, read_jsonl, write_atomically
 
 if TYPE_CHECKING:
     from arl.training.trainer import Trainer
@@ -108,7 +109,7 @@ class Experiment(Generic[ConfigT]):
         """
         run(self.train, self.config, argv)
 
-    async def train(self, config: ConfigT) -> None:
+    async def train(self, config: ConfigT) -> TrainingResult:
         """Evaluate, train, evaluate again, and leave in run_dir summary.json, reward.png and the trained model.
 
         Run again on the same run_dir, it continues; what the model was before any training is then known already.
@@ -129,8 +130,10 @@ class Experiment(Generic[ConfigT]):
                 pass
             after = await _evaluated(trainer, trainer.version)
             await trainer.export(config.run_dir / TRAINED)
-        result = await asyncio.to_thread(_write_results, config, trainer.summary(), before, after)
-        sys.stdout.write(result + "\n")
+        summary = _summary(trainer.summary(), before, after)
+        said = await asyncio.to_thread(_write_results, config, summary)
+        sys.stdout.write(said + "\n")
+        return TrainingResult(run_dir=config.run_dir, summary=summary)
 
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
         """The settings with the prepared model in them, and what was prepared. Raises ConfigError where run_dir cannot
@@ -140,6 +143,34 @@ class Experiment(Generic[ConfigT]):
         prepared = await _stoppable(lambda: self.prepare(config))
         setup = await prepared if inspect.isawaitable(prepared) else prepared
         return config.model_copy(update={"model": setup.model}), setup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """What a run left in `run_dir`."""
+
+    run_dir: Path
+    summary: Mapping[str, float]
+    """As in summary.json: held-out reward before and after, steps, seconds, samples per second, counts of episodes."""
+
+    @property
+    def model(self) -> str:
+        """The trained model, a Hugging Face directory."""
+        return str(self.run_dir / TRAINED)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A row for each step, as in metrics.jsonl."""
+        return read_jsonl(self.run_dir / "metrics.jsonl")
+
+    def plot(self) -> Path:
+        """Draw reward, staleness and throughput into reward.png, which a notebook shows. Raises ImportError without
+        matplotlib."""
+        path = plot_run(self.run_dir)
+        ipython = sys.modules.get("IPython")
+        if ipython is not None and ipython.get_ipython() is not None:
+            ipython.display.display(ipython.display.Image(filename=str(path)))
+        return path
 
 
 class _Stopped(BaseException):
@@ -173,19 +204,17 @@ async def _evaluated(trainer: Trainer, version: int) -> Evaluation | None:
     return trainer.evaluations.get(version) or await trainer.evaluate()
 
 
-def _write_results(
-    config: Config, totals: Mapping[str, float], before: Evaluation | None, after: Evaluation | None
-) -> str:
+def _write_results(config: Config, summary: Mapping[str, float]) -> str:
     """What to say of them, in a line."""
-    summary = _summary(totals, before, after)
     write_atomically(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     where = f"see {config.run_dir}/summary.json"
     try:
         where += f" and {plot_run(config.run_dir).name}"
     except ImportError as missing:
         log.warning("%s", missing)
-    what = f"held-out reward {before.reward:.3f} -> {after.reward:.3f} in " if before and after else "trained "
-    return f"{what}{totals['steps']} steps, {totals['wall_s']:.0f} s; {where}"
+    rewards = [summary.get(f"eval_reward_{when}") for when in ("before", "after")]
+    what = "held-out reward {:.3f} -> {:.3f} in ".format(*rewards) if None not in rewards else "trained "
+    return f"{what}{summary['steps']} steps, {summary['wall_s']:.0f} s; {where}"
 
 
 def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Evaluation | None) -> dict[str, float]:

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "aiohttp", "numpy")
-ON_LAUNCH = ("arl.experiment", "arl.commands")
-"""What runs whole experiments, and knows no concrete engine."""
+ON_LAUNCH = ("arl.experiment", "arl.start", "arl.commands")
+"""What runs whole experiments."""
 IO = frozenset(
     (
         "asyncio", "concurrent", "ctypes", "fcntl", "http", "io", "logging", "mmap", "multiprocessing", "os", "pathlib",
@@ -111,7 +111,7 @@ def test_commands_see_experiments_and_episodes_and_no_trainer() -> None:
 def test_only_the_composition_root_names_concrete_engines() -> None:
     """The face names them for editors."""
     named = {m for m, found in IMPORTS.items() if any(is_in(i, "arl.engine") for i in found)}
-    assert {m for m in named if not is_in(m, "arl.engine")} == {"arl.assembly", "arl"}
+    assert {m for m in named if not is_in(m, "arl.engine")} == {"arl.assembly", "arl", "arl.start"}
 
 
 def test_the_embedded_server_knows_neither_its_client_nor_the_trainer() -> None:

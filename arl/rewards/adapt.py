@@ -76,7 +76,7 @@ def is_ready(reward: object) -> bool:
 
 
 def _made(function: Any, timeout_s: float, workers: int | None) -> Reward:
-    _check_signature(function)
+    check_signature(function)
     if not inspect.iscoroutinefunction(function):
         num_workers = 2 if workers is None else workers
         if is_typed_in(function):
@@ -93,7 +93,8 @@ def _made(function: Any, timeout_s: float, workers: int | None) -> Reward:
     return AsyncReward(function, timeout_s=timeout_s)
 
 
-def _check_signature(function: Any) -> None:
+def check_signature(function: Any) -> None:
+    """Raise ConfigError for a function that takes other arguments than an answer and its example."""
     try:
         inspect.signature(function).bind("", {})
     except TypeError as error:

@@ -1,0 +1,188 @@
+"""`arl.train`: a model, a dataset and a reward go in, a trained model comes out.
+
+    result = arl.train(model="Qwen/Qwen3-0.6B", reward=arl.rewards.NumericMatch(), dataset="openai/gsm8k")
+
+It runs an `Experiment` of one workflow; `launch` is for those who want the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar, cast
+
+from pydantic import ValidationError
+
+from arl.api.algorithm import AlgorithmConfig
+from arl.api.config import Config, LocalEngineConfig
+from arl.api.errors import ConfigError, DatasetError
+from arl.api.settings import config_error
+from arl.api.types import SamplingParams
+from arl.api.workflow import RolloutWorkflow
+from arl.cli import laid_over
+from arl.data import load_dataset
+from arl.experiment import Experiment, Setup, TrainingResult
+from arl.rewards.adapt import RewardLike, ThreadReward, WeightedReward, check_signature
+from arl.rollout.controller import Dataset
+from arl.workflow.agent import PromptFunction, SingleTurnWorkflow
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Rewards = RewardLike | Mapping[str, RewardLike | tuple[float, RewardLike]]
+"""A reward, or several by name, each with its weight (1 where none is given)."""
+Rows = str | Path | Dataset
+"""A list of dicts, a `datasets.Dataset`, a file, a directory, or a dataset's name on the hub."""
+
+
+async def atrain(  # noqa: PLR0913 - what most runs set, where an editor completes it
+    *,
+    dataset: Rows,
+    model: str | Path | None = None,
+    reward: Rewards | None = None,
+    workflow: RolloutWorkflow | None = None,
+    eval_dataset: Rows | None = None,
+    system: str | None = None,
+    prompt: PromptFunction | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    algorithm: str | AlgorithmConfig | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    group_size: int | None = None,
+    max_staleness: int | None = None,
+    lr: float | None = None,
+    seed: int | None = None,
+    run_dir: str | Path | None = None,
+    device: str | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    config: Config | None = None,
+) -> TrainingResult:
+    """Train `model` on `dataset`; evaluate before and after on `eval_dataset`, if there is one.
+
+    `arl.train(...)` is for scripts, `await arl.atrain(...)` for notebooks. Called again with the same `run_dir`, it
+    continues. What is left unset is as in `config`, or else as `Config` has it.
+
+    model: a Hugging Face directory, or a name on the hub.
+    dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a file, a directory, or a name on the hub, of which
+        the splits `train` and `test` are read. Without a workflow, an example has a column `messages`, `prompt` or
+        `question`.
+    reward: a function of the answer's text and the example, or several: name -> function, or (weight, function).
+    workflow: an agent, in the place of a reward.
+    system, prompt: the system prompt, and a function from an example to its question; only with a reward.
+    max_new_tokens, temperature: how answers are sampled; only with a reward.
+    algorithm: a name that `arl algorithms` lists, or settings.
+    steps: batches to train. batch_size: examples in a batch. group_size: episodes of each example.
+    max_staleness: how many versions old a trained token may be; 0 is synchronous training.
+    lr: the learning rate. run_dir: where the run's files go. device, dtype: of the trainer and the embedded server.
+    config: all other settings.
+
+    Raises ConfigError and DatasetError for what cannot be trained on, and whatever else ends a run.
+    """
+    device_and_dtype = {"device": device, "dtype": dtype}
+    is_embedded = config is None or isinstance(config.engine, LocalEngineConfig)
+    settings = _settings(
+        config,
+        {
+            "model": model and str(model),
+            "run_dir": run_dir,
+            "steps": steps,
+            "seed": seed,
+            "rollout": {"batch_size": batch_size, "group_size": group_size, "max_staleness": max_staleness},
+            "train": {**device_and_dtype, "optimizer": {"lr": lr}},
+            "engine": device_and_dtype if is_embedded else {},
+            "algorithm": {"preset": algorithm} if isinstance(algorithm, str) else algorithm,
+        },
+    )
+    sampling = _given({"max_new_tokens": max_new_tokens, "temperature": temperature})
+    _check_choice(reward, workflow, _given({"system": system, "prompt": prompt, **sampling}))
+
+    def prepare(config: Config) -> Setup:
+        train, held_out = _rows("dataset", dataset, "train"), _rows("eval_dataset", eval_dataset, "test")
+        agent = workflow
+        if agent is None:
+            agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
+            agent.messages(train[0])  # an example without a question is told of before anything starts
+        return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out)
+
+    return await Experiment(config=type(settings), prepare=prepare).train(settings)
+
+
+def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Its twin for scripts, with the same parameters."""
+
+    @wraps(coroutine)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(coroutine(*args, **kwargs))
+        raise ConfigError("train() blocks, and an event loop is running here, as in a notebook: await arl.atrain(...)")
+
+    call.__name__ = call.__qualname__ = coroutine.__name__.removeprefix("a")
+    return call
+
+
+train = _blocking(atrain)
+
+
+def _settings(base: Config | None, changes: Mapping[str, Any]) -> Config:
+    """The changes that are given, over `base`. Raises ConfigError naming each setting that is wrong."""
+    kind = Config if base is None else type(base)
+    try:
+        return kind.model_validate(laid_over(base or Config.model_construct(), _given(changes)))
+    except ValidationError as error:
+        raise config_error(kind, error) from None
+
+
+def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is None, and sections in which nothing is left."""
+    inner = {name: _given(value) if isinstance(value, dict) else value for name, value in changes.items()}
+    return {name: value for name, value in inner.items() if value is not None and value != {}}
+
+
+def _check_choice(reward: object, workflow: object, of_reward: Mapping[str, object]) -> None:
+    if (reward is None) == (workflow is None):
+        got = "neither" if reward is None else "both"
+        raise ConfigError(f"train got {got} of reward and workflow; give a reward for single answers, or an agent")
+    if workflow is not None and of_reward:
+        raise ConfigError(f"{', '.join(of_reward)} cannot be given beside a workflow, which has its own; set it there")
+
+
+def _rows(name: str, rows: Any, split: str) -> Any:
+    """The examples. Raises DatasetError for what cannot be loaded, and for what holds no dicts."""
+    if rows is None or isinstance(rows, str | Path):
+        return rows and load_dataset(str(rows), split=split)
+    if isinstance(rows, Mapping):
+        splits = ", ".join(map(repr, rows))
+        raise DatasetError(f"{name} is a mapping of {splits}; give one of its splits, such as {name}[{split!r}]")
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise DatasetError(f"{name} is a {type(rows).__name__}; give a list of dicts, a datasets.Dataset, or a name")
+    if len(rows) and not isinstance(rows[0], Mapping):
+        raise DatasetError(f"{name} has {rows[0]!r:.80} in its first row; each row must be a dict")
+    return rows
+
+
+def _single_turn(
+    model: str, reward: Rewards, sampling: SamplingParams, system: str | None, prompt: PromptFunction | None
+) -> SingleTurnWorkflow:
+    from arl.engine.fsdp.model import load_tokenizer
+
+    if isinstance(reward, Mapping):
+        parts = {name: part if isinstance(part, tuple) else (1.0, part) for name, part in reward.items()}
+        whole: Any = WeightedReward({name: (weight, _runnable(part)) for name, (weight, part) in parts.items()})
+    else:
+        whole = _runnable(reward)
+    return SingleTurnWorkflow(load_tokenizer(model), whole, sampling=sampling, system=system, prompt=prompt)
+
+
+def _runnable(reward: Any) -> RewardLike:
+    """Functions of the script itself run in threads: to find them, worker processes would run the script again."""
+    if not inspect.isfunction(reward) or inspect.iscoroutinefunction(reward):
+        return reward
+    check_signature(reward)
+    is_importable = reward.__module__ != "__main__" and "<" not in reward.__qualname__
+    return reward if is_importable else ThreadReward(reward)

@@ -1,0 +1,135 @@
+"""`arl.train`: what it takes, what it refuses, and what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_launch import use_fakes
+
+import arl
+from arl.api.errors import ConfigError, DatasetError
+from arl.engine.tiny import TURN_END, TinyShape, tiny_tokenizer, write_tiny_model
+from arl.start import _settings
+
+TOKENIZER = tiny_tokenizer()
+SUMS = [{"question": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(6)]
+SMALL = {"steps": 2, "batch_size": 2, "group_size": 2}
+QUIET = arl.Config(model="none", log={"console": False})
+
+
+async def right(answer: str, data: arl.Example) -> float:
+    return float(answer == data["answer"])
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Arguments of a small run, whose model says 3 to everything."""
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    use_fakes(monkeypatch, arl.ScriptedEngine(lambda request: TOKENIZER.encode("3" + TURN_END)))
+    return {**SMALL, "model": tmp_path / "model", "run_dir": tmp_path / "run", "config": QUIET}
+
+
+async def test_it_trains_on_a_reward_and_returns_what_the_run_left(small: dict[str, Any]) -> None:
+    result = await arl.atrain(dataset=SUMS, reward=right, eval_dataset=SUMS[2:3], max_new_tokens=4, **small)
+    assert [row["version"] for row in result.metrics] == [1, 2]
+    assert result.summary["eval_reward_after"] == 1.0
+    assert result.model == str(small["run_dir"] / "trained")
+    assert result.plot() == small["run_dir"] / "reward.png"
+
+
+def test_a_script_calls_it_without_an_event_loop(small: dict[str, Any]) -> None:
+    assert arl.train(dataset=SUMS, reward=right, **small).summary["steps"] == 2
+
+
+async def test_within_an_event_loop_it_says_what_to_await(small: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"await arl\.atrain"):
+        arl.train(dataset=SUMS, reward=right, **small)
+
+
+async def test_several_rewards_are_named_and_weighted(small: dict[str, Any]) -> None:
+    parts = {"right": right, "short": (0.5, lambda answer, data: float(len(answer) < 4))}
+    result = await arl.atrain(dataset=SUMS[2:3], reward=parts, **small)
+    assert [row["reward"] for row in result.metrics] == [1.5, 1.5]
+    assert {"reward/right", "reward/short"} <= result.metrics[0].keys()
+
+
+async def test_a_workflow_takes_the_place_of_a_reward(small: dict[str, Any]) -> None:
+    agent = arl.SingleTurnWorkflow(TOKENIZER, right, system="Add.")
+    assert (await arl.atrain(dataset=SUMS, workflow=agent, **small)).summary["steps"] == 2
+
+
+async def test_a_file_is_a_dataset(small: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"question": "2 + 1 = ?", "answer": "3"}\n')
+    result = await arl.atrain(dataset=tmp_path / "sums.jsonl", reward=right, **small)
+    assert result.metrics[0]["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ConfigError, "neither of reward and workflow"),
+        ({"reward": right, "workflow": arl.SingleTurnWorkflow(TOKENIZER, right)}, ConfigError, "both of reward"),
+        (
+            {"workflow": arl.SingleTurnWorkflow(TOKENIZER, right), "system": "Add."},
+            ConfigError,
+            "system cannot be given",
+        ),
+        ({"reward": right, "group_size": 0}, ConfigError, r"rollout\.group_size is 0"),
+        ({"reward": right, "algorithm": "grop"}, ConfigError, "grpo"),
+        ({"reward": right, "dataset": [{"text": "2 + 2"}]}, DatasetError, "columns text, .* pass prompt="),
+        ({"reward": right, "dataset": {"train": SUMS, "test": SUMS}}, DatasetError, r"dataset\['train'\]"),
+        ({"reward": right, "dataset": iter(SUMS)}, DatasetError, "give a list of dicts"),
+        ({"reward": right, "dataset": ["2 + 2"]}, DatasetError, "each row must be a dict"),
+        ({"reward": {"right": ("much", right)}}, ConfigError, "finite weight"),
+        ({"reward": lambda answer: 1.0}, ConfigError, "cannot be called with"),
+    ],
+)
+async def test_what_cannot_be_trained_on_is_told_of_at_once(
+    arguments: dict[str, Any], error: type[Exception], message: str, small: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=message):
+        await arl.atrain(**{"dataset": SUMS, **small, **arguments})
+    assert not (small["run_dir"] / "metrics.jsonl").exists()
+
+
+def test_settings_that_are_given_stand_over_those_of_the_config() -> None:
+    base = arl.Config(model="m", seed=3, rollout={"max_staleness": 5}, engine={"num_threads": 7})
+    both = _settings(base, {"model": None, "rollout": {"group_size": 4}, "engine": {"device": "cuda"}})
+    assert (both.model, both.seed) == ("m", 3)
+    assert (both.rollout.max_staleness, both.rollout.group_size, both.rollout.batch_size) == (5, 4, 32)
+    assert both.engine.model_dump(include={"num_threads", "device"}) == {"num_threads": 7, "device": "cuda"}
+
+
+def test_editors_and_help_see_every_setting_of_both() -> None:
+    assert inspect.signature(arl.train) == inspect.signature(arl.atrain)
+    assert {"reward", "dataset", "lr", "group_size"} <= inspect.signature(arl.train).parameters.keys()
+
+
+def test_a_function_of_the_script_itself_needs_no_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from arl.rewards import ThreadReward
+    from arl.start import _runnable
+
+    def own(answer: str, data: arl.Example) -> float:
+        return 1.0
+
+    own.__module__, own.__qualname__ = "__main__", "own"
+    assert isinstance(_runnable(own), ThreadReward)
+    assert _runnable(right) is right
+
+
+def test_three_lines_train_a_model_on_a_real_server(tmp_path: Path) -> None:
+    shape = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
+    model = write_tiny_model(tmp_path / "model", shape=shape)
+    result = arl.train(
+        model=model,
+        reward=lambda answer, data: float(len(answer)),
+        dataset=SUMS,
+        max_new_tokens=4,
+        run_dir=tmp_path / "run",
+        **SMALL,
+    )
+    assert result.summary["steps"] == 2
+    assert {"config.json", "model.safetensors"} <= {path.name for path in Path(result.model).iterdir()}
