@@ -40,7 +40,7 @@ def serve() -> None:
         return web.Response(body=answers[count], content_type="application/json")
 
     async def acknowledge(request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": "default"})
+        return web.json_response({"model_path": "m", "weight_version": "default"})
 
     async def main() -> None:
         app = web.Application(client_max_size=1 << 28)

@@ -42,11 +42,16 @@ class ServerError(ArlError):
 
 
 class ServerFailedError(ServerError):
-    """A server did not answer, or answered that it failed: the same may work later, or on another server."""
+    """A server did not answer, or answered that it failed: the same request may succeed later, or elsewhere."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        """retry_after_s: how long the server asks its clients to wait."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NoSuchPathError(ServerError):
-    """A server has no such path: it is older, or no SGLang server."""
+    """A server has no such path: it is older than expected, or another kind of server."""
 
 
 class TrainingError(ArlError):

@@ -13,11 +13,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arl.api.errors import ConfigError, RequestTimeoutError, RewardError, RewardTimeoutError, ServerError
+from arl.api.errors import (
+    ConfigError,
+    NoSuchPathError,
+    RequestTimeoutError,
+    RewardError,
+    RewardTimeoutError,
+    ServerError,
+)
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.score import Score, shown
-from arl.web.client import JsonClient, NoSuchPathError
+from arl.web.client import JsonClient
 
 # What servers answered to requests, on disk, for many episodes and several processes at once.
 

@@ -17,7 +17,14 @@ from weakref import WeakKeyDictionary
 import aiohttp
 from yarl import URL
 
-from arl.api.errors import ArlError, ConfigError, RequestTimeoutError, ServerError
+from arl.api.errors import (
+    ArlError,
+    ConfigError,
+    NoSuchPathError,
+    RequestTimeoutError,
+    ServerError,
+    ServerFailedError,
+)
 
 _BUSY = 429
 _FIRST_WAIT_S = 0.25
@@ -26,19 +33,6 @@ _LONGEST_ASKED_WAIT_S = 120.0
 """The most that is granted to a server's Retry-After."""
 _LONG_BODY = 1 << 19
 _MAX_QUOTED = 500
-
-
-class NoSuchPathError(ServerError):
-    """The server has no such path."""
-
-
-class ServerFailedError(ServerError):
-    """The server could not be reached, or failed: the same request may succeed later."""
-
-    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
-        """retry_after_s: how long the server asks its clients to wait."""
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

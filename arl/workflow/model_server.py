@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
-from arl.api.errors import ArlError, ModelError, ServerError
-from arl.web.client import JsonClient, NoSuchPathError
+from arl.api.errors import ArlError, ModelError, NoSuchPathError, ServerError
+from arl.web.client import JsonClient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,15 +1,13 @@
-"""One inference server that speaks SGLang's HTTP protocol, seen from the client: calls, answers and failures.
+"""One inference server that speaks SGLang's HTTP protocol: its calls, its answers, and what it says of itself.
 
-A failure is one of these. ServerFailedError: the server could not answer; another, or the same later, may.
-ServerError: it refused, and would again (NoSuchPathError: it has no such path). PromptTooLongError: the prompt does not
-fit. Timeouts are the caller's, by asyncio.timeout.
+A call raises ServerFailedError if the server could not answer, so that another, or the same one later, may; ServerError
+if it refused, and would again (NoSuchPathError: it has no such path); PromptTooLongError if the prompt does not fit.
+Timeouts are the caller's, by asyncio.timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +15,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
-from yarl import URL
 
 from arl.api.config import PauseMode
 from arl.api.engine import TensorSpec, WeightGroup
-from arl.api.errors import NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
+from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
+from arl.web.client import JsonClient, Reply
 
-_JSON = {"Content-Type": "application/json"}
 _PROMPT_TOO_LONG = re.compile(r"context length|maximum allowed length|longer than the model", re.IGNORECASE)
 _NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)
-"""A server that refuses a request for its adapter was started again: this engine names what it has loaded there."""
-_BUSY = 429
-_LONG_BODY = 1 << 19
+"""A server that refuses a request for its adapter was started again: this engine names only what it has loaded."""
 _MIXTURE = "mixture"
 """The label of weights that are of no version: a server that is left with it is given all of them again."""
+_GREETING_TIMEOUT_S = 10.0
+_PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**2  # 你好"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,37 +41,42 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one call of /generate gave. `spans` is empty for servers too old to send them; `label` is the newest."""
+    """The result of one call of /generate."""
 
     output_ids: list[int]
     output_logprobs: list[float]
     finish: Literal["stop", "length", "abort"]
     text: str
     label: str
+    """Of the newest weights that it was sampled under."""
     spans: tuple[VersionSpan, ...]
+    """Empty for servers too old to send them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a server tells of the weights that it holds: their label, and the adapters beside them, if it was asked."""
+    """What a server tells of the weights that it holds."""
 
     label: str
     adapters: frozenset[str] = frozenset()
+    """The adapters beside them, if it was asked."""
 
 
-class ServerClient:
-    """The HTTP calls to one server. Borrows the session. `num_ranks` is 1 until `greet` has asked."""
+class ServerClient(JsonClient):
+    """The HTTP calls to one server. Borrows the session."""
+
+    key_hint = "set engine.api_key to the key that the server was started with"
+    path_hint = "is it an SGLang server?"
 
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+        super().__init__(address, max_concurrent=None, timeout_s=None, session=session)
         self.address = address
         self.num_ranks = 1
-        self._session = session
-        self._base = URL(address)
-        self._generate_url = self._base / "generate"
+        """Until `greet` has asked."""
 
     async def generate(self, payload: dict[str, Any]) -> Answer:
         """POST /generate. Raises ServerFailedError, ServerError or PromptTooLongError."""
-        body = await self._call("POST", self._generate_url, payload)
+        body = await self._post("generate", payload)
         try:
             return _parse_answer(body)
         except (KeyError, TypeError, ValueError) as error:
@@ -168,7 +170,7 @@ class ServerClient:
 
     async def model_info(self) -> dict[str, Any]:
         """What the server serves, also while it is paused. Raises ServerError if it is no SGLang server."""
-        info = await self._call("GET", self._base / "model_info", None)
+        info = (await self.call("GET", "/model_info")).json_object()
         if "model_path" not in info:
             raise ServerError(
                 f"{self.address} answers, but not as an SGLang server does: GET /model_info gave no model_path"
@@ -181,12 +183,12 @@ class ServerClient:
 
     async def check_health(self) -> None:
         """Returns if the server generates: SGLang samples a token for it, so one that is paused does not answer."""
-        await self._call("GET", self._base / "health", None)
+        await self.call("GET", "/health")
 
     async def look_up(self, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
         """GET what not every server tells, or POST the payload; {} where the server has no such path."""
         try:
-            return await self._call("GET" if payload is None else "POST", self._base / path, payload)
+            return (await self.call("GET" if payload is None else "POST", f"/{path}", payload)).json_object()
         except NoSuchPathError:
             return {}
 
@@ -197,62 +199,14 @@ class ServerClient:
             raise ServerError(f"{self.address} refused /{path}: {reason}")
 
     async def _post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
-        return await self._call("POST", self._base / path, payload)
+        return (await self.call("POST", f"/{path}", payload)).json_object()
 
-    async def _call(self, method: str, url: URL, payload: dict[str, Any] | None) -> dict[str, Any]:
-        data = None if payload is None else _body(payload)
-        try:
-            async with self._session.request(method, url, data=data, headers=_JSON) as response:
-                status, raw = response.status, await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerFailedError(f"{self.address} could not be reached: {_describe(error)}") from error
-        if status != 200:
-            raise _refusal(self.address, url.path, status, raw)
-        return _parse_json(raw)
-
-
-def _body(payload: dict[str, Any]) -> bytes | io.BytesIO:
-    """JSON; as a file where it is long, which aiohttp sends in pieces rather than at once."""
-    raw = json.dumps(payload, separators=(",", ":")).encode()
-    return raw if len(raw) < _LONG_BODY else io.BytesIO(raw)
-
-
-def _describe(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _parse_json(raw: bytes) -> dict[str, Any]:
-    """A JSON object; {} for the plain-text bodies of calls that only acknowledge."""
-    try:
-        body = json.loads(raw)
-    except ValueError:
-        return {}
-    return body if isinstance(body, dict) else {}
-
-
-def _refusal(address: str, path: str, status: int, raw: bytes) -> ServerError | PromptTooLongError:
-    sentence = _error_sentence(raw)
-    if status == 400 and _PROMPT_TOO_LONG.search(sentence):
-        return PromptTooLongError(f"{address}: {sentence}")
-    message = f"{address} answered {path} with HTTP {status}: {sentence}"
-    lost_adapter = path == "/generate" and status == 400 and _NO_ADAPTER.search(sentence)
-    if status >= 500 or status == _BUSY or lost_adapter:
-        return ServerFailedError(message)
-    if status in (401, 403):
-        message += "; set engine.api_key to the key that the server was started with"
-    if status == 404:
-        return NoSuchPathError(f"{message}; is it an SGLang server?")
-    return ServerError(message)
-
-
-def _error_sentence(raw: bytes) -> str:
-    """SGLang's errors come as {"error": {"message": ..}}, {"error": ".."}, {"message": ..} or, of adapters,
-    {"error_message": ..}; others as text."""
-    body = _parse_json(raw)
-    error = body.get("error", body)
-    if isinstance(error, dict):
-        error = error.get("message") or error.get("error_message")
-    return str(error) if error else raw.decode(errors="replace").strip()[:500] or "(no explanation)"
+    def error_of(self, reply: Reply) -> ArlError:
+        if reply.status == 400 and _PROMPT_TOO_LONG.search(reply.reason):
+            return PromptTooLongError(f"{self.address}: {reply.reason}")
+        if reply.status == 400 and reply.path == "/generate" and _NO_ADAPTER.search(reply.reason):
+            return ServerFailedError(f"{self.address} lost an adapter: {reply.reason}")
+        return super().error_of(reply)
 
 
 def _parse_answer(body: dict[str, Any]) -> Answer:
@@ -273,13 +227,6 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
     )
 
 
-# What a server says of itself when it is first spoken to, and whether several serve the same model.
-
-
-_TIMEOUT_S = 10.0
-_PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**2  # 你好"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
     """What a server says of itself."""
@@ -294,12 +241,12 @@ class Greeting:
 
 
 async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
-    """Ask a server who it is. Raises ServerError, with its address.
+    """Ask a server what it serves, and note its ranks in `client`. Raises ServerError with its address.
 
-    sets_going: one that a killed run left paused is resumed, and has to generate.
+    sets_going: resume a server that a killed run left paused, and have it generate.
     """
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(_GREETING_TIMEOUT_S):
             info = await client.model_info()
             if sets_going:
                 await client.resume()
@@ -308,7 +255,7 @@ async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
             models = (await client.look_up("v1/models")).get("data") or [{}]
             tokens = await _probe_tokens(client)
     except TimeoutError:
-        raise ServerError(f"{client.address} gave no answer within {_TIMEOUT_S:g} s") from None
+        raise ServerError(f"{client.address} gave no answer within {_GREETING_TIMEOUT_S:g} s") from None
     client.num_ranks = int(settings.get("tp_size") or 1)
     return Greeting(
         address=client.address,
@@ -324,7 +271,7 @@ async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
 
 
 def _num_late(settings: Mapping[str, Any]) -> int:
-    """One step's, of a server that launches the next step before it reads what the last one gave."""
+    """The tokens of one step, for a server that launches the next step before it has read the last one."""
     runs_ahead = settings.get("disable_overlap_schedule") is False
     return int(settings.get("speculative_num_draft_tokens") or 1) if runs_ahead else 0
 
@@ -337,7 +284,7 @@ async def _probe_tokens(client: ServerClient) -> list[int] | None:
 
 
 def difference(greetings: Sequence[Greeting]) -> str | None:
-    """The first trait in which a server differs from another, as a sentence; None if all serve alike."""
+    """A sentence about the first trait in which two servers differ; None if all serve the same model."""
     for name in greetings[0].traits if greetings else ():
         told = [
             (greeting.traits[name], greeting.address) for greeting in greetings if greeting.traits[name] is not None

@@ -49,6 +49,7 @@ from arl.engine.client.continuation import Attempt, PartialResponse
 from arl.engine.client.server_client import Answer, ServerClient
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.upkeep import Upkeep
+from arl.web.client import new_session
 from arl.web.listening import allow_many_connections
 
 _FIRST_BACKOFF_S = 0.05
@@ -95,12 +96,7 @@ class RemoteSGLangEngine:
 
     async def __aenter__(self) -> Self:
         allow_many_connections()
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-            headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
-        )
+        session = new_session(api_key=self._api_key, connect_timeout_s=_CONNECT_TIMEOUT_S, keepalive_s=_KEEPALIVE_S)
         try:
             await self._upkeep.start([ServerClient(session, address) for address in self._addresses])
             await self._tasks.__aenter__()

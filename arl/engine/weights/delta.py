@@ -12,51 +12,50 @@ server is only ever told to load a directory of which the mirror has checked eve
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import aiohttp
 
 from arl.api.config import DeltaWeightsConfig, DiskWeightsConfig
 from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightServer, WeightUpdate
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights.disk import DiskTransport, WrittenWeights
-from arl.engine.weights.package import Replica, delta_package, survey, whole_package
-
-# A mirror (arl/engine/weights/mirror.py), seen from the trainer.
-
+from arl.engine.weights.package import Replica, WrongBaseError, delta_package, survey, whole_package
+from arl.web.client import JsonClient
 
 _CONNECT_TIMEOUT_S = 10.0
 _WRONG_BASE = 409
-
-
-class WrongBaseError(Exception):
-    """The mirror does not hold what the package starts from."""
+_MAX_DELTAS = 8
+"""How many versions a mirror may be behind and still get deltas."""
+_MAX_SHARE = 0.5
+"""A delta, or a row of them, larger than this share of the model is not worth it."""
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a mirror holds: a directory on its machine; None while it is empty."""
+    """What a mirror holds; both are None while it is empty."""
 
     checksum: str | None
     directory: Path | None
+    """On the mirror's machine."""
 
 
-class MirrorClient:
-    """The calls to one mirror. Raises ServerFailedError where it may answer later, ServerError where it will not.
+class MirrorClient(JsonClient):
+    """The calls to one mirror. They raise ServerFailedError if it may answer later, ServerError if it will not.
 
-    busy: to be held by whoever changes what the mirror holds. Timeouts are the caller's.
+    Timeouts are the caller's.
     """
 
+    key_hint = "set weights.api_key to the key that it was started with"
+    path_hint = "is it a mirror of this version of arl?"
+
     def __init__(self, address: str, api_key: str | None) -> None:
-        self.address = address.rstrip("/")
+        super().__init__(address, api_key=api_key, timeout_s=None, connect_timeout_s=_CONNECT_TIMEOUT_S)
         self.busy = asyncio.Lock()
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        """To be held while changing what the mirror holds."""
 
     async def held(self) -> Held:
         return await self._call("GET", None, {})
@@ -68,52 +67,30 @@ class MirrorClient:
     def checked(self, held: Held, checksum: str) -> Path:
         """The directory, which has to have this checksum."""
         if held.directory is None or held.checksum != checksum:
-            raise ServerError(f"the mirror at {self.address} took an update and holds something else: is it shared?")
+            raise ServerError(f"the mirror at {self.url} took an update and holds something else: is it shared?")
         return held.directory
 
     async def _call(self, method: str, data: AsyncIterator[bytes] | None, headers: dict[str, str]) -> Held:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session,
-                session.request(method, f"{self.address}/version", data=data, headers=headers) as response,
-            ):
-                return self._parse(response.status, await response.read())
-        except (aiohttp.ClientError, OSError) as error:
-            raise ServerFailedError(
-                f"the mirror at {self.address} could not be reached: {str(error) or type(error).__name__}"
-            ) from error
-
-    def _parse(self, status: int, raw: bytes) -> Held:
+            reply = await self.send(method, "/version", data, headers)
+        finally:
+            await self.aclose()  # the next call comes a version later
+        if reply.status == _WRONG_BASE:
+            raise WrongBaseError(reply.reason)
+        if reply.status != 200:
+            raise self.error_of(reply)
         try:
-            body: dict[str, Any] = json.loads(raw)
-            if status == 200:
-                directory = body["directory"]
-                return Held(checksum=body["checksum"], directory=Path(directory) if directory else None)
-            sentence = str(body["error"]["message"])
-        except (ValueError, KeyError, TypeError):
-            sentence = raw.decode(errors="replace").strip()[:500]
-        message = f"the mirror at {self.address} answered with HTTP {status}: {sentence}"
-        if status == _WRONG_BASE:
-            raise WrongBaseError(message)
-        if status in (401, 403):
-            raise ServerError(f"{message}; set weights.api_key to the key that it was started with")
-        if status >= 500:
-            raise ServerFailedError(message)
-        raise ServerError(f"{message}; is it a mirror of this version of arl?")
+            body = reply.json()
+            directory = body["directory"]
+            return Held(checksum=body["checksum"], directory=Path(directory) if directory else None)
+        except (KeyError, TypeError) as error:
+            raise ServerError(f"{reply.url} is no mirror: it answered {reply.body[:200]!r}") from error
 
 
 async def _sent(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Pieces are read from files as they are sent, on another thread."""
     while piece := await asyncio.to_thread(next, pieces, b""):
         yield piece
-
-
-_MAX_DELTAS = 8
-"""How many versions a mirror may be behind and still get deltas."""
-_MAX_SHARE = 0.5
-"""A delta, or a row of them, larger than this share of the model is not worth it."""
-_MAX_THREADS = 8
 
 
 class DeltaTransport:
@@ -193,7 +170,7 @@ class DeltaWeights:
         elif mirror in self._mirrored:
             await server.load_directory(self._mirrored[mirror], version=self.version, flush_cache=flush_cache)
         else:
-            raise TransportError(f"version {self.version} is not in {mirror.address}; prepare comes before load")
+            raise TransportError(f"version {self.version} is not in {mirror.url}; prepare comes before load")
 
     async def _survey(self) -> Replica:
         """The written directory, compared with the one before it."""

@@ -34,7 +34,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -49,9 +48,19 @@ from aiohttp import web
 
 from arl.api.errors import ArlError, ConfigError
 from arl.engine.weights import package as delta
-from arl.engine.weights.package import DeltaError, FilePart, PackageHeader, Replica, patched_block, spans, survey
-from arl.web.listening import bind, is_loopback, watch_parent
-from arl.web.server import require_key
+from arl.engine.weights.package import (
+    DeltaError,
+    FilePart,
+    PackageHeader,
+    Replica,
+    WrongBaseError,
+    patched_block,
+    spans,
+    survey,
+)
+from arl.web.bodies import RequestError
+from arl.web.listening import bind, check_address, stop_event
+from arl.web.server import boundary, json_response, require_key, serving
 
 # What a mirror holds: the newest version of a model and the one before, each a directory that is whole or absent.
 
@@ -61,10 +70,6 @@ _STALL_S = 60.0
 _NAME = re.compile(r"version-(\d+)-([0-9a-f]{64})")
 _ASIDE = ".writing-"
 _LOCK = ".lock"
-
-
-class WrongBaseError(Exception):
-    """A package starts from something else than what is here, or leads to something else than it says."""
 
 
 class ByteReader(Protocol):
@@ -236,10 +241,7 @@ def _lock_directory(path: Path) -> int:
 
 
 _BAD_START = 2
-_SHUTDOWN_S = 2.0
 _RAM = Path("/dev/shm")
-
-log = logging.getLogger("arl.engine.weights.mirror")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -258,14 +260,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigError."""
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port is {args.port}; it must be between 0 (any free port) and 65535")
+    check_address(args.host, args.port, args.api_key)
     if args.num_threads <= 0:
         raise ConfigError(f"--num-threads is {args.num_threads}; it must be above 0")
-    if not args.api_key and not is_loopback(args.host):
-        raise ConfigError(
-            f"--host is {args.host}, which other machines can reach; give --api-key KEY too, or listen on 127.0.0.1"
-        )
 
 
 def build_app(store: MirrorStore, api_key: str | None) -> web.Application:
@@ -273,31 +270,27 @@ def build_app(store: MirrorStore, api_key: str | None) -> web.Application:
         return web.Response()
 
     async def get_version(request: web.Request) -> web.Response:
-        return web.json_response(_held(store))
+        return json_response(_held(store))
 
     async def put_version(request: web.Request) -> web.Response:
         try:
             await store.receive(request.content)
         except WrongBaseError as error:
-            return _refusal(409, str(error))
+            raise RequestError(str(error), 409) from error
         except (DeltaError, asyncio.IncompleteReadError) as error:
-            return _refusal(400, f"not a package that can be applied: {error}")
+            raise RequestError(f"not a package that can be applied: {error}") from error
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            return _refusal(507, f"there is no room in {store.home}: {error}")
-        return web.json_response(_held(store))
+            raise RequestError(f"there is no room in {store.home}: {error}", 507) from error
+        return json_response(_held(store))
 
-    app = web.Application(middlewares=[require_key(api_key)] if api_key else [])
+    key = [require_key(api_key)] if api_key else []
+    app = web.Application(middlewares=[boundary(lambda error: {"error": {"message": error.message}}), *key])
     app.router.add_get("/health", health)
     app.router.add_get("/version", get_version)
     app.router.add_put("/version", put_version)
     return app
-
-
-def _refusal(status: int, sentence: str) -> web.Response:
-    log.warning("%s", sentence)
-    return web.json_response({"error": {"message": sentence}}, status=status)
 
 
 def _held(store: MirrorStore) -> dict[str, Any]:
@@ -310,29 +303,14 @@ def _held(store: MirrorStore) -> dict[str, Any]:
 
 async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
     """Answer until told to stop, and leave nothing behind."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if args.parent_pid is not None:
-        watch_parent(args.parent_pid, loop, stop)
-    port = sock.getsockname()[1]
-    with MirrorStore(args.directory or _default_directory(port), args.num_threads) as store:
-        runner = web.AppRunner(
-            build_app(store, args.api_key),
-            handler_cancellation=True,  # a trainer that goes away ends its update
-            access_log=None,
-            shutdown_timeout=_SHUTDOWN_S,
-        )
-        await runner.setup()
-        try:
-            await web.SockSite(runner, sock).start()
+    stop = stop_event(args.parent_pid)
+    directory = args.directory or _default_directory(sock.getsockname()[1])
+    with MirrorStore(directory, args.num_threads) as store:
+        async with serving(build_app(store, args.api_key), sock) as port:
             ready = {"event": "ready", "host": args.host, "port": port, "pid": os.getpid()}
             sys.stdout.write(json.dumps({**ready, "directory": str(store.home)}) + "\n")
             sys.stdout.flush()
             await stop.wait()
-        finally:
-            await runner.cleanup()
 
 
 def _default_directory(port: int) -> Path:
@@ -345,8 +323,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
         check_arguments(args)
-        with bind(args.host, args.port) as sock:
-            asyncio.run(serve(args, sock))
+        asyncio.run(serve(args, bind(args.host, args.port)))
     except ArlError as error:
         sys.stderr.write(f"error: {error}\n")
         return _BAD_START

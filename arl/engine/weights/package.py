@@ -66,6 +66,10 @@ class DeltaError(ValueError):
     """Bytes that are no package, or do not fit what they are applied to."""
 
 
+class WrongBaseError(DeltaError):
+    """A package starts from something else than what is held, or leads to something else than it says."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
     """How a package gives one file. width: of the integers that a patched file is compared in, in bytes."""

@@ -102,11 +102,11 @@ async def test_prefixes_are_shared_until_the_next_load_and_within_one_run(
     assert len(set(keys)) == 6
 
 
-async def test_two_thousand_requests_run_at_once(server: ProtocolServer, engine_over: Engines) -> None:
+async def test_a_thousand_requests_run_at_once(server: ProtocolServer, engine_over: Engines) -> None:
     server.is_automatic = False
     async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
-        tasks = [group.create_task(engine.agenerate(ask(1))) for _ in range(2000)]
-        await server.until(lambda: len(server.running) == 2000)
+        tasks = [group.create_task(engine.agenerate(ask(1))) for _ in range(1000)]
+        await server.until(lambda: len(server.running) == 1000)
         server.advance()
     assert all(task.result().stop_reason == "length" for task in tasks)
 

@@ -66,7 +66,7 @@ async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:
     async with engine_over([server], update_timeout_s=0.5) as engine:
-        with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9 could not be reached"):
+        with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9/model_info could not be reached"):
             await engine.add_server("http://127.0.0.1:9")
         with pytest.raises(ConfigError, match="base URLs"):
             await engine.add_server("127.0.0.1:9")

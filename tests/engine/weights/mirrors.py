@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiohttp import web
-
 from arl.engine.weights.mirror import MirrorStore, build_app
+from arl.web.listening import bind
+from arl.web.server import serving
 
 
 @dataclass
@@ -48,12 +48,8 @@ class Mirror(MirrorDirectory):
 async def mirror_here(directory: Path) -> AsyncIterator[Mirror]:
     """A mirror in this process."""
     with MirrorStore(directory, num_threads=2) as store:
-        runner = web.AppRunner(build_app(store, None), handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield Mirror(directory, f"http://127.0.0.1:{runner.addresses[0][1]}")
-        await runner.cleanup()
+        async with serving(build_app(store, None), bind("127.0.0.1", 0)) as port:
+            yield Mirror(directory, f"http://127.0.0.1:{port}")
 
 
 class MirrorProcess(Mirror):

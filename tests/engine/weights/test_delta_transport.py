@@ -18,8 +18,8 @@ from arl.api import ModelResponse, ScriptedEngine, ScriptedTrainEngine, UpdateSt
 from arl.api.config import DeltaWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights import delta
-from arl.engine.weights.delta import DeltaTransport, DeltaWeights, Held, MirrorClient, WrongBaseError
-from arl.engine.weights.package import PackageHeader
+from arl.engine.weights.delta import DeltaTransport, DeltaWeights, Held, MirrorClient
+from arl.engine.weights.package import PackageHeader, WrongBaseError
 
 SIZE = 1 << 16
 FULL = 2 * SIZE
@@ -217,8 +217,7 @@ async def test_a_mirror_that_lost_what_it_held_gets_all_of_it(setup: Setup, mode
     await publish(setup, model, 0)
     model.step()
     async with mirror_here(tmp_path / "again") as empty:
-        client = setup.transport._mirrors[setup.servers[0].address]
-        client.address = empty.address
+        setup.transport._mirrors[setup.servers[0].address] = MirrorClient(empty.address, None)
         assert (await publish(setup, model, 0)).num_bytes > FULL
 
 
@@ -256,14 +255,14 @@ async def test_a_server_without_a_mirror_loads_this_machines_directory(setup: Se
 
 
 async def test_a_mirror_that_is_away_fails_its_own_servers_alone(setup: Setup, model: Model) -> None:
-    away = setup.transport._mirrors[setup.servers[2].address]
-    away.address = "http://127.0.0.1:9"
+    mirrors = setup.transport._mirrors
+    mirrors[setup.servers[2].address] = MirrorClient("http://127.0.0.1:9", None)
     engine = Servers(*setup.servers)
     await setup.transport.deliver(setup.transport.snapshot(model), engine)
     assert list(engine.failures) == [setup.servers[2].address]
     assert isinstance(engine.failures[setup.servers[2].address], ServerFailedError)
     assert setup.servers[3].versions == [0]
-    away.address = setup.mirrors[1].address
+    mirrors[setup.servers[2].address] = MirrorClient(setup.mirrors[1].address, None)
     model.step()
     await publish(setup, model, 0, 1, 2, 3)
 
