@@ -57,6 +57,12 @@ class Job:
     def lacks_input_logprobs(self) -> bool:
         return len(self.input_logprobs) < self.num_input_logprobs
 
+    def scored(self, start: int, end: int) -> range:
+        """Of the prompt's positions start..end-1, those whose logits give a logprob that is wanted and not there."""
+        if self.logprob_start is None or not self.lacks_input_logprobs:
+            return range(0)
+        return range(max(start, self.logprob_start), min(end, len(self.input_ids) - 1))
+
     def copy(self) -> Job:
         """Another job in the same state, which no later step changes."""
         lists = (list(self.output_ids), list(self.output_logprobs), list(self.versions), list(self.input_logprobs))

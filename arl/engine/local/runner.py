@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.local.adapters import Adapters
 from arl.engine.local.received_weights import StoredForm
-from arl.engine.local.slot_attention import SLOT_ATTENTION, Chunk, DecoderStack, SlotBatch, quicken_norms
-from arl.engine.local.slot_cache import CacheShape, SlotCache
+from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
 
 _DEFAULT_CONTEXT = 4096
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
@@ -28,11 +29,16 @@ NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Tokens of a step whose successors are given. at: indices into the step's tokens; targets: what follows each."""
+class StepInput:
+    """The N tokens that one step computes: one of each decoding sequence first, then those of `chunks`."""
 
-    at: list[int] = field(default_factory=list[int])
-    targets: list[int] = field(default_factory=list[int])
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    chunks: Sequence[Chunk] = ()
+    keep: Sequence[int] | None = None
+    """Indices of the tokens whose logits are wanted; None means all N, and that no logprobs of given tokens are."""
+    given: Sequence[tuple[int, int]] = ()
+    """Tokens whose successor is given: the index of each, and the id of its successor."""
 
 
 class ModelRunner:
@@ -72,15 +78,15 @@ class ModelRunner:
         quicken_norms(self.model)
         length = min(4, self.context_length)
         tokens = list(range(min(length, self.vocab_size)))
-        whole = [Chunk(row=0, start=0, length=len(tokens))]
+        whole = StepInput(token_ids=tokens, positions=tokens, chunks=[Chunk(row=0, start=0, length=len(tokens))])
         try:
-            wanted = self.forward(tokens, tokens, whole, None)
+            wanted, _ = self.forward(whole)
         except (RuntimeError, TypeError, AttributeError) as error:
             name = type(self.model).__name__
             raise ModelError(f"{name} cannot run over the embedded server's cache: {error}") from error
         try:
             self._stack = DecoderStack(self.model, self._head, self.context_length)
-            agrees = torch.allclose(self.forward(tokens, tokens, whole, None), wanted, rtol=1e-4, atol=1e-5)
+            agrees = torch.allclose(self.forward(whole)[0], wanted, rtol=1e-4, atol=1e-5)
         except (RuntimeError, TypeError, AttributeError, ValueError):
             agrees = False
         if not agrees:
@@ -91,38 +97,30 @@ class ModelRunner:
         return self.config.vocab_size
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: Sequence[int], positions: Sequence[int], chunks: Sequence[Chunk], keep: Sequence[int] | None
-    ) -> torch.Tensor:
-        """Compute N tokens, those of `chunks` last; returns logits [len(keep), vocabulary] of the tokens at `keep`.
+    def forward(self, step: StepInput) -> tuple[torch.Tensor, list[float]]:
+        """Logits [len(keep), vocabulary] of the tokens at `keep`, and the logprobs of the given successors.
 
-        keep: indices into the N tokens; None means all.
+        Few rows of the latter's logits are held at a time; a model whose layers are not the common decoder's holds
+        those of the whole step.
         """
-        states, head = self._run(token_ids, positions, chunks, keep)
-        return head(states)
-
-    @torch.inference_mode()
-    def forward_given(
-        self, token_ids: Sequence[int], positions: Sequence[int], chunks: Sequence[Chunk], keep: list[int], given: Given
-    ) -> tuple[torch.Tensor, list[float]]:
-        """What `forward` returns, and the logprobs of given.targets; few rows of their logits are held at a time.
-
-        A model whose layers are not the common decoder's holds the logits of the whole step.
-        """
-        states, head = self._run(token_ids, positions, chunks, [*keep, *given.at])
-        targets = torch.tensor(given.targets, dtype=torch.int64, device=self.device)[:, None]
-        rows = zip(states[len(keep) :].split(_HEAD_ROWS), targets.split(_HEAD_ROWS), strict=True)
+        states, head = self._run(step)
+        if not step.given:
+            return head(states), []
+        states, scored = states[: -len(step.given)], states[-len(step.given) :]
+        targets = torch.tensor([target for _, target in step.given], dtype=torch.int64, device=self.device)[:, None]
+        rows = zip(scored.split(_HEAD_ROWS), targets.split(_HEAD_ROWS), strict=True)
         logprobs = [head(some).float().log_softmax(-1).gather(1, which)[:, 0] for some, which in rows]
-        return head(states[: len(keep)]), torch.cat(logprobs).tolist()
+        return head(states), torch.cat(logprobs).tolist()
 
-    def _run(
-        self, token_ids: Sequence[int], positions: Sequence[int], chunks: Sequence[Chunk], keep: Sequence[int] | None
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """The states of the tokens at `keep`, and what makes logits of them."""
-        num_decoding = len(token_ids) - sum(chunk.length for chunk in chunks)
-        batch = SlotBatch.of(self.cache, self._rows, positions[:num_decoding], chunks)
-        ids, places = torch.tensor([token_ids, positions], device=self.device).unsqueeze(1)
-        kept = None if keep is None else torch.tensor(keep, dtype=torch.int64, device=self.device)
+    def _run(self, step: StepInput) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """The states of the tokens at `keep`, then of those in `given`; and what makes logits of them."""
+        num_decoding = len(step.token_ids) - sum(chunk.length for chunk in step.chunks)
+        batch = SlotBatch.of(self.cache, self._rows, step.positions[:num_decoding], step.chunks)
+        ids, places = torch.tensor([step.token_ids, step.positions], device=self.device).unsqueeze(1)
+        kept = None
+        if step.keep is not None:
+            wanted = [*step.keep, *(index for index, _ in step.given)]
+            kept = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         if self._stack is not None:
             return self._stack(ids, places, kept, batch), self._stack.head
         if self.is_scorer:
@@ -201,7 +199,7 @@ def _read_model(model_dir: str, dtype: torch.dtype, is_scorer: bool) -> Any:
     return model.eval()
 
 
-def _head(model: Any, is_scorer: bool) -> torch.nn.Module:
+def _head(model: Any, is_scorer: bool) -> nn.Module:
     head = getattr(model, "score", None) if is_scorer else model.get_output_embeddings()
     if head is None:
         name = type(model).__name__
@@ -244,7 +242,7 @@ def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _cache_shape(config: Any, model: torch.nn.Module) -> CacheShape:
+def _cache_shape(config: Any, model: nn.Module) -> CacheShape:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return CacheShape(
         num_layers=config.num_hidden_layers,
@@ -252,3 +250,82 @@ def _cache_shape(config: Any, model: torch.nn.Module) -> CacheShape:
         head_dim=head_dim,
         dtype=next(model.parameters()).dtype,
     )
+
+
+# A shorter way through a Hugging Face decoder: its own layers, called one after another.
+
+
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that depend on the position alone, and not on how long the sequences are."""
+
+
+class DecoderStack:
+    """Embedding, layers and norm of the common decoder (Llama, Qwen2, Qwen3, Mistral, ...), and the model's head.
+
+    Raises AttributeError if the model is not built so. That it computes what the model does is for the caller to try.
+    """
+
+    def __init__(self, model: Any, head: nn.Module, context_length: int) -> None:
+        base = model.get_decoder()
+        self._embed, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
+        self.head = head
+        self._rotary = base.rotary_emb
+        device = self._embed.weight.device
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        if self._rotary.rope_type in _FIXED_ROPES:
+            states = torch.empty((), dtype=self._embed.weight.dtype, device=device)
+            cos, sin = self._rotary(states, torch.arange(context_length, device=device)[None])
+            self._table = cos[0], sin[0]
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, batch: SlotBatch
+    ) -> torch.Tensor:
+        """token_ids and positions int64[1, N]; what `head` takes, [len(keep), hidden], at `keep`, or at all N."""
+        states = self._embed(token_ids)
+        if self._table is not None:
+            rotary = (self._table[0][positions], self._table[1][positions])
+        else:
+            rotary = self._rotary(states, positions)
+        for layer in self._layers:
+            states = layer(
+                states,
+                attention_mask=None,
+                position_ids=positions,
+                past_key_values=None,
+                use_cache=False,
+                position_embeddings=rotary,
+                slot_batch=batch,
+            )
+        if keep is not None:
+            states = states[:, keep]
+        return self._norm(states)[0]
+
+
+def quicken_norms(model: nn.Module) -> None:
+    """Give float32 RMSNorms a forward of five kernels in place of eight; those that it would change keep their own."""
+    for module in model.modules():
+        eps = getattr(module, "variance_epsilon", None)
+        weight = getattr(module, "weight", None)
+        if type(module).__name__.endswith("RMSNorm") and eps is not None and weight is not None:
+            own = module.forward
+            module.forward = _quick_norm(module, weight.shape[0], eps)
+            if weight.dtype != torch.float32 or not _agree(own, module.forward, weight):
+                module.forward = own
+
+
+def _quick_norm(module: Any, size: int, eps: float) -> Any:
+    """x * w / sqrt(mean(x^2) + eps), with sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(size * eps)) / sqrt(size)."""
+    floor = torch.tensor(math.sqrt(size * eps), device=module.weight.device)
+    scale = 1 / math.sqrt(size)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.mul(x, module.weight).div_(torch.hypot(length, floor).mul_(scale))
+
+    return forward
+
+
+def _agree(own: Any, quick: Any, weight: torch.Tensor) -> bool:
+    scales = torch.tensor([[1e-4], [1.0], [1e3]], device=weight.device)
+    x = scales * torch.linspace(-1, 2, weight.shape[0], device=weight.device)
+    return torch.allclose(own(x), quick(x), rtol=1e-5, atol=1e-7)

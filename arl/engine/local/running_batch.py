@@ -1,9 +1,9 @@
-"""The running batch: which sequences each step computes, and what becomes of the sampled tokens.
+"""The running batch: each step plans what to compute, runs it, and takes what was sampled.
 
     waiting --admit--> rows: [ decoding ... | prefilling ... ] --finish--> delivered, and retained as a prefix
 
 Row i of the cache belongs to rows[i]. The decoding sequences come first and without gaps, so that their part of the
-cache is a view; a row that ends is filled by the last one.
+cache is a view; the last row moves into the place of one that ends.
 """
 
 from __future__ import annotations
@@ -11,45 +11,25 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 
-from arl.engine.local.adapters import Adapter
 from arl.engine.local.job import Job
-from arl.engine.local.runner import Given, ModelRunner, NamedTensors
+from arl.engine.local.runner import ModelRunner, NamedTensors
 from arl.engine.local.sampler import BatchSampler, StopStrings, random_stream
-from arl.engine.local.slot_attention import Chunk
-from arl.engine.local.slot_cache import Prefix, PrefixIndex, Retained
+from arl.engine.local.step_plan import Prefix, PrefixIndex, Retained, Row, StepPlan
 
 
-@dataclass(slots=True, eq=False)
-class Row(Prefix):
-    """A sequence in the batch, or waiting for its place. tokens: prompt and output; max_length: its longest.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """What a step computed, of each of the plan's sampled rows: a token and its logprob, or a reward model's scores."""
 
-    adapter: what its tokens are adapted by, also after it was unloaded. stream: its random stream. is_mixed: a part of
-    its keys and values is of older weights.
-    """
-
-    job: Job = field(kw_only=True)
-    adapter: Adapter | None = field(kw_only=True)
-    max_length: int = field(kw_only=True)
-    stream: int = field(kw_only=True)
-    stop: tuple[str, ...] = field(kw_only=True)
-    stop_ids: frozenset[int] = field(kw_only=True)
-    index: int = field(default=-1, kw_only=True)
-    is_mixed: bool = field(default=False, kw_only=True)
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens to compute until the next one can be sampled."""
-        return len(self.tokens) - self.num_computed
-
-    @property
-    def num_reusable(self) -> int:
-        """How many first tokens need not be computed if their keys and values are known: those of no wanted logits."""
-        before_last = len(self.tokens) - 1
-        if self.job.logprob_start is None or not self.job.lacks_input_logprobs:
-            return before_last
-        return min(before_last, self.job.logprob_start)
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    scores: Sequence[list[float]] = ()
+    """For each sampled row, one number for each label."""
+    given: Sequence[float] = ()
+    """Logprobs of given tokens, those of one chunk after those of another."""
 
 
 class Batch:
@@ -77,6 +57,7 @@ class Batch:
         self._rows: list[Row] = []
         self._num_decoding = 0
         self._sampler: BatchSampler | None = None
+        self._sampled: Sequence[Row] = ()
         self.weight_version = weight_version
 
     @property
@@ -129,81 +110,74 @@ class Batch:
             return f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}"
         return None
 
-    # ---- a step: admit, run, sample, finish -------------------------------------------------------------------
+    # ---- a step: plan, run, take ------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
         """Compute one step; returns the jobs that finished in it and the streaming ones that gained tokens.
 
         Whatever it raises, `fail` brings the batch back to a sound state.
         """
-        self._admit()
-        self._promote()
-        num_decoding = self._num_decoding
-        chunks = self._chunks()
-        decoding = self._rows[:num_decoding]
-        token_ids = [row.tokens[-1] for row in decoding]
-        positions = [row.num_computed for row in decoding]
-        keep = list(range(num_decoding)) if chunks else None
-        given = Given()
-        for chunk in chunks:
-            row = self._rows[chunk.row]
-            _add_given(given, row.job, chunk, len(token_ids))
-            token_ids += row.tokens[chunk.start : chunk.start + chunk.length]
-            positions += range(chunk.start, chunk.start + chunk.length)
-            if chunk.start + chunk.length == len(row.tokens) and keep is not None:
-                keep.append(len(token_ids) - 1)
-        adapted = [(row.adapter, 1) for row in decoding] + [(self._rows[c.row].adapter, c.length) for c in chunks]
-        self._runner.adapters.use(adapted, self._runner.device)
-        self._runner.cache.reserve(len(self._rows), max(positions) + 1)
-        if given.at:
-            logits, logprobs = self._runner.forward_given(token_ids, positions, chunks, keep or [], given)
-            self._hand_out(chunks, logprobs)
-        else:
-            logits = self._runner.forward(token_ids, positions, chunks, keep)
-        for chunk in chunks:
-            self._rows[chunk.row].num_computed += chunk.length
-        for row in decoding:
-            row.num_computed += 1
-        if chunks:
-            self._num_decoding = num_decoding = len(keep or ())
-            self._sampler = None
-            if not num_decoding:
-                return []
-        sampled = self._rows[:num_decoding]
-        if self._runner.is_scorer:
-            return self._take_scores(sampled, logits.tolist())
-        tokens, logprobs = self._sampler_of(sampled).sample(logits, [len(row.tokens) for row in sampled])
-        return self._take(sampled, tokens, logprobs)
+        plan = self._plan()
+        computed = self._run(plan)
+        return self._take(plan, computed)
 
-    def _hand_out(self, chunks: Sequence[Chunk], logprobs: Sequence[float]) -> None:
-        """Give each job its part of the logprobs that the step computed of given tokens."""
-        _check_numbers(logprobs)
-        first = 0
-        for chunk in chunks:
-            job = self._rows[chunk.row].job
-            count = len(_scored(job, chunk))
-            job.input_logprobs += logprobs[first : first + count]
-            first += count
+    def _plan(self) -> StepPlan:
+        """Admit what there is room for, and decide what to compute of each row."""
+        self._admit()
+        while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
+            self._num_decoding += 1
+        return StepPlan.of(self._rows, self._num_decoding, self._prefill_tokens)
+
+    def _run(self, plan: StepPlan) -> Computed:
+        """Run the model over the plan's tokens, and sample. Raises FloatingPointError where its numbers are none."""
+        adapted = [(row.adapter, length) for row, length in zip(plan.rows, plan.lengths, strict=True)]
+        self._runner.adapters.use(adapted, self._runner.device)
+        self._runner.cache.reserve(len(self._rows), max(plan.input.positions) + 1)
+        logits, given = self._runner.forward(plan.input)
+        if not plan.sampled:
+            computed = Computed(given=given)
+        elif self._runner.is_scorer:
+            computed = Computed(scores=logits.tolist())
+        else:
+            positions = [len(row.tokens) for row in plan.sampled]
+            tokens, logprobs = self._sampler_of(plan.sampled).sample(logits, positions)
+            computed = Computed(tokens=tokens, logprobs=logprobs, given=given)
+        if math.isnan(sum(computed.logprobs) + sum(computed.given) + sum(map(sum, computed.scores))):
+            raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")
+        return computed
 
     def _sampler_of(self, rows: Sequence[Row]) -> BatchSampler:
-        if self._sampler is None:
+        """The sampler of these rows: the one of the step before, unless others have joined or left."""
+        if self._sampler is None or self._sampled != rows:
             params = [row.job.sampling for row in rows]
             streams = [row.stream for row in rows]
             self._sampler = BatchSampler.of(params, streams, self._runner.vocab_size, self._runner.device)
+            self._sampled = rows
         return self._sampler
 
-    def _take(self, rows: Sequence[Row], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Job]:
-        """Append what was sampled, and part with the rows that it ends."""
-        _check_numbers(logprobs)
+    def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
+        """Give the jobs what was computed, and part with the rows that it ends."""
+        for row, length in zip(plan.rows, plan.lengths, strict=True):
+            row.num_computed += length
+        self._num_decoding = plan.num_sampled
+        given = iter(computed.given)
+        for row, count in zip(plan.prefilling, plan.given_counts, strict=True):
+            row.job.input_logprobs += islice(given, count)
+        if self._runner.is_scorer:
+            self._take_scores(plan.sampled, computed.scores)
+        else:
+            self._take_tokens(plan.sampled, computed)
+        ended = [row for row in plan.sampled if row.job.is_done]
+        delivered = [row.job for row in plan.sampled if row.job.is_done or row.job.stream]
+        self._part_with(ended)
+        return delivered
+
+    def _take_tokens(self, rows: Sequence[Row], computed: Computed) -> None:
         version = self.weight_version
-        delivered: list[Job] = []
-        ended: list[Row] = []
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+        for row, token, logprob in zip(rows, computed.tokens, computed.logprobs, strict=True):
             job = row.job
             if job.is_prefill_only:
                 job.finish_reason = {"type": "length", "length": 0}
-                ended.append(row)
-                delivered.append(job)
                 continue
             row.tokens.append(token)
             job.output_ids.append(token)
@@ -211,24 +185,12 @@ class Batch:
             job.versions.append(version)
             if row.stop or token in row.stop_ids or len(row.tokens) >= row.max_length:
                 job.finish_reason = self._finish_reason(row, token)
-            if job.finish_reason is not None:
-                ended.append(row)
-                delivered.append(job)
-            elif job.stream:
-                delivered.append(job)
-        self._part_with(ended)
-        return delivered
 
-    def _take_scores(self, rows: Sequence[Row], scores: Sequence[list[float]]) -> list[Job]:
-        """Note what a reward model says of prompts that are computed, and part with them."""
+    def _take_scores(self, rows: Sequence[Row], scores: Sequence[list[float]]) -> None:
         for row, of_labels in zip(rows, scores, strict=True):
-            _check_numbers(of_labels)
             row.job.scores = of_labels
             row.job.versions = [self.weight_version]
             row.job.finish_reason = {"type": "length", "length": 0}
-        ended = list(rows)
-        self._part_with(ended)
-        return [row.job for row in ended]
 
     def _part_with(self, ended: Sequence[Row]) -> None:
         for row in ended:
@@ -289,30 +251,9 @@ class Batch:
         row.job.cached_tokens = max(row.job.cached_tokens, min(length, len(row.job.input_ids)))
         self._prefixes.add(row)
 
-    def _promote(self) -> None:
-        """Rows that need one more token before they sample are decoding, if they follow those that do."""
-        before = self._num_decoding
-        while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
-            self._num_decoding += 1
-        if self._num_decoding != before:
-            self._sampler = None
-
-    def _chunks(self) -> list[Chunk]:
-        """What to compute of the prompts; each row gets some only if those before it complete in this step."""
-        budget = self._prefill_tokens
-        chunks: list[Chunk] = []
-        for row in self._rows[self._num_decoding :]:
-            if budget == 0:
-                break
-            length = min(row.num_pending, budget)
-            chunks.append(Chunk(row=row.index, start=row.num_computed, length=length))
-            budget -= length
-        return chunks
-
     def _remove(self, row: Row) -> None:
         """Take a row out. The last decoding row moves into its place, and the last of all into that one's."""
         self._prefixes.remove(row)
-        self._sampler = None
         hole = row.index
         row.index = -1
         if hole < self._num_decoding:
@@ -368,7 +309,6 @@ class Batch:
     def _take_out_all(self) -> list[Row]:
         rows, self._rows = self._rows, []
         self._num_decoding = 0
-        self._sampler = None
         for row in rows:
             self._prefixes.remove(row)
             row.index = -1
@@ -386,22 +326,3 @@ class Batch:
     def flush(self) -> None:
         """Forget the prefixes of finished sequences."""
         self._prefixes.clear()
-
-
-def _scored(job: Job, chunk: Chunk) -> range:
-    """The positions in a chunk whose logits give logprobs that the job wants."""
-    if job.logprob_start is None or not job.lacks_input_logprobs:
-        return range(0)
-    return range(max(chunk.start, job.logprob_start), min(chunk.start + chunk.length, len(job.input_ids) - 1))
-
-
-def _add_given(given: Given, job: Job, chunk: Chunk, first: int) -> None:
-    """Note what a chunk, whose tokens begin at index `first` of the step's, has of wanted logprobs."""
-    for position in _scored(job, chunk):
-        given.at.append(first + position - chunk.start)
-        given.targets.append(job.input_ids[position + 1])
-
-
-def _check_numbers(computed: Sequence[float]) -> None:
-    if math.isnan(sum(computed)):
-        raise FloatingPointError("the model computed logits that are not numbers; its weights are broken")

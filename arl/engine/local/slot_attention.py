@@ -6,24 +6,102 @@ A forward pass takes all tokens of a step as one sequence [1, tokens]: first one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import AttentionInterface
 
 from arl.api.errors import ModelError
-from arl.engine.local.slot_cache import SlotCache
 
 SLOT_ATTENTION = "arl_slot_attention"
 """The name under which transformers knows the function."""
 
 _BLOCK_ROWS = 16
 """Rows that are taken together, at least, when a batch is split by length."""
+
+_FIRST_ROWS = 8
+_FIRST_CAPACITY = 256
+"""Rows, and positions of each, that a cache has at first. It doubles what it runs out of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What one position of one sequence takes: keys and values of every layer."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class SlotCache:
+    """Keys and values [2, layers, rows, kv heads, capacity, head dim]; row i belongs to the i-th running sequence.
+
+    `keys[l]` and `values[l]` are layer l's views [rows, kv heads, capacity, head dim].
+    """
+
+    def __init__(self, shape: CacheShape, max_rows: int, max_length: int, device: torch.device) -> None:
+        self.shape = shape
+        self.max_length = max_length
+        self._max_rows = max_rows
+        self._device = device
+        self._use(self._allocate(min(_FIRST_ROWS, max_rows), min(_FIRST_CAPACITY, max_length)))
+
+    def _allocate(self, num_rows: int, capacity: int) -> torch.Tensor:
+        """Zeros: attention multiplies what lies beyond a sequence's end by 0, so it must be finite."""
+        s = self.shape
+        size = (2, s.num_layers, num_rows, s.num_kv_heads, capacity, s.head_dim)
+        return torch.zeros(size, dtype=s.dtype, device=self._device)
+
+    def _use(self, data: torch.Tensor) -> None:
+        self._data = data
+        self.keys = list(data[0])
+        self.values = list(data[1])
+
+    @property
+    def num_rows(self) -> int:
+        return self._data.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a row holds without growing."""
+        return self._data.shape[4]
+
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Hold at least `num_rows` rows of `length` positions, keeping what is there."""
+        if num_rows <= self.num_rows and length <= self.capacity:
+            return
+        num_rows = _grow(self.num_rows, num_rows, self._max_rows)
+        length = _grow(self.capacity, length, self.max_length)
+        grown = self._allocate(num_rows, length)
+        grown[:, :, : self.num_rows, :, : self.capacity] = self._data
+        self._use(grown)
+
+    def clear(self) -> None:
+        """Forget everything, numbers that are not finite among it."""
+        self._data.zero_()
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of row `source` to row `target`."""
+        self._data[:, :, target, :, :length] = self._data[:, :, source, :, :length]
+
+    def export(self, row: int, length: int) -> torch.Tensor:
+        """A copy of a row's first `length` positions: [2, layers, kv heads, length, head dim]."""
+        return self._data[:, :, row, :, :length].clone()
+
+    def restore(self, row: int, exported: torch.Tensor, length: int) -> None:
+        """Write the first `length` positions of an exported row into `row`."""
+        self._data[:, :, row, :, :length] = exported[:, :, :, :length]
+
+
+def _grow(size: int, wanted: int, limit: int) -> int:
+    """`size`, doubled until it holds `wanted`; at most `limit`."""
+    while size < wanted:
+        size *= 2
+    return min(size, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +111,10 @@ class Chunk:
     row: int
     start: int
     length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,7 +193,7 @@ def _bias(
 
 
 def _causal_bias(cache: SlotCache, chunk: Chunk, device: torch.device) -> torch.Tensor:
-    size = (chunk.length, chunk.start + chunk.length)
+    size = (chunk.length, chunk.end)
     return torch.full(size, float("-inf"), dtype=cache.shape.dtype, device=device).triu(chunk.start + 1)
 
 
@@ -213,13 +295,12 @@ def _prefill(
 
     keys and values: the sequence's cache row in this layer, [kv heads, capacity, d].
     """
-    end = chunk.start + chunk.length
-    keys[:, chunk.start : end] = key[0]
-    values[:, chunk.start : end] = value[0]
+    keys[:, chunk.start : chunk.end] = key[0]
+    values[:, chunk.start : chunk.end] = value[0]
     output = F.scaled_dot_product_attention(
         query,
-        keys[None, :, :end],
-        values[None, :, :end],
+        keys[None, :, : chunk.end],
+        values[None, :, : chunk.end],
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,
@@ -229,82 +310,3 @@ def _prefill(
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)
-
-
-# A shorter way through a Hugging Face decoder: its own layers, called one after another.
-
-
-_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that depend on the position alone, and not on how long the sequences are."""
-
-
-class DecoderStack:
-    """Embedding, layers and norm of the common decoder (Llama, Qwen2, Qwen3, Mistral, ...), and the model's head.
-
-    Raises AttributeError if the model is not built so. That it computes what the model does is for the caller to try.
-    """
-
-    def __init__(self, model: Any, head: nn.Module, context_length: int) -> None:
-        base = model.get_decoder()
-        self._embed, self._layers, self._norm = base.embed_tokens, list(base.layers), base.norm
-        self.head = head
-        self._rotary = base.rotary_emb
-        device = self._embed.weight.device
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        if self._rotary.rope_type in _FIXED_ROPES:
-            states = torch.empty((), dtype=self._embed.weight.dtype, device=device)
-            cos, sin = self._rotary(states, torch.arange(context_length, device=device)[None])
-            self._table = cos[0], sin[0]
-
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, batch: SlotBatch
-    ) -> torch.Tensor:
-        """token_ids and positions int64[1, N]; what `head` takes, [len(keep), hidden], at `keep`, or at all N."""
-        states = self._embed(token_ids)
-        if self._table is not None:
-            rotary = (self._table[0][positions], self._table[1][positions])
-        else:
-            rotary = self._rotary(states, positions)
-        for layer in self._layers:
-            states = layer(
-                states,
-                attention_mask=None,
-                position_ids=positions,
-                past_key_values=None,
-                use_cache=False,
-                position_embeddings=rotary,
-                slot_batch=batch,
-            )
-        if keep is not None:
-            states = states[:, keep]
-        return self._norm(states)[0]
-
-
-def quicken_norms(model: nn.Module) -> None:
-    """Give float32 RMSNorms a forward of five kernels in place of eight; those that it would change keep their own."""
-    for module in model.modules():
-        eps = getattr(module, "variance_epsilon", None)
-        weight = getattr(module, "weight", None)
-        if type(module).__name__.endswith("RMSNorm") and eps is not None and weight is not None:
-            own = module.forward
-            module.forward = _quick_norm(module, weight.shape[0], eps)
-            if weight.dtype != torch.float32 or not _agree(own, module.forward, weight):
-                module.forward = own
-
-
-def _quick_norm(module: Any, size: int, eps: float) -> Any:
-    """x * w / sqrt(mean(x^2) + eps), with sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(size * eps)) / sqrt(size)."""
-    floor = torch.tensor(math.sqrt(size * eps), device=module.weight.device)
-    scale = 1 / math.sqrt(size)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return torch.mul(x, module.weight).div_(torch.hypot(length, floor).mul_(scale))
-
-    return forward
-
-
-def _agree(own: Any, quick: Any, weight: torch.Tensor) -> bool:
-    scales = torch.tensor([[1e-4], [1.0], [1e3]], device=weight.device)
-    x = scales * torch.linspace(-1, 2, weight.shape[0], device=weight.device)
-    return torch.allclose(own(x), quick(x), rtol=1e-5, atol=1e-7)

@@ -11,9 +11,8 @@ from tiny_qwen import build_model, build_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
 
-from arl.engine.local.runner import ModelRunner
+from arl.engine.local.runner import ModelRunner, quicken_norms
 from arl.engine.local.running_batch import Batch
-from arl.engine.local.slot_attention import quicken_norms
 
 
 def test_qwen3_takes_the_short_way(make_batch: Callable[..., Batch]) -> None:

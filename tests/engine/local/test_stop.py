@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_qwen import EOS, build_tokenizer, make_job, prompt_of, run_all
 
+from arl.engine.local.runner import StepInput
 from arl.engine.local.running_batch import Batch
 from arl.engine.local.sampler import StopStrings
 
@@ -55,9 +56,9 @@ def biased(batch: Batch, script: list[int]) -> None:
     forward = runner.forward
     said = iter(script)
 
-    def scripted(*args: Any) -> torch.Tensor:
-        logits = forward(*args)
-        return torch.full_like(logits, -30.0).index_fill_(1, torch.tensor([next(said)]), 30.0)
+    def scripted(step: StepInput) -> tuple[torch.Tensor, list[float]]:
+        logits, given = forward(step)
+        return torch.full_like(logits, -30.0).index_fill_(1, torch.tensor([next(said)]), 30.0), given
 
     runner.forward = scripted
 

@@ -1,0 +1,215 @@
+"""The sequences of a batch, the prefixes that they share, and the plan of one step: what is computed of each.
+
+rows: [ decoding ... | prefilling ... ] --plan--> tokens: [ one of each decoding row | chunks of prompts ]
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from arl.engine.local.adapters import Adapter
+from arl.engine.local.job import Job
+from arl.engine.local.runner import StepInput
+from arl.engine.local.slot_attention import Chunk
+
+_BLOCK = 16
+"""Prefixes are indexed at multiples of this many tokens, and at a sequence's end."""
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Tokens that a sequence may begin with, under one extra key."""
+
+    tokens: list[int]
+    num_computed: int = 0
+    """How many first tokens have their keys and values in the cache, or in `kv`."""
+    extra_key: str = ""
+    keys: list[int] = field(default_factory=list[int], kw_only=True)
+    """What a PrefixIndex finds it by."""
+
+    def common_length(self, tokens: Sequence[int], at_least: int) -> int:
+        """How many first tokens are the same; 0 if fewer than `at_least`."""
+        if self.tokens[:at_least] != tokens[:at_least]:
+            return 0
+        end = min(len(self.tokens), len(tokens))
+        length = min(at_least, end)
+        while length < end and self.tokens[length] == tokens[length]:
+            length += 1
+        return length
+
+
+@dataclass(slots=True, eq=False)
+class Retained(Prefix):
+    """What is left of a finished sequence."""
+
+    kv: torch.Tensor = field(kw_only=True)
+    """Its exported cache row [2, layers, kv heads, num_computed, head dim]."""
+
+
+class PrefixIndex:
+    """Running and retained prefixes by their tokens.
+
+    Retained ones hold at most `max_bytes` of keys and values; the least recently used are evicted first.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._by_key: dict[int, Prefix] = {}
+        self._retained: OrderedDict[Retained, None] = OrderedDict()
+
+    def find(self, tokens: Sequence[int], extra_key: str = "") -> tuple[Prefix, int] | None:
+        """The prefix of this extra key that shares most with `tokens`, and how many tokens they share."""
+        best, indexed_length = None, 0
+        for length, key in _keys(tokens, extra_key):
+            if (prefix := self._by_key.get(key)) and prefix.extra_key == extra_key:
+                best, indexed_length = prefix, length
+        if best is None or not (length := best.common_length(tokens, indexed_length)):
+            return None
+        if isinstance(best, Retained):
+            self._retained.move_to_end(best)
+        return best, length
+
+    def add(self, prefix: Prefix) -> None:
+        """Make a prefix findable by the tokens that it has now; retain it if it brings its keys and values along."""
+        prefix.keys = [key for _, key in _keys(prefix.tokens, prefix.extra_key)]
+        for key in prefix.keys:
+            self._by_key[key] = prefix
+        if isinstance(prefix, Retained):
+            self._retained[prefix] = None
+            self._num_bytes += prefix.kv.nbytes
+            while self._num_bytes > self._max_bytes:
+                self.remove(next(iter(self._retained)))
+
+    def remove(self, prefix: Prefix) -> None:
+        for key in prefix.keys:
+            if self._by_key.get(key) is prefix:
+                del self._by_key[key]
+        prefix.keys = []
+        if isinstance(prefix, Retained):
+            del self._retained[prefix]
+            self._num_bytes -= prefix.kv.nbytes
+
+    def clear(self) -> None:
+        self._by_key.clear()
+        self._retained.clear()
+        self._num_bytes = 0
+
+
+def _keys(tokens: Sequence[int], extra_key: str) -> Iterator[tuple[int, int]]:
+    """(length, key of the first `length` tokens) at the end of each block and of the sequence."""
+    key = hash(extra_key)
+    for start in range(0, len(tokens), _BLOCK):
+        end = min(start + _BLOCK, len(tokens))
+        key = hash((key, *tokens[start:end]))
+        yield end, key
+
+
+@dataclass(slots=True, eq=False)
+class Row(Prefix):
+    """A sequence in the batch, or one that waits for its place. `tokens` are those of prompt and output."""
+
+    job: Job = field(kw_only=True)
+    adapter: Adapter | None = field(kw_only=True)
+    """What computes its tokens, also after it was unloaded."""
+    max_length: int = field(kw_only=True)
+    stream: int = field(kw_only=True)
+    """Its stream of random numbers."""
+    stop: tuple[str, ...] = field(kw_only=True)
+    stop_ids: frozenset[int] = field(kw_only=True)
+    index: int = field(default=-1, kw_only=True)
+    """Its row of the cache; -1 outside the batch."""
+    is_mixed: bool = field(default=False, kw_only=True)
+    """Whether some of its keys and values are of older weights."""
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_reusable(self) -> int:
+        """How many first tokens need not be computed where their keys and values are known.
+
+        The last token's logits are needed in any case, and so are those that give logprobs of the prompt's tokens.
+        """
+        before_last = len(self.tokens) - 1
+        if self.job.logprob_start is None or not self.job.lacks_input_logprobs:
+            return before_last
+        return min(before_last, self.job.logprob_start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step computes: a token of each decoding row, then a chunk of each of the rows after them."""
+
+    rows: Sequence[Row]
+    input: StepInput
+    num_sampled: int
+    """The first so many rows have all their tokens computed by this step: each samples its next one."""
+    given_counts: Sequence[int]
+    """For each chunk, how many logprobs of given tokens its job gets."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], num_decoding: int, prefill_tokens: int) -> StepPlan:
+        """The next step of a batch, of whose rows the first `num_decoding` lack one token each.
+
+        prefill_tokens: most tokens of chunks. A row gets a chunk only where those before it end with theirs.
+        """
+        chunks = _chunks(rows[num_decoding:], prefill_tokens)
+        rows = rows[: num_decoding + len(chunks)]
+        decoding, prefilling = rows[:num_decoding], rows[num_decoding:]
+        parts = list(zip(prefilling, chunks, strict=True))
+        ends = list(accumulate((chunk.length for chunk in chunks), initial=num_decoding))
+        sampled = [*range(num_decoding)]
+        sampled += [end - 1 for end, (row, chunk) in zip(ends[1:], parts, strict=True) if chunk.end == len(row.tokens)]
+        scored = [row.job.scored(chunk.start, chunk.end) for row, chunk in parts]
+        given = [
+            (first + position - chunk.start, row.job.input_ids[position + 1])
+            for first, (row, chunk), positions in zip(ends, parts, scored, strict=False)
+            for position in positions
+        ]
+        return cls(
+            rows=rows,
+            input=StepInput(
+                token_ids=[row.tokens[-1] for row in decoding]
+                + [token for row, chunk in parts for token in row.tokens[chunk.start : chunk.end]],
+                positions=[row.num_computed for row in decoding]
+                + [position for chunk in chunks for position in range(chunk.start, chunk.end)],
+                chunks=chunks,
+                keep=sampled if chunks else None,
+                given=given,
+            ),
+            num_sampled=len(sampled),
+            given_counts=list(map(len, scored)),
+        )
+
+    @property
+    def sampled(self) -> Sequence[Row]:
+        return self.rows[: self.num_sampled]
+
+    @property
+    def prefilling(self) -> Sequence[Row]:
+        return self.rows[len(self.rows) - len(self.input.chunks) :]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """How many tokens are computed of each row."""
+        num_decoding = len(self.rows) - len(self.input.chunks)
+        return [1] * num_decoding + [chunk.length for chunk in self.input.chunks]
+
+
+def _chunks(rows: Sequence[Row], prefill_tokens: int) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    for row in rows:
+        if prefill_tokens == 0:
+            break
+        chunk = Chunk(row=row.index, start=row.num_computed, length=min(row.num_pending, prefill_tokens))
+        chunks.append(chunk)
+        prefill_tokens -= chunk.length
+    return chunks
