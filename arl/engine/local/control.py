@@ -1,54 +1,61 @@
-"""Steering the server: abort, pause, continue, flush, new weights."""
+"""Steering the server: abort, pause, continue, flush, new weights, adapters."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from aiohttp import web
+from pydantic import Field, NonNegativeInt
 
 from arl.api.config import PauseMode
-from arl.engine.local.body import ApiError, Body, MalformedError, shown
-from arl.engine.local.endpoint import Serving, json_response, read_body
+from arl.engine.local.endpoint import Serving
 from arl.engine.local.received_weights import GroupAddress, WeightReceiver, WeightsError, named, read_directory
+from arl.web.bodies import RequestBody, RequestError
+from arl.web.server import json_response
 
-_HARMLESS = frozenset((
+_IGNORED = (
     "http_worker_ipc", "is_async", "keep_pause", "recapture_cuda_graph", "rid", "selector", "token_step",
     "torch_empty_cache",
-))  # fmt: skip
+)  # fmt: skip
+_ADAPTER_IGNORED = ("http_worker_ipc", "lora_id", "pinned", "rid")  # nothing is evicted here
 _DEFAULT_GROUP = "weight_update_group"
 
 
+class AbortBody(RequestBody, takes_empty=True, ignored=("abort_message", "finished_reason")):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(RequestBody, takes_empty=True):
+    mode: PauseMode = "abort"
+
+
+class PlainBody(RequestBody, takes_empty=True, ignored=_IGNORED):
+    """Of a call that has no parameters."""
+
+
 class Control:
-    """The endpoints that act on requests, as one family: abort, pause, continue, flush."""
+    """The endpoints that act on requests."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def abort_request(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        rid, everything = body.text("rid", None), body.flag("abort_all")
-        body.finish(frozenset(("abort_message", "finished_reason")))
-        if everything or rid:
-            self._serving.inflight.abort(self._serving.scheduler, None if everything else rid)
+    async def abort_request(self, body: AbortBody) -> web.Response:
+        if body.abort_all or body.rid:
+            self._serving.inflight.abort(self._serving.scheduler, None if body.abort_all else body.rid)
         return web.Response()
 
-    async def pause_generation(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        mode = body.text("mode", "abort")
-        if mode not in get_args(PauseMode):
-            raise MalformedError(f"mode is {shown(mode)}; it must be one of {', '.join(get_args(PauseMode))}")
-        body.finish()
-        await _done(self._serving.scheduler.pause(mode))
-        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+    async def pause_generation(self, body: PauseBody) -> Any:
+        await _done(self._serving.scheduler.pause(body.mode))
+        return {"message": "Generation paused successfully.", "status": "ok"}
 
-    async def continue_generation(self, request: web.Request) -> web.StreamResponse:
-        (await read_body(request)).finish(_HARMLESS)
+    async def continue_generation(self, body: PlainBody) -> Any:
         await _done(self._serving.scheduler.resume())
-        return json_response({"message": "Generation continued successfully.", "status": "ok"})
+        return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def flush_cache(self, request: web.Request) -> web.StreamResponse:
         await _done(self._serving.scheduler.flush_cache())
@@ -56,12 +63,77 @@ class Control:
 
 
 async def _done(future: Future[Any]) -> None:
-    """Wait for what the model thread does; it is done also when the client that asked for it has gone away."""
+    """Wait for the model thread, which does its work also when the client that asked for it has gone away."""
     await asyncio.shield(asyncio.wrap_future(future))
 
 
+class UpdateBody(RequestBody, takes_empty=True, ignored=_IGNORED):
+    """What every call that brings weights may say."""
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    """Has no effect: new weights drop the prefixes of old ones in any case."""
+    abort_all_requests: bool = False
+
+
+class DiskBody(UpdateBody, takes_empty=True, ignored=_IGNORED):
+    model_path: str
+    load_format: Literal["auto", "safetensors"] = "auto"
+
+
+class DistributedBody(UpdateBody, takes_empty=True, ignored=_IGNORED):
+    """The tensors of one call, in the order in which they are broadcast."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[NonNegativeInt]]
+    group_name: str = _DEFAULT_GROUP
+    load_format: Literal["auto", "flattened_bucket"] = "auto"
+
+    def expected(self) -> list[tuple[str, str, list[int]]]:
+        """(name, dtype, shape) of each tensor. Raises RequestError."""
+        names, dtypes, shapes = self.names, self.dtypes, self.shapes
+        if not len(names) == len(dtypes) == len(shapes):
+            raise RequestError(f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries")
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise RequestError(f"names holds {named(repeated)} more than once")
+        return list(zip(names, dtypes, shapes, strict=True))
+
+
+class GroupBody(RequestBody, takes_empty=True, ignored=_IGNORED):
+    group_name: str = _DEFAULT_GROUP
+
+
+class JoinBody(GroupBody, takes_empty=True, ignored=_IGNORED):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str = "nccl"
+
+    def address(self) -> GroupAddress:
+        """Raises RequestError for a rank that the group does not have."""
+        if not 0 < self.rank_offset < self.world_size:
+            raise RequestError(
+                f"rank_offset is {self.rank_offset}; it must be between 1 and world_size - 1 = {self.world_size - 1}"
+            )
+        return GroupAddress(
+            address=self.master_address,
+            port=self.master_port,
+            rank=self.rank_offset,
+            world_size=self.world_size,
+            name=self.group_name,
+            backend=self.backend,
+        )
+
+
+class VersionBody(RequestBody, takes_empty=True, ignored=_IGNORED):
+    new_version: str
+    abort_all_requests: bool = True
+
+
 class Weights:
-    """The endpoints that change weights. All work on them is done on one thread of its own, in the order of the calls.
+    """The endpoints that change weights. One thread, `working`, does all work on them in the order of the calls.
 
     So a client that goes away in the middle of a call does not stop what it began, and the event loop goes on.
     """
@@ -73,17 +145,19 @@ class Weights:
         self._timeout_s = update_timeout_s
         self._receiver = WeightReceiver(self._form.shapes, device, update_timeout_s)
 
-    async def _do(self, work: Callable[[], str]) -> web.Response:
-        """Run `work` on the weights' thread and answer with its message."""
+    async def _do(self, message: str, work: Callable[[], None], *, abort_all: bool = False) -> Any:
+        """Run `work` on the weights' thread and answer with the message of its success."""
+        if abort_all:
+            self._serving.inflight.abort(self._serving.scheduler, None)
         try:
-            message = await asyncio.get_running_loop().run_in_executor(self._working, work)
+            await asyncio.get_running_loop().run_in_executor(self._working, work)
         except WeightsError as error:
-            raise ApiError(str(error)) from None
-        return json_response({"success": True, "message": message})
+            raise RequestError(str(error)) from None
+        return {"success": True, "message": message}
 
-    def _load(self, tensors: dict[str, torch.Tensor], weight_version: str | None, flush_cache: bool) -> None:
+    def _load(self, tensors: dict[str, torch.Tensor], weight_version: str | None) -> None:
         parameters = self._form.parameters(tensors)
-        loading = self._serving.scheduler.load(parameters.items, weight_version, flush_cache)
+        loading = self._serving.scheduler.load(parameters.items, weight_version)
         try:
             loading.result(self._timeout_s)
         except TimeoutError:
@@ -91,157 +165,81 @@ class Weights:
         except Exception as error:  # what a model says of weights it cannot take is for the caller to read
             raise WeightsError(f"loading failed, and the old weights stay: {error}") from error
 
-    def _abort_if_asked(self, body: Body) -> None:
-        if body.flag("abort_all_requests"):
-            self._serving.inflight.abort(self._serving.scheduler, None)
+    async def update_from_disk(self, body: DiskBody) -> Any:
+        def work() -> None:
+            tensors = read_directory(body.model_path, self._form.shapes, self._form.is_tied)
+            self._load(tensors, body.weight_version)
 
-    async def update_from_disk(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        path, load_format = body.text("model_path"), body.text("load_format", "auto")
-        weight_version, flush = body.text("weight_version", None), body.flag("flush_cache", True)
-        if load_format not in ("auto", "safetensors"):
-            raise ApiError(f"load_format is {shown(load_format)}; this server reads safetensors (auto) alone")
-        self._abort_if_asked(body)
-        body.finish(_HARMLESS)
+        suffix = f" Weight version updated to {body.weight_version}." if body.weight_version else ""
+        message = f"Succeeded to update model weights.{suffix}"
+        return await self._do(message, work, abort_all=body.abort_all_requests)
 
-        def work() -> str:
-            self._load(read_directory(path, self._form.shapes, self._form.is_tied), weight_version, flush)
-            suffix = f" Weight version updated to {weight_version}." if weight_version else ""
-            return f"Succeeded to update model weights.{suffix}"
+    async def init_group(self, body: JoinBody) -> Any:
+        at = body.address()
+        return await self._do("Succeeded to initialize custom process group.", lambda: self._receiver.join(at))
 
-        return await self._do(work)
+    async def destroy_group(self, body: GroupBody) -> Any:
+        message = "Succeeded to destroy custom process group."
+        return await self._do(message, lambda: self._receiver.leave(body.group_name))
 
-    async def init_group(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        at = GroupAddress(
-            address=body.text("master_address"),
-            port=body.integer("master_port"),
-            rank=body.integer("rank_offset"),
-            world_size=body.integer("world_size"),
-            name=body.text("group_name", _DEFAULT_GROUP),
-            backend=body.text("backend", "nccl"),
-        )
-        body.finish(_HARMLESS)
-        if not 0 < at.rank < at.world_size:
-            raise ApiError(f"rank_offset is {at.rank}; it must be between 1 and world_size - 1 = {at.world_size - 1}")
+    async def begin_update(self, body: PlainBody) -> Any:
+        return await self._do("Success", self._receiver.begin)
 
-        def work() -> str:
-            self._receiver.join(at)
-            return "Succeeded to initialize custom process group."
+    async def update_from_distributed(self, body: DistributedBody) -> Any:
+        expected = body.expected()
 
-        return await self._do(work)
+        def work() -> None:
+            in_one = body.load_format == "flattened_bucket"
+            self._receiver.receive(body.group_name, expected, body.weight_version, in_one=in_one)
 
-    async def destroy_group(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        name = body.text("group_name", _DEFAULT_GROUP)
-        body.finish(_HARMLESS)
+        message = "Succeeded to receive parameters; end_weight_update() applies them."
+        return await self._do(message, work, abort_all=body.abort_all_requests)
 
-        def work() -> str:
-            self._receiver.leave(name)
-            return "Succeeded to destroy custom process group."
+    async def end_update(self, body: PlainBody) -> Any:
+        def work() -> None:
+            tensors, weight_version = self._receiver.end()
+            if tensors:
+                self._load(tensors, weight_version)
 
-        return await self._do(work)
+        return await self._do("Success", work)
 
-    async def begin_update(self, request: web.Request) -> web.StreamResponse:
-        (await read_body(request)).finish(_HARMLESS)
+    async def update_version(self, body: VersionBody) -> Any:
+        def work() -> None:
+            self._load({}, body.new_version)
 
-        def work() -> str:
-            self._receiver.begin()
-            return "Success"
-
-        return await self._do(work)
-
-    async def update_from_distributed(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        expected = _expected(body)
-        group = body.text("group_name", _DEFAULT_GROUP)
-        weight_version, flush = body.text("weight_version", None), body.flag("flush_cache", True)
-        load_format = body.text("load_format", "auto")
-        if load_format not in ("auto", "flattened_bucket"):
-            raise ApiError(f"load_format is {shown(load_format)}; it must be auto or flattened_bucket")
-        self._abort_if_asked(body)
-        body.finish(_HARMLESS)
-
-        def work() -> str:
-            self._receiver.receive(group, expected, in_one=load_format == "flattened_bucket")
-            self._receiver.mark(weight_version, flush)
-            return "Succeeded to receive parameters; end_weight_update() applies them."
-
-        return await self._do(work)
-
-    async def end_update(self, request: web.Request) -> web.StreamResponse:
-        (await read_body(request)).finish(_HARMLESS)
-
-        def work() -> str:
-            ended = self._receiver.end()
-            if ended.tensors:
-                self._load(ended.tensors, ended.weight_version, ended.flush_cache)
-            return "Success"
-
-        return await self._do(work)
-
-    async def update_version(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        new_version = body.text("new_version")
-        if body.flag("abort_all_requests", True):
-            self._serving.inflight.abort(self._serving.scheduler, None)
-        body.finish(_HARMLESS)
-
-        def work() -> str:
-            self._load({}, new_version, flush_cache=False)
-            return f"Weight version updated to {new_version}"
-
-        await self._do(work)
-        message = f"Weight version updated to {new_version}"
-        return json_response({"success": True, "message": message, "new_version": new_version})
+        message = f"Weight version updated to {body.new_version}"
+        answer = await self._do(message, work, abort_all=body.abort_all_requests)
+        return {**answer, "new_version": body.new_version}
 
 
-def _expected(body: Body) -> list[tuple[str, str, list[int]]]:
-    names, dtypes, shapes = (body.value(name) for name in ("names", "dtypes", "shapes"))
-    if not all(isinstance(values, list) for values in (names, dtypes, shapes)):
-        raise MalformedError("names, dtypes and shapes must be lists, with one entry for each tensor")
-    if not len(names) == len(dtypes) == len(shapes):
-        raise ApiError(f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries")
-    if not all(isinstance(item, str) for item in [*names, *dtypes]):
-        raise MalformedError("names and dtypes must hold strings")
-    for name, shape in zip(names, shapes, strict=True):
-        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise MalformedError(f"the shape of {name} is {shown(shape)}; it must be a list of sizes")
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ApiError(f"names holds {named(repeated)} more than once")
-    return list(zip(names, dtypes, shapes, strict=True))
+class UnloadAdapterBody(RequestBody, takes_empty=True, ignored=_ADAPTER_IGNORED):
+    lora_name: Annotated[str, Field(min_length=1)]
 
 
-# The endpoints that load and unload adapters, while requests go on. They answer, and refuse, as SGLang does.
+class LoadAdapterBody(UnloadAdapterBody, takes_empty=True, ignored=_ADAPTER_IGNORED):
+    lora_path: str
 
 
 class AdapterCalls:
-    """Files are read on `reading`, and what was read is taken over by the model thread between two steps."""
+    """The endpoints that load and unload adapters while requests go on. They answer, and refuse, as SGLang does.
+
+    The thread `reading` reads their files, and the model thread takes over what was read between two steps.
+    """
 
     def __init__(self, serving: Serving, reading: ThreadPoolExecutor) -> None:
         self._scheduler = serving.scheduler
         self._reading = reading
 
-    async def load(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        name, path = body.text("lora_name"), body.text("lora_path")
-        body.flag("pinned")  # nothing is evicted here
-        body.finish(frozenset(("http_worker_ipc", "lora_id", "rid")))
-        if not name:
-            raise MalformedError("lora_name is empty; requests could not name it")
-
+    async def load(self, body: LoadAdapterBody) -> web.StreamResponse:
         def work() -> None:
-            adapter = self._scheduler.adapters.read(name, path)
+            adapter = self._scheduler.adapters.read(body.lora_name, body.lora_path)
             self._scheduler.load_adapter(adapter).result()
 
         return await self._answer(asyncio.get_running_loop().run_in_executor(self._reading, work))
 
-    async def unload(self, request: web.Request) -> web.StreamResponse:
+    async def unload(self, body: UnloadAdapterBody) -> web.StreamResponse:
         """At once: requests that name it already keep it to their end."""
-        body = await read_body(request)
-        name = body.text("lora_name")
-        body.finish(frozenset(("http_worker_ipc", "lora_id", "rid")))
-        return await self._answer(asyncio.shield(asyncio.wrap_future(self._scheduler.unload_adapter(name))))
+        return await self._answer(asyncio.shield(asyncio.wrap_future(self._scheduler.unload_adapter(body.lora_name))))
 
     async def _answer(self, done: asyncio.Future[None]) -> web.StreamResponse:
         error_message = ""

@@ -1,43 +1,38 @@
-"""What all endpoints share: the parts they serve from, JSON and event streams, errors in SGLang's shapes, the key."""
+"""What all endpoints share: the parts that they serve from, sampling parameters, errors in SGLang's shapes.
+
+handler --submit--> Inflight --> Scheduler, on the model thread --deliver--> Following: the handler waits for it
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
+from pydantic import Field
 
-from arl.api.errors import EngineClosedError
-from arl.engine.local.body import ApiError, Body, MalformedError, MalformedSamplingError
-from arl.engine.local.job import Job
-from arl.engine.local.protocol import Limits
+from arl.api.types import SamplingParams
+from arl.engine.local.job import Job, Text, TextOptions
 from arl.engine.local.scheduler import Scheduler
-from arl.engine.local.text import Text, TextError
+from arl.web.bodies import BodyError, Integers, RequestBody, RequestError, Strings, parse
+from arl.web.server import Handler, json_response
 
-log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-ErrorShape = Callable[[str, int], Mapping[str, Any]]
-
-MAX_BODY_BYTES = 1 << 30
-"""A batch of long prompts is many megabytes; aiohttp's own limit is one."""
+B = TypeVar("B", bound=RequestBody)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What every handler needs. `tokenizing` is the one thread on which texts are encoded."""
+    """What every handler needs."""
 
     scheduler: Scheduler
     inflight: Inflight
     text: Text
-    limits: Limits
     tokenizing: ThreadPoolExecutor
+    """One thread, on which texts are encoded."""
     model_path: str
     served_model_name: str
 
@@ -45,92 +40,134 @@ class Serving:
         """Run a tokenizer call off the event loop. Raises TextError."""
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
 
+    async def prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        """A prompt's tokens. Raises RequestError where they are not the model's, or leave no room in its context."""
+        input_ids = await self.encode(lambda: self.text.encode(prompt)) if isinstance(prompt, str) else prompt
+        vocab_size, context_length = self.scheduler.vocab_size, self.scheduler.context_length
+        if not input_ids:
+            raise RequestError("input_ids cannot be empty.")
+        if min(input_ids) < 0 or max(input_ids) >= vocab_size:
+            raise RequestError(f"input_ids holds a token outside the model's vocabulary of {vocab_size} tokens.")
+        if len(input_ids) >= context_length:
+            raise RequestError(
+                f"The input ({len(input_ids)} tokens) is longer than the model's context length "
+                f"({context_length} tokens)."
+            )
+        return input_ids
 
-def json_response(content: Any, status: int = 200) -> web.Response:
-    body = json.dumps(content, separators=(",", ":")).encode()
-    return web.Response(body=body, status=status, content_type="application/json")
+    def fitted(self, sampling: Sampling, num_prompt_tokens: int) -> SamplingParams:
+        """The parameters for a prompt of so many tokens. Raises RequestError where the context cannot hold both."""
+        context_length = self.scheduler.context_length
+        if sampling.params.stop and not self.text.has_tokenizer:
+            raise RequestError("stop needs a tokenizer, which this model was saved without; use stop_token_ids")
+        if sampling.max_new_tokens is None:
+            return replace(sampling.params, max_new_tokens=context_length - num_prompt_tokens)
+        total = num_prompt_tokens + sampling.params.max_new_tokens
+        if total > context_length:
+            raise RequestError(
+                f"Requested token count exceeds the model's maximum context length of {context_length} tokens. "
+                f"You requested a total of {total} tokens: {num_prompt_tokens} tokens from the input messages and "
+                f"{sampling.params.max_new_tokens} tokens for the completion. Please reduce the number of tokens in "
+                "the input messages or the completion to fit within the limit."
+            )
+        return sampling.params
 
 
-def generate_error(message: str, status: int) -> Mapping[str, Any]:
-    return {"error": {"message": message}}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one prompt is continued."""
+
+    params: SamplingParams
+    max_new_tokens: int | None
+    """As the client wrote it: None is as many as fit, and 0 none."""
+    n: int
+    text: TextOptions
 
 
-def control_error(message: str, status: int) -> Mapping[str, Any]:
-    return {"success": False, "message": message}
+class SamplingFields(RequestBody):
+    """What /generate's sampling_params and OpenAI's bodies have in common."""
 
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: Strings = ()
+    stop_token_ids: Integers = ()
+    ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1)] = 1
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
 
-def openai_error(message: str, status: int) -> Mapping[str, Any]:
-    kind = "BadRequestError" if status == 400 else "InternalServerError"
-    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
-
-
-def _explained(error: ApiError, shape: ErrorShape) -> Mapping[str, Any]:
-    """A refusal in the shape that SGLang gives it: a body that is not of the right form has one of its own."""
-    if isinstance(error, MalformedSamplingError):
-        return {"error": error.message}
-    if isinstance(error, MalformedError):
-        return {**openai_error(error.message, error.status), "type": "Bad Request"}
-    return shape(error.message, error.status)
-
-
-def answering(handler: Handler, shape: ErrorShape) -> Handler:
-    """`handler`, with its errors answered in `shape`: the one place where they are."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
+    def sampled(self, max_new_tokens: int | None, seed: int | None) -> Sampling:
+        """Raises RequestError for values that cannot be."""
         try:
-            return await handler(request)
-        except ApiError as error:
-            return json_response(_explained(error, shape), error.status)
-        except TextError as error:
-            return json_response(shape(str(error), 400), 400)
-        except EngineClosedError as error:
-            return json_response(shape(str(error), 503), 503)
-        except web.HTTPException:
-            raise
-        except ConnectionResetError:
-            raise  # the client went away; nobody is left to answer
-        except Exception as error:
-            log.exception("%s failed", request.path)
-            return json_response(shape(f"internal error: {error!r}", 500), 500)
-
-    return answer
-
-
-async def read_body(request: web.Request) -> Body:
-    return Body.parse(await request.read())
+            params = SamplingParams(
+                max_new_tokens=max_new_tokens or 1,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                stop=tuple(self.stop),
+                stop_token_ids=tuple(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+                seed=seed,
+            )
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        text = TextOptions(skip_special_tokens=self.skip_special_tokens, trim_stop=not self.no_stop_trim)
+        return Sampling(params=params, max_new_tokens=max_new_tokens, n=self.n, text=text)
 
 
-@web.middleware
-async def not_found_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPNotFound:
-        return json_response({"detail": "Not Found"}, 404)
-    except web.HTTPMethodNotAllowed:
-        return json_response({"detail": "Method Not Allowed"}, 405)
-    except web.HTTPRequestEntityTooLarge:
-        return json_response(generate_error(f"the body is larger than {MAX_BODY_BYTES} bytes", 413), 413)
+def extra_key(cache_salt: str, key: str) -> str:
+    """What separates prefixes, made of SGLang's two fields for it."""
+    return f"{cache_salt}/{key}" if cache_salt else key
 
 
-class EventStream:
-    """Server-sent events: `data: {...}` for each event, and a last `data: [DONE]`."""
+def asked(body: type[B], answer: Callable[[B], Awaitable[Any]]) -> Handler:
+    """A handler that reads a body, and responds with what `answer` says to it: JSON, or a response of its own."""
 
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self._response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
+    async def handle(request: web.Request) -> web.StreamResponse:
+        content = await answer(parse(body, await request.read()))
+        return content if isinstance(content, web.StreamResponse) else json_response(content)
 
-    async def send(self, *events: Any) -> None:
-        if not self._response.prepared:
-            await self._response.prepare(self._request)
-        data = "".join(f"data: {json.dumps(event, separators=(',', ':'))}\n\n" for event in events)
-        await self._response.write(data.encode())
+    return handle
 
-    async def end(self) -> web.StreamResponse:
-        await self._response.write(b"data: [DONE]\n\n")
-        await self._response.write_eof()
-        return self._response
+
+# Errors. SGLang tells a body that is not of the right form in one shape everywhere, and others in the endpoint's own.
+
+
+def generate_error(error: RequestError) -> Mapping[str, Any]:
+    if isinstance(error, BodyError) and (error.param or "").startswith("sampling_params."):
+        return {"error": error.message}
+    return _malformed(error) or {"error": {"message": error.message}}
+
+
+def control_error(error: RequestError) -> Mapping[str, Any]:
+    return _malformed(error) or {"success": False, "message": error.message}
+
+
+def openai_error(error: RequestError) -> Mapping[str, Any]:
+    kind = "BadRequestError" if error.status == 400 else "InternalServerError"
+    told = {"object": "error", "message": error.message, "type": kind, "param": None, "code": error.status}
+    return _malformed(error) or told
+
+
+def path_error(error: RequestError) -> Mapping[str, Any]:
+    """An unknown path, or a method that it does not have."""
+    return {"detail": error.message}
+
+
+def _malformed(error: RequestError) -> Mapping[str, Any] | None:
+    if not isinstance(error, BodyError) or error.code != "invalid_value":
+        return None
+    return {"object": "error", "message": error.message, "type": "Bad Request", "param": None, "code": error.status}
+
+
+def raise_if_failed(jobs: Sequence[Job]) -> None:
+    """A job that failed, rather than finished or was cancelled, is an error of the whole request."""
+    for job in jobs:
+        if job.finish_reason and (status := job.finish_reason.get("status_code")):
+            raise RequestError(job.finish_reason["message"], status)
 
 
 # Requests under way: the event loop's side of the scheduler.
@@ -140,13 +177,13 @@ class Following:
     """One request's view of its jobs."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self._running = set(jobs)
+        self.unfinished = set(jobs)
         self._changed: dict[Job, None] = {}
         self._event = asyncio.Event()
 
     @property
     def is_done(self) -> bool:
-        return not self._running and not self._changed
+        return not self.unfinished and not self._changed
 
     async def progress(self) -> list[Job]:
         """Wait for the next change; the jobs that finished or gained tokens since the last call."""
@@ -158,18 +195,14 @@ class Following:
 
     async def finish(self) -> None:
         """Wait until every job is done."""
-        while self._running:
+        while self.unfinished:
             await self.progress()
 
     def notice(self, job: Job) -> None:
         if job.is_done:
-            self._running.discard(job)
+            self.unfinished.discard(job)
         self._changed[job] = None
         self._event.set()
-
-    @property
-    def unfinished(self) -> set[Job]:
-        return self._running
 
 
 class Inflight:
@@ -195,15 +228,15 @@ class Inflight:
 
     @contextmanager
     def submit(self, scheduler: Scheduler, named: Mapping[str, Sequence[Job]]) -> Iterator[Following]:
-        """Run jobs for as long as the block lasts; those that are unfinished when it is left are aborted.
+        """Run jobs for as long as the block lasts; leaving it aborts those that are unfinished.
 
         named: each id that a client may abort by, and the jobs it stands for.
         """
         for rid in named:
             if rid in self._named:
-                raise ApiError(f"Duplicate request ID detected: {rid}")
+                raise RequestError(f"Duplicate request ID detected: {rid}")
         if not scheduler.is_alive:
-            raise ApiError("the model thread of this server has died; its log says why", 503)
+            raise RequestError("the model thread of this server has died; its log says why", 503)
         jobs = list(dict.fromkeys(job for members in named.values() for job in members))
         following = Following(jobs)
         self._named.update(named)

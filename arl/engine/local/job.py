@@ -1,29 +1,23 @@
-"""One sequence to generate, as it travels between the HTTP side and the model thread."""
+"""One sequence to generate, as it travels between the HTTP side and the model thread, and its text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from arl.api.types import SamplingParams
 
+_INCOMPLETE = "\ufffd"
+"""What a tokenizer decodes the first bytes of an unfinished character to."""
+
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request for one continuation of `input_ids`. The model thread alone writes the fields from output_ids on.
+    """A request for one continuation of `input_ids`. The model thread alone writes the fields from input_logprobs on.
 
-    adapter: the name of the one that it is generated under; empty for the model alone. Keys and values of its prompt
-    are shared with jobs of the same adapter and extra_key alone. logprob_start: the logprobs of the prompt's own tokens
-    after this one are wanted too. is_prefill_only: nothing is sampled; it ends with its prompt.
-
-    input_logprobs: of input_ids[logprob_start + 1:], of the logits as they are, whatever the temperature.
-    scores: what a reward model says of the prompt, one for each label, by the weights of the one version in `versions`.
-
-    output_ids, output_logprobs and versions grow together: for each sampled token its id, its logprob (natural log,
-    of logits / temperature, before top_p, top_k and min_p) and the weight version that sampled it. The stop token is
-    among them. finish_reason is None while the job is queued or running, then SGLang's:
-    {"type": "stop", "matched": id or string}, {"type": "length", "length": n} or
-    {"type": "abort", "message": str, "status_code": 400 or 500 where the job failed}.
+    output_ids, output_logprobs and versions grow together, one entry for each sampled token.
     """
 
     rid: str
@@ -31,18 +25,29 @@ class Job:
     sampling: SamplingParams
     stream: bool = False
     extra_key: str = ""
+    """Keys and values of its prompt are shared with jobs of the same extra_key and adapter alone."""
     adapter: str = ""
+    """The name of the adapter that computes it; empty for the model alone."""
     logprob_start: int | None = None
+    """The logprobs of the prompt's own tokens after this one are wanted too."""
     is_prefill_only: bool = False
+    """It samples nothing and ends with its prompt."""
 
     input_logprobs: list[float] = field(default_factory=list[float])
+    """Of input_ids[logprob_start + 1:], from the logits as they are, whatever the temperature."""
     scores: list[float] = field(default_factory=list[float])
+    """What a reward model says of the prompt, for each label, under the one version in `versions`."""
     output_ids: list[int] = field(default_factory=list[int])
+    """The sampled tokens, with the stop token."""
     output_logprobs: list[float] = field(default_factory=list[float])
+    """Natural log, of logits / temperature, before top_p, top_k and min_p."""
     versions: list[str] = field(default_factory=list[str])
+    """The weight version that sampled each token."""
     cached_tokens: int = 0
     num_retractions: int = 0
     finish_reason: dict[str, Any] | None = None
+    """None while it is queued or runs, then SGLang's: {"type": "stop", "matched": id or string},
+    {"type": "length", "length": n} or {"type": "abort", "message": str, "status_code": 400 or 500 if it failed}."""
 
     @property
     def is_done(self) -> bool:
@@ -57,11 +62,22 @@ class Job:
     def lacks_input_logprobs(self) -> bool:
         return len(self.input_logprobs) < self.num_input_logprobs
 
+    @property
+    def num_settled_tokens(self) -> int:
+        """How many output tokens are whole: the model thread may be in the middle of adding one."""
+        return min(len(self.output_ids), len(self.output_logprobs), len(self.versions))
+
     def scored(self, start: int, end: int) -> range:
-        """Of the prompt's positions start..end-1, those whose logits give a logprob that is wanted and not there."""
+        """The prompt's positions in start..end-1 whose logits give a logprob that is wanted and not yet known."""
         if self.logprob_start is None or not self.lacks_input_logprobs:
             return range(0)
         return range(max(start, self.logprob_start), min(end, len(self.input_ids) - 1))
+
+    def version_spans(self, num_tokens: int) -> list[dict[str, Any]]:
+        """Runs of equal versions among its first output tokens: [{"version", "start", "end"}, ..], end exclusive."""
+        versions = self.versions[:num_tokens]
+        bounds = [0, *(i for i, (a, b) in enumerate(pairwise(versions), 1) if a != b), len(versions)]
+        return [{"version": versions[i], "start": i, "end": j} for i, j in pairwise(bounds) if j > i]
 
     def copy(self) -> Job:
         """Another job in the same state, which no later step changes."""
@@ -75,9 +91,95 @@ class Job:
         self.cached_tokens, self.num_retractions = state.cached_tokens, state.num_retractions
         self.finish_reason = state.finish_reason
 
+    def samples(self, n: int) -> list[Job]:
+        """n jobs like this one, which is fresh. With a seed, sample i is drawn with seed + i, so that they differ."""
+        if n == 1:
+            return [self]
+        jobs = [self.copy() for _ in range(n)]
+        for i, job in enumerate(jobs):
+            job.rid = f"{self.rid}_{i}"
+            if job.sampling.seed is not None:
+                job.sampling = replace(job.sampling, seed=job.sampling.seed + i)
+        return jobs
+
     def abort(self, message: str, status_code: int | None = None) -> None:
         """Finish with what was generated so far. status_code says that the job failed, rather than was cancelled."""
         reason: dict[str, Any] = {"type": "abort", "message": message}
         if status_code is not None:
             reason["status_code"] = status_code
         self.finish_reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How output tokens become text."""
+
+    skip_special_tokens: bool = True
+    trim_stop: bool = True
+    """Leave out the stop string or stop token that ended it."""
+
+
+class TextError(ValueError):
+    """There is no tokenizer or no chat template, or the template cannot render these messages."""
+
+
+class Text:
+    """A model's tokenizer, as the endpoints need it; None where the model has none and serves token ids alone."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._known = tokenizer
+        self._pieces: dict[int, str] = {}
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._known is not None
+
+    def check(self) -> None:
+        """Raise TextError where there is no tokenizer."""
+        if self._known is None:
+            raise TextError("this model was saved without a tokenizer; send input_ids to /generate instead")
+
+    @property
+    def _tokenizer(self) -> Any:
+        self.check()
+        return self._known
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises TextError."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def chat_prompt(self, messages: list[Any], tools: list[Any] | None, options: Mapping[str, Any]) -> list[int]:
+        """The token ids of a conversation, by the tokenizer's own chat template. Raises TextError."""
+        if not self._tokenizer.chat_template:
+            raise TextError("this model's tokenizer has no chat template; send input_ids to /generate instead")
+        try:
+            return self._tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **options)
+        except Exception as error:  # a template is a program of its own and raises what it likes
+            raise TextError(f"the chat template refused these messages: {error}") from error
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone."""
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._tokenizer.decode([token_id])
+        return self._pieces[token_id]
+
+    def decode(self, job: Job, num_tokens: int, options: TextOptions) -> str:
+        """The text of a job's first `num_tokens` output tokens.
+
+        While the job runs, it holds back the end that a later token may still change: an unfinished character, and
+        what may be the beginning of a stop string.
+        """
+        matched = (job.finish_reason or {}).get("matched") if options.trim_stop else None
+        ids = job.output_ids[:num_tokens]
+        if isinstance(matched, int):
+            ids = ids[:-1]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=options.skip_special_tokens)
+        if isinstance(matched, str):
+            return text.partition(matched)[0]
+        return text if job.is_done else _settled(text, job.sampling.stop)
+
+
+def _settled(text: str, stops: Sequence[str]) -> str:
+    text = text.rstrip(_INCOMPLETE)
+    held = max((k for stop in stops for k in range(1, len(stop)) if text.endswith(stop[:k])), default=0)
+    return text[: len(text) - held]

@@ -9,97 +9,156 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from aiohttp import web
+from pydantic import Field, PlainValidator, field_validator
 
-from arl.engine.local.body import ApiError, Body, MalformedError, shown
-from arl.engine.local.endpoint import EventStream, Following, Serving, json_response, openai_error, read_body
-from arl.engine.local.job import Job
-from arl.engine.local.protocol import (
-    Sampling,
-    build_params,
-    extra_key,
-    num_settled_tokens,
-    raise_if_failed,
-    samples,
-    version_spans,
-)
-from arl.engine.local.text import Text, TextOptions
+from arl.engine.local.endpoint import Sampling, SamplingFields, Serving, extra_key, openai_error, raise_if_failed
+from arl.engine.local.job import Job, Text
+from arl.web.bodies import Integers, RequestBody, RequestError, must_be, parse, shown
+from arl.web.server import DONE, EventStream, event, json_response
 
-# How OpenAI's two endpoints write what was generated, whole or in chunks, with what SGLang adds to them.
+_IGNORED = (
+    "data_parallel_rank", "metadata", "parallel_tool_calls", "priority", "separate_reasoning", "service_tier",
+    "session_id", "store", "stream_reasoning", "user",
+)  # fmt: skip
+_ONLY: Mapping[str, Sequence[Any]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_logprobs": (0,),
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRequest:
+class StreamOptions(RequestBody, takes_empty=True):
+    include_usage: bool = False
+
+
+class OpenAIBody(SamplingFields, takes_empty=True, ignored=_IGNORED, only=_ONLY):
     """What chat and plain completions have in common."""
 
-    model: str
-    rid: str
-    sampling: Sampling
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    return_token_ids: bool
-    extra_key: str
-    adapter: str
+    model: str = "default"
+    rid: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    logprobs: bool | int = False
+    return_token_ids: bool = False
+    cache_salt: str = ""
+    extra_key: str = ""
+    lora_path: str = ""
+
+    def read(self) -> Sampling:
+        return self.sampled(self.max_completion_tokens or self.max_tokens, self.seed)
 
 
-@dataclass(slots=True)
-class _Sent:
-    """What of a job has been streamed."""
+class ChatBody(OpenAIBody, takes_empty=True, ignored=_IGNORED, only=_ONLY):
+    """What /v1/chat/completions is asked."""
 
-    text: str = ""
-    num_tokens: int = 0
+    messages: list[Any]
+    tools: list[Any] | None = None
+    tool_choice: Literal["auto", "none"] = "auto"
+    """A call cannot be forced."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    continue_final_message: bool = False
+    input_ids: Integers | None = None
+    """The prompt in the place of messages."""
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as templates expect them. Raises RequestError."""
+        if not self.messages:
+            raise RequestError("Messages cannot be empty.")
+        return [_message(i, message) for i, message in enumerate(self.messages)]
+
+
+def _message(i: int, message: Any) -> dict[str, Any]:
+    """A message with its parts of text as one string, a space between two."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{i}] is {shown(message)}; it must be an object with a role and a content")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    if not isinstance(content, list):
+        raise RequestError(f"messages[{i}].content is {shown(content)}; it must be a string or a list of text parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"Model only supports text input; messages[{i}] has a part of type {shown(kind)}.")
+    return {**message, "content": " ".join(part["text"] for part in content)}
+
+
+def _prompts(value: Any) -> list[Any]:
+    prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    for one in prompts:
+        if not isinstance(one, str) and not (isinstance(one, list) and set(map(type, one)) <= {int}):
+            raise must_be("text or token ids, or a list of either")
+    return prompts
+
+
+class CompletionBody(OpenAIBody, takes_empty=True, ignored=_IGNORED, only=_ONLY):
+    """What /v1/completions is asked."""
+
+    prompt: Annotated[list[Any], PlainValidator(_prompts)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+
+
+class TokenizeBody(RequestBody, takes_empty=True, ignored=("model",)):
+    """What /tokenize is asked."""
+
+    prompt: Any
+    add_special_tokens: bool = True
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_text(cls, prompt: Any) -> Any:
+        if not all(isinstance(text, str) for text in (prompt if isinstance(prompt, list) else [prompt])):
+            raise must_be("a string or a list of strings")
+        return prompt
 
 
 class Form(ABC):
     """The answer to one request. The endpoints differ in names, and in where text, logprobs and ids stand."""
 
-    whole_object: str
-    chunk_object: str
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    ids_name: ClassVar[str]
 
-    def __init__(self, asked: OpenAIRequest, text: Text, jobs: Sequence[Job], num_prompt_tokens: int) -> None:
-        self._asked = asked
+    def __init__(self, body: OpenAIBody, text: Text, jobs: Sequence[Job], num_prompt_tokens: int) -> None:
+        self._body = body
         self._text = text
+        self._options = body.read().text
         self._jobs = jobs
         self._num_prompt_tokens = num_prompt_tokens
         self._created = int(time.time())
-        self._sent = {job: _Sent() for job in jobs}
+        self._streamed: dict[Job, tuple[int, int]] = dict.fromkeys(jobs, (0, 0))  # characters and tokens
         self._index = {job: i for i, job in enumerate(jobs)}
 
     def _envelope(self, kind: str, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
-        return {
-            "id": self._asked.rid,
-            "object": kind,
-            "created": self._created,
-            "model": self._asked.model,
-            "choices": choices,
-            **more,
-        }
+        named = {"id": self._body.rid, "object": kind, "created": self._created, "model": self._body.model}
+        return {**named, "choices": choices, **more}
 
     def whole(self, weight_version: str) -> dict[str, Any]:
         """The answer to a request that does not stream; weight_version is told where no token was sampled."""
-        versions = self._jobs[0].versions
+        first = self._jobs[0]
         metadata = {
-            "weight_version": versions[-1] if versions else weight_version,
-            "weight_versions": version_spans(versions),
+            "weight_version": first.versions[-1] if first.versions else weight_version,
+            "weight_versions": first.version_spans(len(first.versions)),
         }
-        choices = [self._choice(i, job) for i, job in enumerate(self._jobs)]
+        choices = [self._choice(job) for job in self._jobs]
         return self._envelope(self.whole_object, choices, usage=self._usage(), metadata=metadata)
 
-    def _choice(self, index: int, job: Job) -> dict[str, Any]:
-        text = self._text.decode(job, len(job.output_ids), self._asked.sampling.text)
-        choice = {
-            "index": index,
-            **self._content(text),
-            "logprobs": self._logprobs_if_asked(job, 0, len(job.output_ids)),
-            **_ending(job),
-        }
-        return choice | self._token_ids(job) if self._asked.return_token_ids else choice
+    def _choice(self, job: Job) -> dict[str, Any]:
+        num_tokens = len(job.output_ids)
+        said = self._content(self._text.decode(job, num_tokens, self._options))
+        ids = {"prompt_token_ids": job.input_ids, self.ids_name: job.output_ids}
+        return self._said(job, said, 0, num_tokens) | (ids if self._body.return_token_ids else {})
 
     def opening(self) -> list[dict[str, Any]]:
         """The chunks that come before any token."""
@@ -107,33 +166,29 @@ class Form(ABC):
 
     def chunk(self, job: Job) -> dict[str, Any]:
         """What a job gained since its last chunk."""
-        sent, num_tokens = self._sent[job], num_settled_tokens(job)
-        text = self._text.decode(job, num_tokens, self._asked.sampling.text)
-        choice = {
-            "index": self._index[job],
-            **self._delta(text[len(sent.text) :]),
-            "logprobs": self._logprobs_if_asked(job, sent.num_tokens, num_tokens),
-            **_ending(job),
-        }
-        self._sent[job] = _Sent(text, num_tokens)
+        (num_characters, start), num_tokens = self._streamed[job], job.num_settled_tokens
+        text = self._text.decode(job, num_tokens, self._options)
+        self._streamed[job] = (len(text), num_tokens)
+        choice = self._said(job, self._delta(text[num_characters:]), start, num_tokens)
         return self._envelope(self.chunk_object, [choice])
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._envelope(self.chunk_object, [], usage=self._usage())
 
     def _usage(self) -> dict[str, int]:
-        completion_tokens = sum(len(job.output_ids) for job in self._jobs)
-        return {
-            "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": self._num_prompt_tokens + completion_tokens,
-        }
+        new = sum(len(job.output_ids) for job in self._jobs)
+        old = self._num_prompt_tokens
+        return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
 
-    def _logprobs_if_asked(self, job: Job, start: int, end: int) -> dict[str, Any] | None:
-        if not self._asked.logprobs:
-            return None
-        pairs = zip(job.output_ids[start:end], job.output_logprobs[start:end], strict=True)
-        return self._logprobs([(self._text.token_text(token), logprob) for token, logprob in pairs])
+    def _said(self, job: Job, said: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
+        """A choice with the logprobs of the job's output tokens start..end-1."""
+        logprobs = None
+        if self._body.logprobs:
+            pairs = zip(job.output_ids[start:end], job.output_logprobs[start:end], strict=True)
+            logprobs = self._logprobs([(self._text.token_text(token), logprob) for token, logprob in pairs])
+        reason = job.finish_reason or {}
+        ending = {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
+        return {"index": self._index[job], **said, "logprobs": logprobs, **ending}
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, Any]: ...
@@ -144,15 +199,13 @@ class Form(ABC):
     @abstractmethod
     def _logprobs(self, tokens: Sequence[tuple[str, float]]) -> dict[str, Any]: ...
 
-    @abstractmethod
-    def _token_ids(self, job: Job) -> dict[str, Any]: ...
-
 
 class ChatForm(Form):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    ids_name = "response_token_ids"
 
     def opening(self) -> list[dict[str, Any]]:
         start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -172,15 +225,13 @@ class ChatForm(Form):
             ]
         }
 
-    def _token_ids(self, job: Job) -> dict[str, Any]:
-        return {"prompt_token_ids": job.input_ids, "response_token_ids": job.output_ids}
-
 
 class PlainForm(Form):
     """/v1/completions."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    ids_name = "token_ids"
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -189,100 +240,8 @@ class PlainForm(Form):
         return {"text": text}
 
     def _logprobs(self, tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
-        return {
-            "tokens": [text for text, _ in tokens],
-            "token_logprobs": [logprob for _, logprob in tokens],
-            "top_logprobs": None,
-        }
-
-    def _token_ids(self, job: Job) -> dict[str, Any]:
-        return {"prompt_token_ids": job.input_ids, "token_ids": job.output_ids}
-
-
-def _ending(job: Job) -> dict[str, Any]:
-    reason = job.finish_reason or {}
-    return {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
-
-
-_HARMLESS = frozenset((
-    "data_parallel_rank", "metadata", "model", "parallel_tool_calls", "priority",
-    "separate_reasoning", "service_tier", "session_id", "store", "stream_reasoning", "user",
-))  # fmt: skip
-_NEUTRAL = {"best_of": 1, "frequency_penalty": 0, "min_tokens": 0, "presence_penalty": 0, "repetition_penalty": 1}
-_DEFAULT_COMPLETION_TOKENS = 16
-
-
-def parse_common(body: Body, default_max_tokens: int | None) -> OpenAIRequest:
-    """Read the fields that both endpoints share. `finish` is left to the caller."""
-    max_tokens = body.integer("max_tokens", default_max_tokens)
-    max_tokens = body.integer("max_completion_tokens", max_tokens)
-    sampling = Sampling(
-        params=build_params(
-            max_new_tokens=1 if max_tokens is None else max_tokens,
-            temperature=body.number("temperature", 1.0),
-            top_p=body.number("top_p", 1.0),
-            top_k=body.integer("top_k", -1),
-            min_p=body.number("min_p", 0.0),
-            stop=body.strings("stop"),
-            stop_token_ids=body.token_ids("stop_token_ids"),
-            ignore_eos=body.flag("ignore_eos"),
-            seed=body.integer("seed", None),
-        ),
-        max_new_tokens=max_tokens,
-        n=body.integer("n", 1),
-        text=TextOptions(
-            skip_special_tokens=body.flag("skip_special_tokens", True), trim_stop=not body.flag("no_stop_trim")
-        ),
-    )
-    if sampling.n < 1:
-        raise ApiError(f"n is {sampling.n}; it must be at least 1")
-    stream = body.flag("stream")
-    stream_options = Body(body.value("stream_options") or {}, "stream_options")
-    return OpenAIRequest(
-        model=body.text("model", "default"),
-        rid=body.text("rid", None) or uuid.uuid4().hex,
-        sampling=sampling,
-        stream=stream,
-        include_usage=stream_options.flag("include_usage"),
-        logprobs=body.value("logprobs") not in (None, False),
-        return_token_ids=body.flag("return_token_ids"),
-        extra_key=extra_key(body.text("cache_salt", ""), body.text("extra_key", "")),
-        adapter=body.text("lora_path", ""),
-    )
-
-
-def _messages(body: Body) -> list[dict[str, Any]]:
-    messages = body.value("messages")
-    if not isinstance(messages, list):
-        raise MalformedError(f"messages is {shown(messages)}; it must be a list of messages")
-    if not messages:
-        raise ApiError("Messages cannot be empty.")
-    return [_message(i, message) for i, message in enumerate(messages)]
-
-
-def _message(i: int, message: Any) -> dict[str, Any]:
-    """A message as templates expect it: its parts of text as one string, a space between two."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(f"messages[{i}] is {shown(message)}; it must be an object with a role and a content")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message if content is not None else {**message, "content": ""}
-    if not isinstance(content, list):
-        raise ApiError(f"messages[{i}].content is {shown(content)}; it must be a string or a list of text parts")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(f"Model only supports text input; messages[{i}] has a part of type {shown(kind)}.")
-    return {**message, "content": " ".join(part["text"] for part in content)}
-
-
-def _tools(body: Body) -> list[Any] | None:
-    tools, choice = body.value("tools"), body.value("tool_choice")
-    if tools is not None and not isinstance(tools, list):
-        raise MalformedError(f"tools is {shown(tools)}; it must be a list of tools")
-    if choice not in (None, "auto", "none"):
-        raise ApiError(f"tool_choice is {shown(choice)}; this server cannot force a call, so only auto or none")
-    return None if choice == "none" else tools or None
+        texts, logprobs = [text for text, _ in tokens], [logprob for _, logprob in tokens]
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None}
 
 
 class OpenAI:
@@ -292,57 +251,30 @@ class OpenAI:
         self._serving = serving
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        asked = parse_common(body, None)
-        if asked.stream and asked.return_token_ids:
-            raise ApiError(
+        body = parse(ChatBody, await request.read())
+        if body.stream and body.return_token_ids:
+            raise RequestError(
                 "return_token_ids is not supported with streaming on /v1/chat/completions. "
                 "Please set stream=false when using return_token_ids=true."
             )
-        prompt = await self._chat_prompt(body)
-        body.finish(_HARMLESS, {**_NEUTRAL, "top_logprobs": 0})
-        return await self._complete(request, asked, [prompt], ChatForm)
-
-    async def _chat_prompt(self, body: Body) -> list[int]:
-        messages, tools = _messages(body), _tools(body)
-        given = body.value("chat_template_kwargs") or {}
-        if not isinstance(given, dict):
-            raise ApiError(f"chat_template_kwargs is {shown(given)}; it must be an object")
-        continues = body.flag("continue_final_message")
-        options = {"add_generation_prompt": not continues, "continue_final_message": continues, **given}
-        if (input_ids := body.value("input_ids")) is not None:
-            return input_ids
-        return await self._serving.encode(lambda: self._serving.text.chat_prompt(messages, tools, options))
+        continues = body.continue_final_message
+        options = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        messages, tools = body.conversation(), body.tools if body.tool_choice == "auto" else None
+        render = partial(self._serving.text.chat_prompt, messages, tools or None, options | body.chat_template_kwargs)
+        prompt = await self._serving.encode(render) if body.input_ids is None else list(body.input_ids)
+        return await self._complete(request, body, [prompt], ChatForm)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        asked = parse_common(body, _DEFAULT_COMPLETION_TOKENS)
-        prompt = body.value("prompt")
-        is_batch = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-        prompts = [await self._prompt_ids(one) for one in (prompt if is_batch else [prompt])]
-        body.finish(_HARMLESS, _NEUTRAL)
-        return await self._complete(request, asked, prompts, PlainForm)
+        body = parse(CompletionBody, await request.read())
+        return await self._complete(request, body, body.prompt, PlainForm)
 
-    async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await read_body(request)
-        prompt, add_special_tokens = body.value("prompt"), body.flag("add_special_tokens", True)
-        body.finish(frozenset(("model",)))
-        texts = prompt if isinstance(prompt, list) else [prompt]
-        if not all(isinstance(text, str) for text in texts):
-            raise MalformedError(f"prompt is {shown(prompt)}; it must be a string or a list of strings")
-        encode = partial(self._serving.text.encode, add_special_tokens=add_special_tokens)
+    async def tokenize(self, body: TokenizeBody) -> Any:
+        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        encode = partial(self._serving.text.encode, add_special_tokens=body.add_special_tokens)
         ids = [await self._serving.encode(partial(encode, text)) for text in texts]
         counts = [len(one) for one in ids]
-        tokens, count = (ids, counts) if isinstance(prompt, list) else (ids[0], counts[0])
-        limit = self._serving.limits.context_length
-        return json_response({"tokens": tokens, "count": count, "max_model_len": limit})
-
-    async def _prompt_ids(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            return await self._serving.encode(lambda: self._serving.text.encode(prompt))
-        if not isinstance(prompt, list):
-            raise ApiError(f"prompt is {shown(prompt)}; it must be text or token ids, or a list of either")
-        return prompt
+        tokens, count = (ids, counts) if isinstance(body.prompt, list) else (ids[0], counts[0])
+        return {"tokens": tokens, "count": count, "max_model_len": self._serving.scheduler.context_length}
 
     def _adapter(self, model: str) -> str:
         """The one that `model` names, by itself or as `model:adapter`; none where it names the model, or anything."""
@@ -350,46 +282,42 @@ class OpenAI:
         return name if name in self._serving.scheduler.adapters.loaded else ""
 
     async def _complete(
-        self, request: web.Request, asked: OpenAIRequest, prompts: Sequence[list[int]], make_form: type[Form]
+        self,
+        request: web.Request,
+        body: OpenAIBody,
+        prompts: Sequence[str | list[int]],
+        make_form: Callable[..., Form],
     ) -> web.StreamResponse:
-        self._serving.text.check()
-        jobs: list[Job] = []
-        for i, input_ids in enumerate(prompts):
-            if not isinstance(input_ids, list):
-                raise ApiError(f"input_ids is {shown(input_ids)}; it must be a list of token ids")
-            params = asked.sampling.for_prompt(input_ids, self._serving.limits)
-            rid = asked.rid if len(prompts) == 1 else f"{asked.rid}_{i}"
+        text, scheduler = self._serving.text, self._serving.scheduler
+        text.check()
+        sampling, jobs, num_prompt_tokens = body.read(), list[Job](), 0
+        for i, prompt in enumerate(prompts):
+            input_ids = await self._serving.prompt_ids(prompt)
+            num_prompt_tokens += len(input_ids)
             job = Job(
-                rid=rid,
+                rid=body.rid if len(prompts) == 1 else f"{body.rid}_{i}",
                 input_ids=input_ids,
-                sampling=params,
-                stream=asked.stream,
-                extra_key=asked.extra_key,
-                adapter=asked.adapter or self._adapter(asked.model),
+                sampling=self._serving.fitted(sampling, len(input_ids)),
+                stream=body.stream,
+                extra_key=extra_key(body.cache_salt, body.extra_key),
+                adapter=body.lora_path or self._adapter(body.model),
             )
-            jobs += samples(job, asked.sampling.n)
-        form = make_form(asked, self._serving.text, jobs, num_prompt_tokens=sum(map(len, prompts)))
-        named: dict[str, Sequence[Job]] = {job.rid: [job] for job in jobs}
-        named[asked.rid] = jobs
-        with self._serving.inflight.submit(self._serving.scheduler, named) as following:
-            if asked.stream:
-                return await _stream(request, following, form, asked.include_usage)
-            await following.finish()
-        raise_if_failed(jobs)
-        return json_response(form.whole(self._serving.scheduler.weight_version))
-
-
-async def _stream(request: web.Request, following: Following, form: Form, include_usage: bool) -> web.StreamResponse:
-    stream = EventStream(request)
-    await stream.send(*form.opening())
-    while not following.is_done:
-        changed = await following.progress()
-        try:
-            raise_if_failed(changed)
-        except ApiError as error:
-            await stream.send({"error": openai_error(error.message, error.status)})
-            break
-        await stream.send(*(form.chunk(job) for job in changed))
-    if include_usage:
-        await stream.send(form.usage_chunk())
-    return await stream.end()
+            jobs += job.samples(sampling.n)
+        form = make_form(body, text, jobs, num_prompt_tokens)
+        named: dict[str, Sequence[Job]] = {**{job.rid: [job] for job in jobs}, body.rid: jobs}
+        with self._serving.inflight.submit(scheduler, named) as following:
+            if not body.stream:
+                await following.finish()
+                raise_if_failed(jobs)
+                return json_response(form.whole(scheduler.weight_version))
+            stream = EventStream(request)
+            await stream.send("".join(map(event, form.opening())))
+            while not following.is_done:
+                changed = await following.progress()
+                try:
+                    raise_if_failed(changed)
+                except RequestError as error:
+                    await stream.send(event({"error": openai_error(error)}))
+                    break
+                await stream.send("".join(event(form.chunk(job)) for job in changed))
+            return await stream.end((event(form.usage_chunk()) if body.stream_options.include_usage else "") + DONE)

@@ -141,21 +141,11 @@ class GroupAddress:
 
 @dataclass(slots=True)
 class _Transaction:
-    """What was received since begin_weight_update, and how it is to be applied."""
+    """What was received since begin_weight_update."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     weight_version: str | None = None
-    flush_cache: bool = False
     failure: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivedWeights:
-    """A finished transaction: the tensors to load, and how."""
-
-    tensors: dict[str, torch.Tensor]
-    weight_version: str | None
-    flush_cache: bool
 
 
 def join_group(at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
@@ -229,10 +219,13 @@ class WeightReceiver:
             raise WeightsError("a weight-update session is already open; call end_weight_update() first")
         self._open = _Transaction()
 
-    def receive(self, group_name: str, expected: Sequence[Expected], *, in_one: bool) -> None:
+    def receive(
+        self, group_name: str, expected: Sequence[Expected], weight_version: str | None, *, in_one: bool
+    ) -> None:
         """Receive what rank 0 broadcasts for each (name, dtype, shape), in that order, into the transaction.
 
-        in_one: as a single broadcast of bytes in which the tensors lie end to end; else one for each tensor.
+        weight_version: what the weights are called from then on, unless a later call says otherwise. in_one: they come
+        as a single broadcast of bytes in which the tensors lie end to end; else as one for each tensor.
         """
         if self._open is None:
             raise WeightsError(
@@ -246,6 +239,7 @@ class WeightReceiver:
             self._open.failure = str(error)
             raise
         self._open.tensors.update(tensors)
+        self._open.weight_version = weight_version or self._open.weight_version
 
     def _broadcasts(self, group_name: str, buffers: Sequence[torch.Tensor]) -> None:
         group = self._groups.get(group_name)
@@ -258,22 +252,17 @@ class WeightReceiver:
             dist.destroy_process_group(self._groups.pop(group_name))
             raise WeightsError(f"receiving from the group {group_name!r} failed: {first_line(error)}") from error
 
-    def mark(self, weight_version: str | None, flush_cache: bool) -> None:
-        """How the open transaction is to be applied: the last version named, and a flush if any bucket asks for one."""
-        if self._open is not None:
-            self._open.weight_version = weight_version or self._open.weight_version
-            self._open.flush_cache |= flush_cache
+    def end(self) -> tuple[dict[str, torch.Tensor], str | None]:
+        """Close the transaction: the tensors to load and their version.
 
-    def end(self) -> ReceivedWeights:
-        """Close the transaction. Raises WeightsError, with nothing to apply, if any part of it failed."""
+        Raises WeightsError, with nothing to apply, if any part of it failed.
+        """
         if self._open is None:
             raise WeightsError("no weight-update session is open; call begin_weight_update() first")
         ended, self._open = self._open, None
         if ended.failure:
             raise WeightsError(f"nothing was applied: {ended.failure}")
-        return ReceivedWeights(
-            tensors=ended.tensors, weight_version=ended.weight_version, flush_cache=ended.flush_cache
-        )
+        return ended.tensors, ended.weight_version
 
 
 def _buffers(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

@@ -72,14 +72,14 @@ class Batch:
     def is_idle(self) -> bool:
         return not self._rows and not self._waiting
 
-    def add(self, job: Job) -> bool:
-        """Queue a job. False if it cannot be served; it is finished then, and says why."""
-        problem = self._problem(job)
-        if problem is not None:
-            job.abort(problem, 400)
-            return False
-        sampling = job.sampling
+    def add(self, job: Job) -> None:
+        """Queue a job whose prompt fits the model. One that names an unknown adapter is finished, and says why."""
         adapter = self._runner.adapters.find(job.adapter)
+        if job.adapter and adapter is None:
+            loaded = ", ".join(self._runner.adapters.loaded) or "none"
+            job.abort(f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}", 400)
+            return
+        sampling = job.sampling
         self._waiting.append(
             Row(
                 [*job.input_ids, *job.output_ids],
@@ -92,23 +92,6 @@ class Batch:
                 stop_ids=frozenset() if sampling.ignore_eos else self._runner.eos_ids | set(sampling.stop_token_ids),
             )
         )
-        return True
-
-    def _problem(self, job: Job) -> str | None:
-        vocab_size, context_length = self._runner.vocab_size, self._runner.context_length
-        if not job.input_ids:
-            return "input_ids is empty; a request needs at least one token to continue from"
-        if len(job.input_ids) >= context_length:
-            return (
-                f"input_ids has {len(job.input_ids)} tokens, which leaves no room for output in a context of "
-                f"{context_length}; shorten the prompt or serve with a larger context_length"
-            )
-        if min(job.input_ids) < 0 or max(job.input_ids) >= vocab_size:
-            return f"input_ids holds an id outside the vocabulary; ids go from 0 to {vocab_size - 1}"
-        if job.adapter and self._runner.adapters.find(job.adapter) is None:
-            loaded = ", ".join(self._runner.adapters.loaded) or "none"
-            return f"LoRA adapter {job.adapter} is not loaded. Loaded adapters: {loaded}"
-        return None
 
     # ---- a step: plan, run, take ------------------------------------------------------------------------------
 

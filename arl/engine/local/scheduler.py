@@ -42,41 +42,32 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How busy a scheduler is: sequences in the batch, and sequences waiting for a place in it."""
-
-    running: int
-    queued: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """How a model is served. weight_version: the label of the weights that it starts with.
-
-    max_running_requests: sequences decoded at once. context_length: longest prompt plus response in tokens; the model's
-    own where it is None. prefill_tokens: most prompt tokens computed in a step, between which the others decode; by the
-    device where it is None. prefix_cache_bytes: memory for the keys and values of finished requests.
-    """
+    """How a model is served."""
 
     device: str = "cpu"
     dtype: str = "float32"
     num_threads: int = 1
     max_running_requests: int = 128
+    """Sequences decoded at once."""
     context_length: int | None = None
+    """Longest prompt plus response in tokens; by default the model's own."""
     weight_version: str = "default"
+    """The label of the weights that it starts with."""
     prefill_tokens: int | None = None
+    """Most prompt tokens computed in a step, so that others decode in between; by default the device decides."""
     prefix_cache_bytes: int = 1 << 30
+    """Memory for the keys and values of finished requests."""
 
 
 class Scheduler:
     """Generates jobs on a thread of its own. Every method may be called from any thread and returns at once.
 
     What they ask for takes effect between two steps, in the order of the calls. Futures are resolved on the model
-    thread; after `close` they fail with EngineClosedError. A job that cannot be served (an empty or too long prompt,
-    an id outside the vocabulary) finishes with reason abort and status_code 400; one whose step failed, with 500.
+    thread; after `close` they fail with EngineClosedError. A job that names an unknown adapter finishes with reason
+    abort and status_code 400; one whose step failed, with 500.
 
-    Raises ModelError when model_dir holds no model that it can serve, ConfigError for a device or dtype that there is
-    not.
+    Raises ModelError when model_dir holds no model that it can serve, ConfigError for an unknown device or dtype.
     """
 
     def __init__(self, model_dir: str, deliver: Deliver, settings: SchedulerSettings) -> None:
@@ -119,6 +110,10 @@ class Scheduler:
         return self._runner.is_scorer
 
     @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
     def context_length(self) -> int:
         """Longest prompt plus response, in tokens."""
         return self._runner.context_length
@@ -146,11 +141,15 @@ class Scheduler:
         return self._thread.is_alive()
 
     @property
-    def load_stats(self) -> Load:
-        return Load(running=self._batch.num_running, queued=self._batch.num_waiting)
+    def num_running(self) -> int:
+        return self._batch.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._batch.num_waiting
 
     def start(self, on_death: Callable[[], object] = lambda: None) -> None:
-        """on_death: called on the model thread when an error has ended it, after which nothing is served any more."""
+        """on_death: called on the model thread when an error has ended it; nothing is served from then on."""
         self._on_death = on_death
         self._thread.start()
 
@@ -167,7 +166,7 @@ class Scheduler:
         self._put(lambda: self._add(job))
 
     def abort(self, rid: str | None) -> None:
-        """Finish the job `rid`, or all that run or wait, with what they have."""
+        """Finish the job `rid`, or for None all that run or wait, with what they have."""
         self._put(lambda: self._send(self._batch.abort(rid)))
 
     def pause(self, mode: PauseMode) -> Future[None]:
@@ -177,17 +176,15 @@ class Scheduler:
     def resume(self) -> Future[None]:
         return self._ask(self._resume)
 
-    def flush_cache(self) -> Future[bool]:
+    def flush_cache(self) -> Future[None]:
         """Forget the prefixes of finished requests; always possible."""
-        return self._ask(self._flush)
+        return self._ask(self._batch.flush)
 
-    def load(self, tensors: NamedTensors, weight_version: str | None, flush_cache: bool) -> Future[None]:
+    def load(self, tensors: NamedTensors, weight_version: str | None) -> Future[None]:
         """Change weights between two steps, paused or not; fails with ModelError and without effect if they do not fit.
 
-        Tokens sampled from then on carry weight_version (None: the old one). Cached prefixes of the old weights are
-        dropped in any case, so flush_cache makes no difference.
+        Tokens sampled from then on carry weight_version (None: the old one). Later jobs find no prefix of old weights.
         """
-        del flush_cache
         return self._ask(lambda: self._batch.load(tensors, weight_version))
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
@@ -195,7 +192,7 @@ class Scheduler:
         return self._ask(lambda: self._runner.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> Future[None]:
-        """Let no more jobs name it; those that did keep it. Fails with WeightsError if there is none."""
+        """Let no more jobs name it; those that did keep it. Fails with WeightsError if it is not loaded."""
         return self._ask(lambda: self._runner.adapters.remove(name))
 
     def _ask(self, work: Callable[[], _T]) -> Future[_T]:
@@ -273,14 +270,9 @@ class Scheduler:
     def _add(self, job: Job) -> None:
         if self._is_closing:
             job.abort(_SHUTTING_DOWN)
-            self._send([job])
-            return
-        try:
-            is_queued = self._batch.add(job)
-        except (TypeError, ValueError, OverflowError) as error:
-            job.abort(f"the request is malformed: {error}", 400)
-            is_queued = False
-        if not is_queued:
+        else:
+            self._batch.add(job)
+        if job.is_done:
             self._send([job])
 
     def _close(self) -> None:
@@ -295,7 +287,3 @@ class Scheduler:
 
     def _resume(self) -> None:
         self._is_paused = False
-
-    def _flush(self) -> bool:
-        self._batch.flush()
-        return True

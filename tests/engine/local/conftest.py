@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen import Deliveries, Reference, build_model, build_tokenizer
-from transformers import AutoModelForCausalLM
+from tiny_qwen import Deliveries, Reference, build_model, make_batch_of, save
 
-from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import Batch
 from arl.engine.local.scheduler import Scheduler, SchedulerSettings
 
@@ -24,43 +24,28 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    build_model(0).save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
-    return str(directory)
+    return save(build_model(0), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
-def other_weights() -> dict[str, torch.Tensor]:
-    """Another version of the same model's weights."""
-    return build_model(1).state_dict()
+def reference() -> Reference:
+    return Reference(build_model(0))
 
 
 @pytest.fixture(scope="session")
-def reference(model_dir: str) -> Reference:
-    return Reference(AutoModelForCausalLM.from_pretrained(model_dir))
-
-
-@pytest.fixture(scope="session")
-def other_reference(other_weights: dict[str, torch.Tensor]) -> Reference:
+def other_reference() -> Reference:
+    """Of another version of the same model's weights."""
     return Reference(build_model(1))
+
+
+@pytest.fixture(scope="session")
+def other_weights(other_reference: Reference) -> dict[str, torch.Tensor]:
+    return other_reference.model.state_dict()
 
 
 @pytest.fixture
 def make_batch(model_dir: str) -> Callable[..., Batch]:
-    def make(
-        *, max_rows: int = 8, prefill_tokens: int = 64, prefix_cache_bytes: int = 1 << 24, context_length: int = 256
-    ) -> Batch:
-        runner = ModelRunner(model_dir, device="cpu", dtype="float32", max_rows=max_rows, context_length=context_length)
-        return Batch(
-            runner,
-            max_rows=max_rows,
-            prefill_tokens=prefill_tokens,
-            prefix_cache_bytes=prefix_cache_bytes,
-            weight_version="0",
-        )
-
-    return make
+    return partial(make_batch_of, model_dir)
 
 
 @pytest.fixture
@@ -75,9 +60,21 @@ def deliveries() -> Deliveries:
 
 @pytest.fixture
 def scheduler(model_dir: str, deliveries: Deliveries) -> Iterator[Scheduler]:
-    made = Scheduler(
-        model_dir, deliveries, SchedulerSettings(weight_version="0", max_running_requests=8, context_length=256)
-    )
+    settings = SchedulerSettings(weight_version="0", max_running_requests=8, context_length=256)
+    made = Scheduler(model_dir, deliveries, settings)
     made.start()
     yield made
     made.close()
+
+
+@pytest.fixture
+def broken_dir(model_dir: str, tmp_path: Path) -> Callable[..., str]:
+    """Makes a copy of the model's directory without some of its files."""
+
+    def without(*names: str) -> str:
+        for source in Path(model_dir).iterdir():
+            if source.name not in names:
+                (tmp_path / source.name).write_bytes(source.read_bytes())
+        return str(tmp_path)
+
+    return without

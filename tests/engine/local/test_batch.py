@@ -8,73 +8,45 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_qwen import Reference, build_tokenizer, make_job, prompt_of, run_all, step_until_sampled
+from tiny_qwen import SIZES, Reference, make_batch_of, make_job, prompt_of, run_all, save, step_until_sampled
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import Batch
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "eos_token_id": 256,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-
 MakeBatch = Callable[..., Batch]
-
-
-def close(logprobs: list[float], wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
-
-
-def test_greedy_output_of_one_prompt_is_that_of_generate(batch: Batch, reference: Reference) -> None:
-    job = make_job(prompt_of(13, 1), temperature=0, max_new_tokens=40, ignore_eos=False)
-    run_all(batch, [job])
-    assert job.output_ids == reference.greedy(job.input_ids, 40)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        Qwen2Config(**SMALL),
-        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        LlamaConfig(**SMALL, head_dim=16, attention_bias=True),
-        MistralConfig(**SMALL, sliding_window=None),
-        GraniteConfig(**SMALL, embedding_multiplier=3.0, logits_scaling=0.5, residual_multiplier=0.7),
+        Qwen2Config(**SIZES),
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        LlamaConfig(**SIZES, head_dim=16, attention_bias=True),
+        MistralConfig(**SIZES, sliding_window=None),
+        GraniteConfig(**SIZES, embedding_multiplier=3.0, logits_scaling=0.5, residual_multiplier=0.7),
     ],
     ids=lambda config: type(config).__name__,
 )
 def test_other_architectures_generate_as_transformers_does(tmp_path: Path, config: Any) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(tmp_path)
-    build_tokenizer().save_pretrained(tmp_path)
-    runner = ModelRunner(str(tmp_path), device="cpu", dtype="float32", max_rows=4, context_length=100)
-    batch = Batch(runner, max_rows=4, prefill_tokens=20, prefix_cache_bytes=1 << 20, weight_version="0")
-    reference = Reference(model)
+    reference = Reference(AutoModelForCausalLM.from_config(config).eval())
+    batch = make_batch_of(save(reference.model, tmp_path), max_rows=4, prefill_tokens=20, context_length=100)
     jobs = [make_job(prompt_of(3 + 13 * i, i), temperature=0, max_new_tokens=15) for i in range(5)]
     run_all(batch, jobs)
+    reference.check_greedy(*jobs)
     for job in jobs:
-        assert job.output_ids == reference.greedy(job.input_ids, 15, ignore_eos=True)
-        close(job.output_logprobs, reference.logprobs(job.input_ids, job.output_ids))
+        reference.check(job)
 
 
 def test_greedy_output_of_ragged_prompts_is_that_of_generate(batch: Batch, reference: Reference) -> None:
     jobs = [
-        make_job(prompt_of(1 + 7 * i, i), temperature=0, max_new_tokens=10 + 5 * i, ignore_eos=False) for i in range(20)
+        make_job(prompt_of(1 + 11 * i, i), temperature=0, max_new_tokens=10 + 3 * i, ignore_eos=False)
+        for i in range(12)
     ]
     run_all(batch, jobs)
-    for job in jobs:
-        assert job.output_ids == reference.greedy(job.input_ids, job.sampling.max_new_tokens)
+    reference.check_greedy(*jobs)
 
 
 def test_rows_of_very_different_lengths_share_a_batch(make_batch: MakeBatch, reference: Reference) -> None:
@@ -83,8 +55,7 @@ def test_rows_of_very_different_lengths_share_a_batch(make_batch: MakeBatch, ref
         make_job(prompt_of(180 if i == 20 else 5 + i, i), temperature=0, max_new_tokens=10 + i % 3) for i in range(40)
     ]
     run_all(batch, jobs)
-    for job in jobs[::4]:
-        assert job.output_ids == reference.greedy(job.input_ids, job.sampling.max_new_tokens, ignore_eos=True)
+    reference.check_greedy(*jobs[::4])
 
 
 def test_greedy_output_is_the_same_when_prompts_are_computed_in_chunks(
@@ -97,8 +68,7 @@ def test_greedy_output_is_the_same_when_prompts_are_computed_in_chunks(
         batch.add(job)
     step_until_sampled(batch, jobs[0], 5)
     run_all(batch, [late])
-    for job in (*jobs, late):
-        assert job.output_ids == reference.greedy(job.input_ids, 20, ignore_eos=True)
+    reference.check_greedy(*jobs, late)
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_computed(make_batch: MakeBatch) -> None:
@@ -119,8 +89,7 @@ def test_a_second_turn_continues_from_the_first_ones_cache(batch: Batch, referen
     second = make_job([*first.input_ids, *first.output_ids, *prompt_of(9, 2)], temperature=0, max_new_tokens=15)
     run_all(batch, [second])
     assert second.cached_tokens == 30 + 15 - 1
-    assert second.output_ids == reference.greedy(second.input_ids, 15, ignore_eos=True)
-    close(second.output_logprobs, reference.logprobs(second.input_ids, second.output_ids))
+    reference.check_greedy(second)
 
 
 def test_a_prompt_that_leaves_a_known_one_midway_uses_the_common_part(batch: Batch, reference: Reference) -> None:
@@ -129,7 +98,7 @@ def test_a_prompt_that_leaves_a_known_one_midway_uses_the_common_part(batch: Bat
     second = make_job([*first.input_ids[:40], *prompt_of(20, 2)])
     run_all(batch, [second])
     assert second.cached_tokens >= 32
-    close(second.output_logprobs, reference.logprobs(second.input_ids, second.output_ids))
+    reference.check(second)
 
 
 @pytest.mark.parametrize("length", [5, 16, 40, 90])
@@ -140,10 +109,10 @@ def test_samples_of_one_prompt_compute_it_once(make_batch: MakeBatch, reference:
     assert sorted(job.cached_tokens for job in jobs) == [0] + 7 * [length - 1]
     assert len({tuple(job.output_ids) for job in jobs}) == 8
     for job in jobs:
-        close(job.output_logprobs, reference.logprobs(job.input_ids, job.output_ids))
+        reference.check(job)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_logprobs_are_those_of_a_plain_forward_at_the_temperature(
     batch: Batch, reference: Reference, temperature: float
 ) -> None:
@@ -154,14 +123,14 @@ def test_logprobs_are_those_of_a_plain_forward_at_the_temperature(
     ]
     run_all(batch, jobs)
     for job in jobs:
-        close(job.output_logprobs, reference.logprobs(job.input_ids, job.output_ids, temperature))
+        reference.check(job, temperature)
 
 
 def test_greedy_logprobs_are_at_temperature_one(batch: Batch, reference: Reference) -> None:
     jobs = [make_job(prompt_of(9, i), temperature=0 if i else 2.0) for i in range(3)]
     run_all(batch, jobs)
     for job in jobs[1:]:
-        close(job.output_logprobs, reference.logprobs(job.input_ids, job.output_ids))
+        reference.check(job)
 
 
 def test_a_seeded_request_does_not_depend_on_its_company(make_batch: MakeBatch) -> None:
@@ -207,15 +176,16 @@ def test_the_context_ends_a_response(make_batch: MakeBatch, reference: Reference
     job = make_job(prompt_of(50, 1), temperature=0, max_new_tokens=100)
     run_all(batch, [job])
     assert job.finish_reason == {"type": "length", "length": 14}
-    assert job.output_ids == reference.greedy(job.input_ids, 14, ignore_eos=True)
+    assert len(job.output_ids) == 14
+    reference.check(job)
 
 
 def test_a_cache_that_grows_keeps_what_it_holds(make_batch: MakeBatch, reference: Reference) -> None:
     batch = make_batch(context_length=512)
-    jobs = [make_job(prompt_of(20 + 60 * i, i), temperature=0, max_new_tokens=290 - 60 * i) for i in range(3)]
+    jobs = [make_job(prompt_of(20 + 100 * i, i), temperature=0, max_new_tokens=60) for i in range(3)]
     run_all(batch, jobs)
-    for job in jobs:
-        assert job.output_ids == reference.greedy(job.input_ids, job.sampling.max_new_tokens, ignore_eos=True)
+    assert batch._runner.cache.capacity == 512
+    reference.check_greedy(*jobs)
 
 
 def test_retained_prefixes_beyond_their_memory_are_evicted(make_batch: MakeBatch, reference: Reference) -> None:
@@ -228,7 +198,7 @@ def test_retained_prefixes_beyond_their_memory_are_evicted(make_batch: MakeBatch
         turn = make_job([*job.input_ids, *job.output_ids, 5])
         run_all(batch, [turn])
         assert turn.cached_tokens == num_cached
-        close(turn.output_logprobs, reference.logprobs(turn.input_ids, turn.output_ids))
+        reference.check(turn)
 
 
 def test_aborted_requests_return_what_they_have_and_the_others_go_on(batch: Batch, reference: Reference) -> None:
@@ -240,7 +210,7 @@ def test_aborted_requests_return_what_they_have_and_the_others_go_on(batch: Batc
     assert gone.finish_reason == {"type": "abort", "message": "Aborted by request"}
     run_all(batch)
     assert gone.output_ids == reference.greedy(gone.input_ids, 4, ignore_eos=True)
-    assert kept.output_ids == reference.greedy(kept.input_ids, 20, ignore_eos=True)
+    reference.check_greedy(kept)
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_next_ones_are_served(
@@ -258,23 +228,11 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_ones_are_served(
     assert failing.finish_reason["status_code"] == 500
     assert "out of memory" in failing.finish_reason["message"]
     run_all(batch, [next_one])
-    assert next_one.output_ids == reference.greedy(next_one.input_ids, 8, ignore_eos=True)
+    reference.check_greedy(next_one)
 
 
 def _raise(*_: object) -> None:
     raise RuntimeError("out of memory")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [([], "input_ids is empty"), ([1] * 256, "leaves no room"), ([5, 260], "from 0 to 259"), ([-1], "from 0 to 259")],
-)
-def test_a_prompt_that_cannot_be_served_is_refused(batch: Batch, prompt: list[int], message: str) -> None:
-    job = make_job(prompt)
-    assert not batch.add(job)
-    assert job.finish_reason is not None
-    assert job.finish_reason["status_code"] == 400
-    assert message in job.finish_reason["message"]
 
 
 def test_streaming_jobs_are_delivered_at_every_step_and_others_at_their_end(batch: Batch) -> None:

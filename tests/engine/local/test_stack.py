@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen import build_model, build_tokenizer
+from tiny_qwen import SIZES, build_model, make_batch_of, save
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
 
-from arl.engine.local.runner import ModelRunner, quicken_norms
+from arl.engine.local.runner import quicken_norms
 from arl.engine.local.running_batch import Batch
 
 
@@ -19,20 +19,9 @@ def test_qwen3_takes_the_short_way(make_batch: Callable[..., Batch]) -> None:
     assert make_batch()._runner._stack is not None
 
 
-def test_a_model_that_scales_its_embeddings_does_not(tmp_path: Any) -> None:
-    config = GraniteConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        embedding_multiplier=3.0,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    build_tokenizer().save_pretrained(tmp_path)
-    runner = ModelRunner(str(tmp_path), device="cpu", dtype="float32", max_rows=2, context_length=64)
-    assert runner._stack is None
+def test_a_model_that_scales_its_embeddings_does_not(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(GraniteConfig(**SIZES, embedding_multiplier=3.0))
+    assert make_batch_of(save(model, tmp_path))._runner._stack is None
 
 
 def test_quick_norms_equal_the_models_own_to_rounding() -> None:

@@ -6,35 +6,41 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_qwen import Reference, logprobs_across_swap, make_job, prompt_of, run_all, step_until_sampled
+from tiny_qwen import Reference, close, logprobs_across_swap, make_job, prompt_of, run_all, step_until_sampled
 
 from arl.api.errors import ModelError
+from arl.engine.local.job import Job
 from arl.engine.local.running_batch import Batch
 
 Weights = dict[str, torch.Tensor]
-
-
-def close(logprobs: list[float], wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
 
 
 def differs(logprobs: list[float], other: torch.Tensor) -> bool:
     return (torch.tensor(logprobs) - other).abs().max().item() > 1e-2
 
 
-def test_in_place_tokens_are_of_old_cache_and_new_weights(
-    batch: Batch, reference: Reference, other_reference: Reference, other_weights: Weights
-) -> None:
+def swapped_after_some_tokens(batch: Batch, other_weights: Weights, *, is_retracted: bool) -> list[tuple[Job, int]]:
+    """Jobs whose weights changed under way, each with its number of tokens of the old ones."""
     jobs = [make_job(prompt_of(10 + 3 * i, i), max_new_tokens=20) for i in range(4)]
     for job in jobs:
         batch.add(job)
     step_until_sampled(batch, jobs[0], 8)
+    if is_retracted:
+        batch.retract()
     batch.load(other_weights.items, "1")
     run_all(batch)
-    for job in jobs:
-        num_old = job.versions.count("0")
-        assert job.versions == ["0"] * num_old + ["1"] * (20 - num_old)
+    counts = [job.versions.count("0") for job in jobs]
+    for job, num_old in zip(jobs, counts, strict=True):
         assert 0 < num_old < 20
+        assert job.versions == ["0"] * num_old + ["1"] * (20 - num_old)
+        assert job.num_retractions == is_retracted
+    return list(zip(jobs, counts, strict=True))
+
+
+def test_in_place_tokens_are_of_old_cache_and_new_weights(
+    batch: Batch, reference: Reference, other_reference: Reference, other_weights: Weights
+) -> None:
+    for job, num_old in swapped_after_some_tokens(batch, other_weights, is_retracted=False):
         across = logprobs_across_swap(reference, other_reference, job.input_ids, job.output_ids, num_old)
         close(job.output_logprobs, across)
         assert differs(job.output_logprobs[num_old:], other_reference.logprobs(job.input_ids, job.output_ids)[num_old:])
@@ -43,17 +49,7 @@ def test_in_place_tokens_are_of_old_cache_and_new_weights(
 def test_retracted_tokens_are_recomputed_wholly_under_the_new_weights(
     batch: Batch, reference: Reference, other_reference: Reference, other_weights: Weights
 ) -> None:
-    jobs = [make_job(prompt_of(10 + 3 * i, i), max_new_tokens=20) for i in range(4)]
-    for job in jobs:
-        batch.add(job)
-    step_until_sampled(batch, jobs[0], 8)
-    batch.retract()
-    batch.load(other_weights.items, "1")
-    run_all(batch)
-    for job in jobs:
-        num_old = job.versions.count("0")
-        assert job.num_retractions == 1
-        assert 0 < num_old < 20
+    for job, num_old in swapped_after_some_tokens(batch, other_weights, is_retracted=True):
         close(job.output_logprobs[:num_old], reference.logprobs(job.input_ids, job.output_ids)[:num_old])
         close(job.output_logprobs[num_old:], other_reference.logprobs(job.input_ids, job.output_ids)[num_old:])
 
@@ -82,8 +78,8 @@ def test_no_cache_of_old_weights_serves_a_later_request(
     run_all(batch, [same_prompt])
     next_turn = make_job([*first.input_ids, *first.output_ids, 7], max_new_tokens=20)
     run_all(batch, [next_turn])
-    for job in (same_prompt, next_turn):
-        close(job.output_logprobs, other_reference.logprobs(job.input_ids, job.output_ids))
+    other_reference.check(same_prompt)
+    other_reference.check(next_turn)
 
 
 def test_the_cache_of_new_weights_serves_later_requests(
@@ -95,7 +91,7 @@ def test_the_cache_of_new_weights_serves_later_requests(
     turn = make_job([*first.input_ids, *first.output_ids, 7])
     run_all(batch, [turn])
     assert turn.cached_tokens == 47
-    close(turn.output_logprobs, other_reference.logprobs(turn.input_ids, turn.output_ids))
+    other_reference.check(turn)
 
 
 def _misnamed(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +124,7 @@ def test_weights_that_do_not_fit_change_nothing(
     run_all(batch, [turn])
     assert turn.versions == ["0"] * 8
     assert turn.cached_tokens == 47
-    close(turn.output_logprobs, reference.logprobs(turn.input_ids, turn.output_ids))
+    reference.check(turn)
 
 
 def test_weights_that_are_not_numbers_fail_requests_and_good_ones_heal_the_server(
@@ -146,4 +142,4 @@ def test_weights_that_are_not_numbers_fail_requests_and_good_ones_heal_the_serve
     jobs = [make_job(prompt_of(10 + 20 * i, i)) for i in range(3)]
     run_all(batch, jobs)
     for job in jobs:
-        close(job.output_logprobs, other_reference.logprobs(job.input_ids, job.output_ids))
+        other_reference.check(job)

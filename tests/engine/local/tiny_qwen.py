@@ -1,10 +1,11 @@
-"""A tiny Qwen3 with a byte-level tokenizer, slow references made of plain transformers calls, and jobs to run."""
+"""A tiny Qwen3 with a byte-level tokenizer, slow references made of plain transformers calls, and batches of jobs."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizer
 
 from arl.api.types import SamplingParams
 from arl.engine.local.job import Job
+from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import Batch
 
 EOS = 256
@@ -32,25 +34,51 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+"""Weights so large that logits differ by units and not by thousandths."""
+
+
 def build_model(seed: int, **changes: Any) -> Any:
-    """Random weights, large enough that logits differ by units and not by thousandths."""
-    settings: dict[str, Any] = {
-        "vocab_size": 260,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        "eos_token_id": EOS,
-        "bos_token_id": None,
-        "pad_token_id": None,
-        "tie_word_embeddings": True,
-    }
+    config = Qwen3Config(**(SIZES | {"head_dim": 16, "tie_word_embeddings": True} | changes))
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(Qwen3Config(**(settings | changes))).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def save(model: Any, directory: Path) -> str:
+    """Write a model and the tokenizer; returns the directory."""
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def make_batch_of(
+    model_dir: str,
+    *,
+    max_rows: int = 8,
+    prefill_tokens: int = 64,
+    prefix_cache_bytes: int = 1 << 24,
+    context_length: int = 256,
+) -> Batch:
+    runner = ModelRunner(model_dir, device="cpu", dtype="float32", max_rows=max_rows, context_length=context_length)
+    return Batch(
+        runner,
+        max_rows=max_rows,
+        prefill_tokens=prefill_tokens,
+        prefix_cache_bytes=prefix_cache_bytes,
+        weight_version="0",
+    )
 
 
 class Reference:
@@ -78,6 +106,24 @@ class Reference:
         tokens = torch.tensor([*prompt, *output])
         logits = self.model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         return (logits / temperature).log_softmax(-1).gather(1, tokens[len(prompt) :, None])[:, 0]
+
+    def check(self, job: Job, temperature: float = 1.0) -> None:
+        """The model says of the job's tokens, given and sampled, what the job was told."""
+        if job.logprob_start is not None:
+            first = job.logprob_start + 1
+            close(job.input_logprobs, self.logprobs(job.input_ids[:first], job.input_ids[first:]))
+        if job.output_ids:
+            close(job.output_logprobs, self.logprobs(job.input_ids, job.output_ids, temperature))
+        assert job.is_done
+
+    def check_greedy(self, *jobs: Job) -> None:
+        for job in jobs:
+            wanted = self.greedy(job.input_ids, job.sampling.max_new_tokens, ignore_eos=job.sampling.ignore_eos)
+            assert job.output_ids == wanted
+
+
+def close(logprobs: Sequence[float], wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
+from embedded_server import server_here
 from protocol_client import Client
-from server_process import RunningServer, running_server
 
 from arl.engine.tiny import TinyShape, write_tiny_model
 
@@ -26,16 +26,16 @@ def model_b(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def shared_server(model_a: str) -> Iterator[RunningServer]:
+def shared_url(model_a: str) -> Iterator[str]:
     options = ("--weight-version", "v0", "--served-model-name", "tiny", "--max-running-requests", "8")
-    with running_server(model_a, *options, "--context-length", str(SHAPE.context_length)) as server:
-        yield server
+    with server_here(model_a, *options, "--context-length", str(SHAPE.context_length)) as url:
+        yield url
 
 
 @pytest.fixture
-async def client(shared_server: RunningServer, model_a: str) -> AsyncIterator[Client]:
+async def client(shared_url: str, model_a: str) -> AsyncIterator[Client]:
     """A client of the shared server, which afterwards runs again, idle, with its first weights."""
-    async with aiohttp.ClientSession(shared_server.url) as session:
+    async with aiohttp.ClientSession(shared_url) as session:
         client = Client(session)
         yield client
         await client.post("/continue_generation")

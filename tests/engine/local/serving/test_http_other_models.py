@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from embedded_server import server_here
 from protocol_client import Client
 from safetensors.torch import load_file, save_file
-from server_process import running_server
 from tiny_qwen import Reference
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -46,8 +46,8 @@ def experts_a(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def experts_url(experts_a: str) -> Iterator[str]:
-    with running_server(experts_a) as server:
-        yield server.url
+    with server_here(experts_a) as url:
+        yield url
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from arl.api.types import SamplingParams
-from arl.engine.local.job import Job
-from arl.engine.local.text import Text, TextError, TextOptions
+from arl.engine.local.job import Job, Text, TextError, TextOptions
 from arl.engine.tiny import tiny_tokenizer
 
 SNOWMAN = "a\u2603b"
