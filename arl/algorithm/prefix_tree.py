@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from arl.api.types import TrainSequence
@@ -46,11 +47,12 @@ class PrefixOrder:
 
         Sorting compares bytes, which is an order of the tokens like any other, and as fast as memory is read.
         """
-        keys = [tokens.cpu().numpy().tobytes() for tokens in sequences]
+        arrays = [tokens.cpu().numpy() for tokens in sequences]
+        keys = [array.tobytes() for array in arrays]
         indices = sorted(range(len(keys)), key=keys.__getitem__)
         shared = [0] * len(indices)
         for k in range(1, len(indices)):
-            common = _common_prefix(sequences[indices[k - 1]], sequences[indices[k]])
+            common = _common_prefix(arrays[indices[k - 1]], arrays[indices[k]])
             shared[k] = common if common >= min_shared else 0
         lengths = tuple(len(sequences[i]) for i in indices)
         return cls(indices=tuple(indices), lengths=lengths, shared=tuple(shared))
@@ -168,11 +170,11 @@ class RowPlan:
 
     def subtree_stops(self) -> torch.Tensor:
         """int64[T]: the place after the last token that follows each of the row. q sees k when k <= q < stops[k]."""
-        stops = torch.zeros(self.num_tokens, dtype=torch.int64)
+        stops = np.zeros(self.num_tokens, dtype=np.int64)
         for stretch in self.stretches:
             for start, stop in (*stretch.context, (stretch.start, stretch.stop)):
                 stops[start:stop] = stretch.stop
-        return stops
+        return torch.from_numpy(stops)
 
 
 def needed_tokens(sequence: TrainSequence) -> torch.Tensor:
@@ -180,7 +182,7 @@ def needed_tokens(sequence: TrainSequence) -> torch.Tensor:
 
     The last trained token is predicted by the one before it, and by causality nothing after it has any influence.
     """
-    (trained,) = sequence.loss_mask.nonzero(as_tuple=True)
+    (trained,) = sequence.loss_mask.cpu().numpy().nonzero()
     last = int(trained[-1]) if len(trained) else 0
     return sequence.token_ids[: max(last, 1)]
 
@@ -193,14 +195,16 @@ def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = T
 
 def positions_of(runs: Sequence[Run]) -> torch.Tensor:
     """The places in the row that runs hold, int64, in their order."""
-    pieces = [torch.arange(start, stop) for start, stop in runs]
-    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+    starts, stops = torch.tensor(runs, dtype=torch.int64).view(-1, 2).T
+    sizes = stops - starts
+    before = sizes.cumsum(0) - sizes
+    return (starts - before).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
-def _common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
+def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
-    return int(differs.int().argmax()) if differs.any() else length
+    return int(differs.argmax()) if differs.any() else length
 
 
 def _first(runs: Sequence[Run], count: int) -> tuple[Run, ...]:

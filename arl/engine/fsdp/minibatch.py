@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from arl.algorithm.packing import balanced_shares
-from arl.algorithm.prefix_tree import RowPlan, positions_of, prefix_order
+from arl.algorithm.prefix_tree import PrefixOrder, RowPlan, positions_of, prefix_order
 from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.types import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.attention import PackedLayout
@@ -60,43 +61,53 @@ def build_microbatch(
     sequences: Sequence[TrainSequence], device: torch.device, *, share_prefixes: bool = True
 ) -> Microbatch:
     """Pack at least one sequence. Raises ValueError when a first token is marked as trained."""
-    if any(s.loss_mask[0] for s in sequences):
-        raise ValueError("loss_mask is 1 at a sequence's first token, which has no context and so no logprob to train")
     order = prefix_order(sequences, share_prefixes=share_prefixes)
     plan = RowPlan.of(order)
-    input_ids = torch.empty(plan.num_tokens, dtype=torch.int64)
-    predictors: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
-    for index, runs in zip(order.indices, plan.runs, strict=True):
-        sequence, places = sequences[index], positions_of(runs)
-        input_ids[places] = sequence.token_ids[: len(places)]
-        predictors[index] = places[sequence.loss_mask.nonzero()[:, 0] - 1]
-
-    # Selected before it is copied: on a GPU, each selection by a mask would wait for all that is queued there.
-    trained = torch.cat([s.loss_mask for s in sequences])
-    num_trained = torch.tensor([len(p) for p in predictors])
+    lengths = tuple(len(s) for s in sequences)
+    token_ids, trained = (torch.cat([getattr(s, name) for s in sequences]) for name in ("token_ids", "loss_mask"))
+    if trained[list(accumulate(lengths[:-1], initial=0))].any():
+        raise ValueError("loss_mask is 1 at a sequence's first token, which has no context and so no logprob to train")
+    input_ids, place_of = _laid_out(token_ids, lengths, order, plan)
+    sequence_ids = torch.arange(len(sequences)).repeat_interleave(torch.tensor(lengths))[trained]
+    temperatures = torch.tensor([s.temperature for s in sequences], dtype=torch.float32)
 
     def of_trained(name: str) -> torch.Tensor:
+        # Selected before it is copied: on a GPU, each selection by a mask would wait for all that is queued there.
         return torch.cat([getattr(s, name) for s in sequences])[trained].to(device)
-
-    def of_sequences(values: torch.Tensor) -> torch.Tensor:
-        return values.repeat_interleave(num_trained).to(device)
 
     layout = PackedLayout.of_plan(plan, device)
     return Microbatch(
         input_ids=input_ids[None].to(device),
         position_ids=layout.positions[None].long(),
         layout=layout,
-        lengths=tuple(len(s) for s in sequences),
+        lengths=lengths,
         trained=trained,
-        predictors=torch.cat(predictors).to(device),
-        targets=of_trained("token_ids"),
-        temperatures=of_sequences(torch.tensor([s.temperature for s in sequences], dtype=torch.float32)),
+        predictors=place_of[trained.nonzero()[:, 0] - 1].to(device),
+        targets=token_ids[trained].to(device),
+        temperatures=temperatures[sequence_ids].to(device),
         tokens=PackedTokens(
             **{name: of_trained(name) for name in TOKEN_FIELDS},
-            sequence_ids=of_sequences(torch.arange(len(sequences))),
-            unit_ids=of_sequences(_unit_numbers(sequences)),
+            sequence_ids=sequence_ids.to(device),
+            unit_ids=_unit_numbers(sequences)[sequence_ids].to(device),
         ),
     )
+
+
+def _laid_out(
+    token_ids: torch.Tensor, lengths: Sequence[int], order: PrefixOrder, plan: RowPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row, int64[T], and for each token of the sequences end to end its place there, int64[U]; -1 for none.
+
+    token_ids int64[U]: of the sequences end to end.
+    """
+    starts = list(accumulate(lengths, initial=0))
+    forwarded = positions_of([(starts[i], starts[i] + n) for i, n in zip(order.indices, order.lengths, strict=True)])
+    places = positions_of([run for runs in plan.runs for run in runs])
+    row = torch.empty(plan.num_tokens, dtype=torch.int64)
+    row[places] = token_ids[forwarded]
+    place_of = torch.full_like(token_ids, -1)
+    place_of[forwarded] = places
+    return row, place_of
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:
