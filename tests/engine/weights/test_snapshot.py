@@ -13,9 +13,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from arl.api import TensorSpec
 from arl.api.errors import TransportError
-from arl.engine.fsdp import shards
 from arl.engine.fsdp import snapshot as module
-from arl.engine.fsdp.snapshot import RankSnapshot
+from arl.engine.fsdp.snapshot import RankSnapshot, ShardGatherer
 from arl.engine.tiny import tiny_tokenizer
 from arl.engine.weights.distributed import SendableSnapshot
 from arl.engine.weights.layout import ranges, views
@@ -141,7 +140,7 @@ def test_a_failure_beside_training_is_told_to_whoever_uses_it_and_the_next_is_we
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards.ShardGatherer, "_whole", fail)
+        patch.setattr(ShardGatherer, "_whole", fail)
         broken = trainer.engine.snapshot()
         with pytest.raises(TransportError, match="no memory"):
             broken.write(tmp_path / "broken")
@@ -155,12 +154,12 @@ def test_after_a_failure_with_several_ranks_no_later_one_takes_what_others_still
     def fail(*args: object) -> torch.Tensor:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(shards.ShardGatherer, "_whole", fail)
+    monkeypatch.setattr(ShardGatherer, "_whole", fail)
     monkeypatch.setattr(trainer.engine._snapshots._gatherer, "_num_ranks", 2)
     for _ in range(2):
         with pytest.raises(TransportError, match="no memory"):
             trainer.engine.snapshot().write(tmp_path / "broken")
-        monkeypatch.setattr(shards.ShardGatherer, "_whole", lambda self, chunk, mine: mine)
+        monkeypatch.setattr(ShardGatherer, "_whole", lambda self, chunk, mine: mine)
 
 
 def test_a_spec_names_its_tensor_as_servers_do(trainer: Trainee) -> None:
