@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 
 from arl.api.types import TrainSequence
@@ -170,11 +170,12 @@ class RowPlan:
 
     def subtree_stops(self) -> torch.Tensor:
         """int64[T]: the place after the last token that follows each of the row. q sees k when k <= q < stops[k]."""
-        stops = np.zeros(self.num_tokens, dtype=np.int64)
+        stops = torch.zeros(self.num_tokens, dtype=torch.int64)
+        places = stops.numpy()  # the same memory, which numpy writes to sooner
         for stretch in self.stretches:
             for start, stop in (*stretch.context, (stretch.start, stretch.stop)):
-                stops[start:stop] = stretch.stop
-        return torch.from_numpy(stops)
+                places[start:stop] = stretch.stop
+        return stops
 
 
 def needed_tokens(sequence: TrainSequence) -> torch.Tensor:
@@ -201,7 +202,8 @@ def positions_of(runs: Sequence[Run]) -> torch.Tensor:
     return (starts - before).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
-def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+def _common_prefix(one: Any, other: Any) -> int:
+    """Of two arrays."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

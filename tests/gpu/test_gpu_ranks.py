@@ -10,14 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.fsdp.train_models import MakeEngine
-from engine.fsdp.train_sequences import random_sequences
+from engine.fsdp.train_sequences import LOSS, random_sequences
 
-from arl.algorithm.losses import PolicyLoss
-from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from engine.fsdp.train_models import MakeEngine
-from engine.fsdp.train_sequences import random_sequences
+from engine.fsdp.train_sequences import LOSS, random_sequences
 
-from arl.algorithm.losses import PolicyLoss
-from arl.api.algorithm import preset
 from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
 from arl.api.engine import WeightTransport
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
@@ -22,7 +20,6 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 PROMPT = [30, 40, 50, 60]
 
 

@@ -6,15 +6,11 @@ from typing import Any
 import pytest
 import torch
 from engine.fsdp.train_models import MakeEngine, load_twin, write_model
-from engine.fsdp.train_sequences import random_sequences
+from engine.fsdp.train_sequences import LOSS, random_sequences
 from torch.utils import _pytree as pytree
 
-from arl.algorithm.losses import PolicyLoss
-from arl.api.algorithm import preset
 from arl.engine.fsdp import saving
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 
 
 def train(engine: FSDPTrainEngine) -> dict[str, float]:

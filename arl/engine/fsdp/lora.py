@@ -1,19 +1,19 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by peft: the model is frozen, and what is trained is small.
+"""Low-rank adapters (LoRA, Hu et al. 2021) by peft: the model is frozen, and small matrices beside it are trained.
 
     y = W x + alpha / rank * B A x        W [out, in] frozen, A [rank, in] random at first, B [out, rank] zero
 
-peft puts the adapters into the model's own layers, so everything around them (packing, sharding, losses) is as without.
-Servers get W + alpha / rank * B A under W's own name, or the adapters alone, as files in peft's format.
+peft puts the adapters into the model's own layers, so packing, sharding and losses do not change. Servers get
+W + alpha / rank * B A under W's own name, or the adapters alone as files in peft's format.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,14 +37,13 @@ _VALUE_HEAD = "score"
 
 
 class Adapters:
-    """The adapters of a model, one to each targeted layer."""
+    """The adapters of a model, one for each targeted layer."""
 
     def __init__(self, loaded: LoadedModel, base: str | Path, config: LoRAConfig, dtype: str, seed: int) -> None:
         """Freeze the model and inject adapters, in place and before it is sharded; the same for a seed.
 
-        base: the directory or name that the model is from, which adapters' files name. dtype: what it will be
-        computed in. Raises ModelError where peft finds no such layers, or would adapt what is not used as a linear
-        layer; ConfigError where peft is missing.
+        base: the model's directory or name, which adapter files record. dtype: of the computation. Raises ModelError
+        where peft finds no such layers or finds layers that are not linear, and ConfigError without peft.
         """
         self.model = model = loaded.model
         with torch.random.fork_rng(devices=[]):
@@ -60,7 +59,7 @@ class Adapters:
 
     @cached_property
     def origin(self) -> LoRAOrigin:
-        """What a checkpoint of the adapters alone belongs to; a collective when it is asked for first."""
+        """The model that a checkpoint of the adapters alone belongs to; a collective when first asked for."""
         frozen = {name: p.detach() for name, p in self.model.named_parameters() if not p.requires_grad}
         sums = torch.stack([_fingerprint(tensor) for tensor in frozen.values()])
         dist.all_reduce(sums)
@@ -72,25 +71,22 @@ class Adapters:
         )
 
     def copy(self) -> AdapterCopy:
-        """The adapters aside, whole and on the CPU of rank 0; a collective."""
+        """Copy the adapters aside, whole and on the CPU of rank 0; a collective."""
         state = self.model.state_dict()
         whole = {file: _whole(state[name]) for name, file in self._file_names.items()}
         is_kept = dist.get_rank() == 0
         tensors = {file: tensor.to("cpu", copy=True) for file, tensor in whole.items() if is_kept}
         return AdapterCopy(config=self._config, tensors=tensors)
 
-    def merged(self, names: Sequence[str]) -> MergedWeights:
-        """The model's tensors of these names, as they were before the injection; a collective.
-
-        To be used up before the next step.
-        """
+    def merged(self) -> MergedWeights:
+        """The model's tensors as they were named before the injection; a collective. Valid until the next step."""
         state = self.model.state_dict()
         a = {layer: _whole(state[f"{layer}.lora_A.{_ADAPTER}.weight"]) for layer in self._layers}
-        return MergedWeights(names, state, a, self._alpha / self._rank)
+        return MergedWeights(state=state, a=a, scaling=self._alpha / self._rank)
 
     @property
     def _suffixes(self) -> list[str]:
-        """What peft is told to find the same layers by: the last part of their names, where that is enough."""
+        """The names by which peft finds the same layers: the last part of each, where that is enough."""
         last = {name.rpartition(".")[2] for name in self._layers}
         others = {
             name.rpartition(".")[2]
@@ -102,53 +98,41 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAOrigin:
-    """What adapters belong to. frozen: name -> fingerprint of each parameter that stays as it is."""
+    """The model and the settings that adapters belong to."""
 
     rank: int
     alpha: int
     target_modules: list[str]
     frozen: Mapping[str, int]
+    """Name -> fingerprint of each frozen parameter."""
 
 
-class MergedWeights(Sequence[torch.Tensor]):
-    """Tensors that are merged when they are looked up, so that no more of them are held than are being copied.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MergedWeights:
+    """Merges a tensor when it is looked up, so that no more of them are held than are being copied.
 
-    In float32, and as sharded as the model is: W and B have the same rows on a rank, and A is whole.
+    Merged tensors are float32, and as sharded as the model is: W and B have the same rows on a rank, and A is whole.
     """
 
-    def __init__(
-        self, names: Sequence[str], state: Mapping[str, torch.Tensor], a: Mapping[str, torch.Tensor], scaling: float
-    ) -> None:
-        """state: the model's tensors by the names they have now. a: of each adapted layer, whole."""
-        self._names = names
-        self._state = state
-        self._a = a
-        self._scaling = scaling
+    state: Mapping[str, torch.Tensor]
+    """The model's tensors by the names they have now."""
+    a: Mapping[str, torch.Tensor]
+    """A of each adapted layer, whole."""
+    scaling: float
+    """alpha / rank"""
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
     @torch.no_grad()
-    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
-        if isinstance(index, slice):
-            return [self._look_up(name) for name in self._names[index]]
-        return self._look_up(self._names[index])
-
-    def _look_up(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> torch.Tensor:
         layer, _, leaf = name.rpartition(".")
-        if layer not in self._a:
-            return self._state[name].detach()
-        base = self._state[f"{layer}.base_layer.{leaf}"].detach()
+        if layer not in self.a:
+            return self.state[name].detach()
+        base = self.state[f"{layer}.base_layer.{leaf}"].detach()
         return self._merge(layer, base) if leaf == "weight" else base
 
     def _merge(self, layer: str, base: torch.Tensor) -> torch.Tensor:
-        b = self._state[f"{layer}.lora_B.{_ADAPTER}.weight"]
-        update = local_shard(b) @ self._a[layer]
-        merged = local_shard(base).float().add(update, alpha=self._scaling)
+        b = self.state[f"{layer}.lora_B.{_ADAPTER}.weight"]
+        update = local_shard(b) @ self.a[layer]
+        merged = local_shard(base).float().add(update, alpha=self.scaling)
         if not isinstance(base, DTensor):
             return merged
         return DTensor.from_local(
@@ -158,13 +142,15 @@ class MergedWeights(Sequence[torch.Tensor]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterCopy:
-    """Adapters copied aside. tensors: whole, by the names that peft's files have; none but on rank 0."""
+    """Adapters copied aside."""
 
     config: bytes
+    """adapter_config.json"""
     tensors: Mapping[str, torch.Tensor]
+    """Whole, by the names in peft's files. Empty on ranks other than 0."""
 
     def write(self, directory: Path) -> int:
-        """Write them as peft does; returns the bytes written. The directory appears complete or not at all."""
+        """Write a directory in peft's format, complete or not at all; returns the bytes written."""
         with whole_directory(directory) as aside:
             save_file(dict(self.tensors), aside / "adapter_model.safetensors", metadata={"format": "pt"})
             (aside / "adapter_config.json").write_bytes(self.config)
@@ -172,7 +158,7 @@ class AdapterCopy:
 
 
 def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """Adapt layers, and freeze everything else but a value head; returns the layers' names."""
+    """Adapt layers, freeze all else but a value head, and return the layers' names."""
     peft = _peft()
     named = list(config.target_modules) if config.target_modules != "all-linear" else []
     settings = peft.LoraConfig(
@@ -193,18 +179,18 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
             means = ", ".join(named) or "all-linear"
             raise ModelError(
                 f"train.lora.target_modules is {means}, by which peft finds {name}: not a linear layer within "
-                f"{type(model).__name__}. Name projections that can be adapted, such as q_proj, k_proj, v_proj, o_proj"
+                f"{type(model).__name__}. Name linear layers, such as q_proj, k_proj, v_proj, o_proj"
             )
     for target in named:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
-            raise ModelError(f"train.lora.target_modules names {target}, which no layer of this model is called")
+            raise ModelError(f"train.lora.target_modules names {target}, but no layer of this model has that name")
     for parameter in _value_head(model).values():
         parameter.requires_grad_()
     return list(layers)
 
 
 def _narrow(loaded: LoadedModel) -> None:
-    """Hold in bfloat16 what is frozen and stored in it: it will be rounded to that for each use, and never moves."""
+    """Hold frozen weights that are stored in bfloat16 in bfloat16. They never move, and each use rounds them anyway."""
     for name, parameter in loaded.model.named_parameters():
         is_narrow = loaded.stored_dtype(name.replace(".base_layer.", ".")) == torch.bfloat16
         if is_narrow and not parameter.requires_grad:
@@ -212,7 +198,7 @@ def _narrow(loaded: LoadedModel) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Not peft's own "all-linear", which also means fused experts: those it would merge anew for each forward pass."""
+    """Not peft's own "all-linear": that includes fused experts, which peft merges anew in each forward pass."""
     heads = _heads(model).values()
     return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in heads]
 
@@ -223,9 +209,9 @@ def _heads(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
-    """int64: this rank's share of a sum over float32 bit patterns, each times a number that depends on its row.
+    """int64: this rank's part of a sum over float32 bit patterns, each times a number that depends on its row.
 
-    Sums of integers, modulo 2^64, are the same for any number of ranks.
+    Integer sums, modulo 2^64, are the same for any number of ranks.
     """
     rows = local_shard(parameter).float().view(torch.int32).flatten(start_dim=1 if parameter.ndim > 1 else 0)
     first = 0
@@ -253,12 +239,12 @@ def _file_names(model: PreTrainedModel) -> dict[str, str]:
         model, state_dict=parameters, adapter_name=_ADAPTER, save_embedding_layers=False
     )
     of_files |= _value_head(model)
-    # As a PeftModel names them, which wraps the model twice.
+    # As a PeftModel, which wraps the model twice, names them.
     return {names[id(parameter)]: f"base_model.model.{name}" for name, parameter in of_files.items()}
 
 
 def _value_head(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """What a sequence-classification model is trained by beside adapters, whole: it may well be new."""
+    """The parameters of a sequence-classification model's head. It may be new, so it is trained whole."""
     head = _heads(model).get("value")
     return {f"{_VALUE_HEAD}.{name}": p for name, p in head.named_parameters()} if head is not None else {}
 
@@ -268,7 +254,7 @@ def _task_type(model: PreTrainedModel) -> str:
 
 
 def _config_file(model: PreTrainedModel, base: str, config: LoRAConfig, suffixes: list[str]) -> bytes:
-    """adapter_config.json, the same each time. Servers want suffixes, and no word that stands for them."""
+    """adapter_config.json, the same bytes each time. It lists suffixes, as servers do not know "all-linear"."""
     settings = _peft().LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -278,7 +264,7 @@ def _config_file(model: PreTrainedModel, base: str, config: LoRAConfig, suffixes
         base_model_name_or_path=base,
         inference_mode=True,
     )
-    settings.target_modules = suffixes  # which was made a set, of no order
+    settings.target_modules = suffixes  # peft made it a set, which has no order
     with tempfile.TemporaryDirectory() as scratch:
         settings.save_pretrained(scratch)
         return (Path(scratch) / "adapter_config.json").read_bytes()

@@ -1,4 +1,7 @@
-"""A microbatch: training sequences packed into one row, with what the model and the loss need of them."""
+"""A minibatch on its way through the ranks: divided into shares, packed into microbatches, and its metrics added up.
+
+TrainSequences --divide--> shares --PackedSequences--> ranks --build_microbatch--> Microbatch --> MinibatchTally
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,75 @@ from arl.api.engine import PackedTokens, TokenLosses
 from arl.api.types import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.attention import PackedLayout
 
+_FIELDS = tuple(field.name for field in fields(TrainSequence))
+
+
+def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:
+    """Indices into `sequences` in shares that forward nearly equal numbers of tokens; a share may be empty.
+
+    Sequences without a trained token are in no share: there is nothing to compute for them.
+    """
+    trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
+    shares = balanced_shares([sequences[i] for i in trained], num_shares, share_prefixes=share_prefixes)
+    return [[trained[i] for i in share] for share in shares]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSequences:
+    """Sequences end to end: one array for each field of TrainSequence, which Ray sends without pickling it."""
+
+    lengths: list[int]
+    """Tokens of each sequence."""
+    per_token: dict[str, np.ndarray]
+    """Field -> array[sum(lengths)]."""
+    per_sequence: dict[str, list[Any]]
+    """Field -> a value for each sequence."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[TrainSequence]) -> PackedSequences:
+        values = {name: [getattr(sequence, name) for sequence in sequences] for name in _FIELDS if sequences}
+        is_tensor = {name: isinstance(column[0], torch.Tensor) for name, column in values.items()}
+        return cls(
+            lengths=[len(sequence) for sequence in sequences],
+            per_token={name: torch.cat(values[name]).numpy() for name in values if is_tensor[name]},
+            per_sequence={name: values[name] for name in values if not is_tensor[name]},
+        )
+
+    def unpack(self) -> list[TrainSequence]:
+        """The sequences, as views of a copy: arrays that arrive through shared memory are read-only."""
+        columns: dict[str, Sequence[Any]] = {
+            name: torch.from_numpy(array.copy()).split(self.lengths) for name, array in self.per_token.items()
+        }
+        return [TrainSequence(**row) for row in _rows(columns | self.per_sequence, len(self.lengths))]
+
+
+def _rows(columns: dict[str, Sequence[Any]], count: int) -> Iterator[dict[str, Any]]:
+    return ({name: column[i] for name, column in columns.items()} for i in range(count))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
-    """S sequences of U tokens together, of which M are trained and T are forwarded.
+    """S sequences of U tokens together, packed into one row of T tokens. M of the U are trained.
 
-    input_ids, position_ids int64[1, T]: tokens that sequences share lie in the row once, and those that no trained
-    token comes after are left out; positions count from each sequence's beginning. predictors int64[M]: the places in
-    the row whose hidden states predict the trained tokens, which several may share; targets int64[M]: those tokens;
-    temperatures float32[M]. All [M] are in the order of the sequences. lengths: of the sequences. trained bool[U]:
-    their loss masks end to end, on the CPU.
+    Tokens that sequences share lie in the row once, and tokens that no trained token follows are left out. All tensors
+    of length M are in the order of the sequences.
     """
 
     input_ids: torch.Tensor
+    """int64[1, T]"""
     position_ids: torch.Tensor
+    """int64[1, T], from 0 at each sequence's beginning."""
     layout: PackedLayout
     lengths: tuple[int, ...]
+    """Tokens of each sequence."""
     trained: torch.Tensor
+    """bool[U]: the loss masks end to end, on the CPU."""
     predictors: torch.Tensor
+    """int64[M]: the place in the row whose hidden state predicts each trained token; several may share one."""
     targets: torch.Tensor
+    """int64[M]: the trained tokens."""
     temperatures: torch.Tensor
+    """float32[M]"""
     tokens: PackedTokens
 
     @property
@@ -111,7 +163,7 @@ def _laid_out(
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:
-    """One untrained token: what a rank computes while others still have work, so that collectives stay matched."""
+    """One untrained token. A rank without work computes it while others have work, so that collectives match."""
     token = TrainSequence(token_ids=torch.zeros(1, dtype=torch.int64), loss_mask=torch.zeros(1, dtype=torch.bool))
     return build_microbatch([token], device)
 
@@ -123,67 +175,16 @@ def _unit_numbers(sequences: Sequence[TrainSequence]) -> torch.Tensor:
     return torch.tensor([numbers.setdefault(unit, len(numbers)) for unit in units], dtype=torch.int64)
 
 
-# How a minibatch is divided over data-parallel ranks, and the compact form in which a share travels to its ranks.
-
-
-_NAMES = tuple(field.name for field in fields(TrainSequence))
-
-
-def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:
-    """Indices into `sequences` in shares that forward nearly equal numbers of tokens; a share may be empty.
-
-    Sequences without a trained token are in none of them: there is nothing to compute for them.
-    """
-    trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
-    shares = balanced_shares([sequences[i] for i in trained], num_shares, share_prefixes=share_prefixes)
-    return [[trained[i] for i in share] for share in shares]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSequences:
-    """Sequences end to end: one array for each field of TrainSequence, which travels without being pickled.
-
-    lengths: tokens of each sequence. per_token: field -> array[sum(lengths)]. per_sequence: field -> a value for each.
-    """
-
-    lengths: list[int]
-    per_token: dict[str, np.ndarray]
-    per_sequence: dict[str, list[Any]]
-
-    @classmethod
-    def of(cls, sequences: Sequence[TrainSequence]) -> PackedSequences:
-        values = {name: [getattr(sequence, name) for sequence in sequences] for name in _NAMES if sequences}
-        is_tensor = {name: isinstance(column[0], torch.Tensor) for name, column in values.items()}
-        return cls(
-            lengths=[len(sequence) for sequence in sequences],
-            per_token={name: torch.cat(values[name]).numpy() for name in values if is_tensor[name]},
-            per_sequence={name: values[name] for name in values if not is_tensor[name]},
-        )
-
-    def unpack(self) -> list[TrainSequence]:
-        """The sequences, as views of tensors of their own: what arrives through shared memory is read-only."""
-        columns: dict[str, Sequence[Any]] = {
-            name: torch.from_numpy(array.copy()).split(self.lengths) for name, array in self.per_token.items()
-        }
-        return [TrainSequence(**row) for row in _rows(columns | self.per_sequence, len(self.lengths))]
-
-
-def _rows(columns: dict[str, Sequence[Any]], count: int) -> Iterator[dict[str, Any]]:
-    return ({name: column[i] for name, column in columns.items()} for i in range(count))
-
-
-# What a minibatch's microbatches report, added up over microbatches and ranks.
-
-
 _KINDS = ("loss", "mean", "weighted", "above", "below", "size", "square")
-"""What is summed: the loss, means, weighted sums, both sides of quotients, and weights with their squares."""
+"""The sums: of the loss, means, weighted sums, both sides of quotients, and weights with their squares."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MinibatchTally:
-    """Sums and maxima over a minibatch. `add` each microbatch, then `reduce` once, then read `metrics`."""
+    """A minibatch's sums and maxima. `add` each microbatch, `reduce` once over microbatches and ranks, then read."""
 
     budget: int
+    """Tokens that a microbatch may forward."""
     loss: float = 0.0
     tokens: int = 0
     forwarded_tokens: int = 0
@@ -220,7 +221,7 @@ class MinibatchTally:
             self._sums.setdefault((kind, name), []).append(value.double().sum())
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Add up over microbatches and ranks. Every rank has the same names, as every rank ran the same loss."""
+        """A collective. Every rank has the same names, as every rank ran the same loss."""
         if not self.microbatches:
             return
         sums = torch.stack([torch.stack(parts).sum() for parts in self._sums.values()])
@@ -253,8 +254,8 @@ class MinibatchTally:
 def mean_of_minibatches(tallies: Sequence[MinibatchTally]) -> dict[str, float]:
     """The metrics of one train_batch: means of the minibatches' metrics, maxima of their maxima, sums of their counts.
 
-    Minibatches in which nothing was trained count for the sums alone; gradient norms that are not finite count for
-    `nonfinite_grads` alone; a minibatch that does not report a metric does not count for it.
+    A minibatch without a trained token counts in the sums alone, and a gradient norm that is not finite in
+    `nonfinite_grads` alone. A metric's mean is over the minibatches that report it.
     """
     trained = [tally for tally in tallies if tally.trained_tokens]
     metrics = {

@@ -1,4 +1,4 @@
-"""AdamW over sharded parameters, its learning-rate schedule, and clipping by the global norm."""
+"""Everything that holds or moves the sharded parameters: AdamW, its schedule, clipping, and the reference policy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) with weight decay on matrices alone. Its state is there from the start."""
+    """AdamW (Loshchilov & Hutter 2019) with weight decay on matrices alone.
+
+    Its state exists from the start, so that a checkpoint can be read into it.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -49,16 +52,16 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.A
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, sharing its storage; an unsharded one as it is."""
+    """This rank's part of a sharded tensor, sharing its storage; an unsharded tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> float:
     """Scale gradients in place to at most the global L2 norm `max_norm`; returns the norm before, over all ranks.
 
-    All ranks call, each with its parts of the same parameters; where several hold the same part, it counts once. A norm
-    that is not finite is returned and leaves the gradients as they are. device: what the ranks' group reduces on; the
-    gradients themselves may be elsewhere.
+    A collective: each rank passes its parts of the same parameters, and a part that several ranks hold counts once. A
+    norm that is not finite leaves the gradients as they are. device: where the ranks' group reduces; the gradients
+    themselves may be elsewhere.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     shards = [local_shard(gradient) for gradient in gradients]
@@ -82,11 +85,8 @@ def _num_copies(tensor: torch.Tensor) -> int:
     return dist.get_world_size() // num_parts
 
 
-# A reference policy on the train engine: a second set of values of what is trained, sharded alike.
-
-
 class Reference:
-    """The reference's values of a sharded module's trained parameters; none at first. Each rank holds its shards."""
+    """The reference policy: a second set of values of a module's trained parameters, sharded alike. Empty at first."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -98,12 +98,12 @@ class Reference:
 
     @property
     def values(self) -> Mapping[str, torch.Tensor]:
-        """By the parameters' names, and sharded as they are; checkpoints are read into them."""
+        """By the parameters' names, sharded as they are. Checkpoints are read into them."""
         return self._values
 
     @torch.no_grad()
     def update(self, share: float) -> None:
-        """reference += share * (current - reference), in place; the first call makes a copy, whatever the share."""
+        """reference += share * (current - reference), in place. The first call copies, whatever the share."""
         if not 0 < share <= 1:
             raise ValueError(f"the reference moves by a share of {share}; it must be above 0 and at most 1")
         trained = self._trained()
@@ -115,13 +115,13 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The module has the reference's values meanwhile, and afterwards its own again, to the bit.
+        """Give the module the reference's values, and afterwards its own again, to the bit.
 
-        No gathered weights may be left, neither before nor at the end: those would be the other's.
+        No gathered weights may be left before it or at its end: they would be those of the other policy.
         """
         trained = self._trained()
         exchanged: list[str] = []
-        # Made once and before all else: putting the module's own values back must not fail for lack of memory.
+        # Allocated before all else: putting the module's own values back must not fail for lack of memory.
         scratch = self._scratch()
         try:
             for name in self._values:
@@ -130,7 +130,7 @@ class Reference:
             yield
         finally:
             if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # offloaded weights may still be on their way from the memory that is written
+                torch.cuda.synchronize()  # offloaded weights may still be copied out of the memory written below
             for name in exchanged:
                 self._exchange(name, trained[name], scratch)
 

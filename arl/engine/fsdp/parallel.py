@@ -1,9 +1,9 @@
-"""How the model is laid over ranks: the device of each, the mesh, and what is done to which module.
+"""How the model is laid over ranks: each rank's device and process group, the mesh, and the layers' wrapping.
 
     layer --split over "tp"--> --compiled--> --checkpointed--> --sharded over "dp"
 
-in this order: a checkpoint recomputes what is within it, which is the compiled layer; sharding gathers the weights
-around all of it, once for a recomputation and its backward pass. No parameter changes its name.
+The order matters. A checkpoint recomputes the compiled layer within it, and sharding gathers the weights around all of
+it, once for a recomputation and its backward pass. No parameter changes its name.
 """
 
 from __future__ import annotations
@@ -42,89 +42,12 @@ from arl.api.errors import ConfigError, ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
 from arl.engine.fsdp.model import TokenModel, transformer_layers
 
-# Tensor parallelism: each transformer layer split over a few ranks, by DTensor plans.
-
-
-_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model types (`model_type` in config.json) whose layers have the names below and nothing else with weights."""
-
-
-def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Replace the layers' parameters by this rank's parts, in place; `mesh` has one dimension.
-
-    Every rank holds the whole model before, so nothing is sent. Raises ModelError for a model whose layers have no
-    plan, or whose heads or intermediate size the ranks cannot share equally.
-    """
-    _check_divisible(model, mesh.size())
-    has_head_norms = model.config.model_type == "qwen3"
-    for layer in transformer_layers(model):
-        parallelize_module(layer, mesh, _plan(has_head_norms=has_head_norms), src_data_rank=None)
-
-
-def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """All of a tensor that is sharded over "dp" and possibly split over "tp"; a collective.
-
-    Dimension after dimension of the mesh: both at once is something that torch warns of.
-    """
-    placements = list(tensor.placements)
-    for index in range(len(placements)):
-        placements[index] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
-
-
-def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
-    """Styles by module name within a layer.
-
-    Inputs become DTensors where a block begins, not at each projection: their gradients are then summed over the ranks
-    once for the block.
-    """
-    whole = Replicate()
-    plan: dict[str, ParallelStyle] = {
-        "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
-        ),
-        "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
-    }
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[name] = ColwiseParallel()
-    if has_head_norms:
-        # Their weights are whole, their inputs [1, T, heads of this rank, head size]. As DTensors, so that the
-        # gradients, of which each rank has its heads' share, are summed.
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
-    return plan
-
-
-def _check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
-    config = model.config
-    if config.model_type not in _FAMILIES:
-        raise ModelError(
-            f"train.tensor_parallel is {num_ranks}, but there is no plan for splitting the layers of a "
-            f"{config.model_type} ({type(model).__name__}), only for {', '.join(_FAMILIES)}; leave it at 1"
-        )
-    sizes = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "intermediate features": config.intermediate_size,
-    }
-    if uneven := [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]:
-        raise ModelError(
-            f"train.tensor_parallel is {num_ranks}, which does not divide this model's {' and '.join(uneven)}; choose "
-            f"a common divisor of {', '.join(f'{size} {what}' for what, size in sizes.items())}"
-        )
-
-
-# The process group that FSDP2 needs, also when one process trains alone.
-
 
 class ProcessGroupLease:
     """Holds torch's default process group for an engine: the one that exists, or one of this process alone.
 
-    A group that was there is left as it was found. One made here is shared by the engines of the process, and
-    destroyed with the last of them. It meets through memory: no port is opened, nothing can collide.
+    FSDP2 needs a group even for one rank. A group that was there stays as it was. A group made here is shared by the
+    engines of the process and destroyed with the last of them; it meets through memory and opens no port.
     """
 
     _holders: ClassVar[int] = 0
@@ -151,11 +74,11 @@ class ProcessGroupLease:
 
 
 def rank_device(device: str) -> torch.device:
-    """device: train.device."""
+    """The device of this rank. `device` is train.device. Raises ConfigError for one that torch cannot use here."""
     if device == "cpu":
         return torch.device(device)
     if not torch.cuda.is_available():
-        raise ConfigError(f"train.device is {device}, which this torch cannot compute on; cpu, or cuda where it has it")
+        raise ConfigError(f"train.device is {device}, but this torch has no CUDA; set it to cpu")
     named, rank = torch.device(device).index, os.environ.get("LOCAL_RANK")
     if named is not None and rank is not None and named != int(rank):
         raise ConfigError(
@@ -167,9 +90,10 @@ def rank_device(device: str) -> torch.device:
 
 
 def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
-    """All ranks, as "dp" alone or as "dp" x "tp": ranks that split their layers are next to each other.
+    """All ranks, as "dp" alone or as "dp" x "tp": ranks that split their layers are neighbours.
 
-    Rank r trains share r // tensor_parallel of the data. Raises ConfigError where the ranks don't come out even.
+    Rank r trains share r // tensor_parallel of the data. Raises ConfigError where tensor_parallel does not divide the
+    number of ranks.
     """
     world_size = dist.get_world_size()
     if world_size % tensor_parallel:
@@ -184,9 +108,9 @@ def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def loading_turn() -> Iterator[None]:
-    """Ranks of one machine load one after another: a whole model lies in its memory once, not once for each rank.
+    """Let the ranks of one machine load one after another, so that its memory holds one whole model at a time.
 
-    A lock on a file, which ends with its process: a rank that dies while it loads keeps nobody waiting.
+    The lock is on a file and ends with its process, so a rank that dies while it loads blocks nobody.
     """
     if dist.get_world_size() == 1:
         yield
@@ -199,7 +123,7 @@ def loading_turn() -> Iterator[None]:
 def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
     """Split, compile and checkpoint the layers as `config` says; shard them, and the rest at the root, over "dp".
 
-    Gradients are summed over ranks. Nothing is sent: each rank holds the whole model and keeps its part.
+    Gradients are summed over ranks. Nothing is sent, as each rank holds the whole model and keeps its part.
     """
     layers = list(transformer_layers(module.model))
     if config.tensor_parallel > 1:
@@ -216,20 +140,20 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
     # The microbatch's temperatures stay float32.
     uncast = dataclasses.replace(precision, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
-    # Alone, a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy. Offloaded,
-    # it is what the device has no room for.
+    # On one rank a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy. With
+    # offloading the device has no room for it.
     keep = mesh["dp"].size() == 1 and not config.cpu_offload
     for part, casting in (*((layer, precision) for layer in layers), (module, uncast)):
         fully_shard(part, mesh=mesh["dp"], mp_policy=casting, offload_policy=offload, reshard_after_forward=not keep)
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are shares of one sum.
+            # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are parts of one sum.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
 
 def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap each layer's own computation, within the hooks that gather its weights."""
+    """Wrap each layer's own computation, inside the hooks that gather its weights."""
     for layer in layers:
         layer.forward = wrap(layer.forward)
 
@@ -244,11 +168,11 @@ def _compile(layers: list[nn.Module]) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, keeping its inputs alone for the backward pass. Not transformers' own, which wants training mode."""
+    """`forward`, keeping only its inputs for the backward pass. transformers' own checkpointing needs training mode."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Nothing in evaluation mode draws random numbers that would have to be drawn again.
+        # In evaluation mode nothing draws random numbers, so there is no random state to restore.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
@@ -265,3 +189,78 @@ def _check_compiler(device_type: str, what: str) -> None:
         )
     if device_type != "cpu" and importlib.util.find_spec("triton") is None:
         raise ConfigError(f"{what} needs the package triton; install it")
+
+
+# Tensor parallelism
+
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Model types (`model_type` in config.json) whose layers have weights under the names below and no others."""
+
+
+def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Replace the layers' parameters by this rank's parts, in place, by DTensor plans. `mesh` has one dimension.
+
+    Nothing is sent, as every rank holds the whole model. Raises ModelError for layers without a plan, and for heads or
+    an intermediate size that the ranks cannot share equally.
+    """
+    _check_divisible(model, mesh.size())
+    has_head_norms = model.config.model_type == "qwen3"
+    for layer in transformer_layers(model):
+        parallelize_module(layer, mesh, _plan(has_head_norms=has_head_norms), src_data_rank=None)
+
+
+def whole_tensor(tensor: DTensor) -> torch.Tensor:
+    """All of a tensor that is sharded over "dp" and possibly split over "tp"; a collective.
+
+    It gathers one dimension of the mesh after the other, because torch warns when both are gathered at once.
+    """
+    placements = list(tensor.placements)
+    for index in range(len(placements)):
+        placements[index] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
+    """Styles by module name within a layer.
+
+    Inputs become DTensors where a block begins and not at each projection, so that their gradients are summed over the
+    ranks once for the block.
+    """
+    whole = Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[name] = ColwiseParallel()
+    if has_head_norms:
+        # Weights are whole, inputs are [1, T, heads of this rank, head size]. Each rank has the gradient's share of
+        # its heads; DTensors sum them.
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return plan
+
+
+def _check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
+    config = model.config
+    if config.model_type not in _FAMILIES:
+        raise ModelError(
+            f"train.tensor_parallel is {num_ranks}, but there is no plan for splitting the layers of a "
+            f"{config.model_type} ({type(model).__name__}), only for {', '.join(_FAMILIES)}; leave it at 1"
+        )
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "intermediate features": config.intermediate_size,
+    }
+    if uneven := [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]:
+        raise ModelError(
+            f"train.tensor_parallel is {num_ranks}, which does not divide this model's {' and '.join(uneven)}; choose "
+            f"a common divisor of {', '.join(f'{size} {what}' for what, size in sizes.items())}"
+        )

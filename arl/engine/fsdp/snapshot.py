@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.errors import ConfigError, TransportError
 from arl.engine.fsdp.export import ModelWriter
-from arl.engine.fsdp.lora import AdapterCopy, Adapters
+from arl.engine.fsdp.lora import AdapterCopy, Adapters, MergedWeights
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.weights.layout import byte_size, ranges, rows_of, torch_dtype, views
 from arl.engine.weights.sender import WeightSender
@@ -56,9 +56,8 @@ class RankAdapter:
 class RankSnapshot:
     """One rank's snapshot: a SendableSnapshot (weights/distributed.py).
 
-    Rank 0's has the tensors; the others' are there to be let go of.
-
-    With adapters, its tensors are the merged ones, and it is an AdapterSnapshot too.
+    Rank 0's has the tensors; the others' only release their memory. With adapters its tensors are the merged ones, and
+    it is an AdapterSnapshot too.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class RankSnapshot:
             self._adapter.release()
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, by the model's own names; waits until they are there."""
+        """All tensors, by the model's own names; waits until they are gathered."""
         specs = self._writer.own_specs
         flats = [chunk.result() for chunk in self._held_chunks()]
         parts = zip(ranges(specs, _CHUNK_BYTES), flats, strict=True)
@@ -140,9 +139,9 @@ class RankSnapshot:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _served(self, name: str) -> torch.Tensor:
-        """The bytes of a tensor that has to be made from those of the model, all at once when the first is wanted."""
+        """The bytes of a converted tensor. The first call converts all of the model's tensors."""
         with self._converting:
-            converted = self._converted  # which `release` may replace at any time
+            converted = self._converted  # `release` may replace it at any time
             if not converted:
                 converted.update(self._writer.served(self._own_tensors()))
             return converted[name].contiguous().view(-1).view(torch.uint8)
@@ -154,7 +153,7 @@ class RankSnapshot:
 
 
 class SnapshotTaker:
-    """Takes one rank's snapshots of a model; all ranks make and use theirs alike. Belongs to the train engine."""
+    """Takes one rank's snapshots for its train engine. All ranks make the same calls."""
 
     def __init__(self, writer: ModelWriter, device: torch.device, adapters: Adapters | None) -> None:
         self._writer = writer
@@ -163,36 +162,35 @@ class SnapshotTaker:
         self._gatherer = ShardGatherer(writer.own_specs, _CHUNK_BYTES, device)
 
     def take(self, version: int) -> RankSnapshot:
-        """Copy this rank's shards aside: a collective. The rest happens beside what comes next."""
-        names = [spec.name for spec in self._writer.own_specs]
+        """Copy this rank's shards aside; a collective. Gathering them happens beside the next step."""
         if self._adapters is None:
-            state = self._writer.model.state_dict()
-            weights, adapter = [state[name].detach() for name in names], None
+            weights, adapter = self._writer.model.state_dict(), None
         else:
-            weights, adapter = self._adapters.merged(names), self.take_adapter(version)
+            weights, adapter = self._adapters.merged(), self.take_adapter(version)
         return RankSnapshot(version, self._writer, self._sender, self._gatherer.begin(weights), adapter)
 
     def take_adapter(self, version: int) -> RankAdapter:
-        """Copy the adapters aside, whole: a collective. Raises ConfigError where there are none."""
+        """Copy the adapters aside, whole; a collective. Raises ConfigError without train.lora."""
         if self._adapters is None:
             raise ConfigError(_NO_ADAPTERS)
         return RankAdapter(version, self._adapters.copy())
 
     def close(self) -> None:
-        """Idempotent. Snapshots that are still being put together are finished first."""
+        """Finish gathering the snapshots that were taken, and close. Idempotent."""
         self._sender.close()
         self._gatherer.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """Tensors that travel together. is_sharded: whether each rank has rows of one; if not, rank 0 has all of it."""
+    """Tensors that travel together."""
 
     specs: Sequence[TensorSpec]
     is_sharded: Sequence[bool]
+    """Whether each rank has rows of a tensor; if not, rank 0 has all of it."""
 
     def rows(self, rank: int) -> list[range]:
-        """Which rows of each tensor the rank brings. A tensor without dimensions counts as one row."""
+        """The rows of each tensor that the rank has. A tensor without dimensions counts as one row."""
         num_ranks = dist.get_world_size()
         return [
             rows_of(num_rows, rank, num_ranks) if sharded else range(0 if rank else num_rows)
@@ -204,7 +202,7 @@ class _Chunk:
         return [spec.shape[0] if spec.shape else 1 for spec in self.specs]
 
     def part(self, rank: int) -> list[TensorSpec]:
-        """What the rank brings, as tensors of their own."""
+        """The rank's rows, as tensors of their own."""
         return [
             replace(spec, shape=(len(rows), *spec.shape[1:]))
             for spec, rows in zip(self.specs, self.rows(rank), strict=True)
@@ -212,14 +210,14 @@ class _Chunk:
 
 
 class ShardGatherer:
-    """Copies shards aside, and gathers them on rank 0 in a thread, over a gloo group that is for this alone.
+    """Copies shards aside, and gathers them on rank 0 in a thread of its own, over a gloo group of its own.
 
-    Tensors that are sharded over their rows and all ranks (FSDP2's way) are gathered beside training. Others, such as
-    those of tensor parallelism, are made whole within `begin`, by torch and on the devices.
+    Tensors that are sharded by rows over all ranks (FSDP2's way) are gathered beside training. Others, such as those of
+    tensor parallelism, are made whole within `begin`, by torch and on the devices.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], chunk_bytes: int, device: torch.device) -> None:
-        """A collective. specs: of all tensors, whole, with the dtype that they are to have."""
+        """A collective. specs: of all tensors, whole, in the dtype that servers hold."""
         self._specs = specs
         self._ranges = ranges(specs, chunk_bytes)
         self._is_cuda = device.type == "cuda"
@@ -229,16 +227,16 @@ class ShardGatherer:
         self._thread = ThreadPoolExecutor(1, "arl-gather", initializer=torch.set_num_threads, initargs=(1,))
         self._failure: TransportError | None = None
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> list[Future[torch.Tensor]]:
-        """Copy this rank's part of each tensor aside; a collective.
+    def begin(self, tensors: Mapping[str, torch.Tensor] | MergedWeights) -> list[Future[torch.Tensor]]:
+        """Copy this rank's part of each tensor aside; a collective. tensors: by the names of the specs.
 
-        Returns, for each chunk, a future of all of its tensors, end to end as bytes. On ranks other than 0 there is
-        nothing in them. With several ranks, once a gathering failed with TransportError all later ones do: what others
-        still send of the one that failed would be taken for the next one's.
+        Returns a future for each chunk: all of its tensors, end to end as bytes; empty on ranks other than 0. With
+        several ranks, once a gathering fails with TransportError all later ones do: bytes that others still send for it
+        would be taken for the next one's.
         """
         chunks, parts = [], []
         for start, stop in self._ranges:
-            members = tensors[start:stop]
+            members = [tensors[spec.name].detach() for spec in self._specs[start:stop]]
             chunk = _Chunk(specs=self._specs[start:stop], is_sharded=[_is_sharded(t) for t in members])
             chunks.append(chunk)
             parts.append(self._copy(chunk, members))
@@ -250,7 +248,7 @@ class ShardGatherer:
         return futures
 
     def close(self) -> None:
-        """Finish what was begun. Idempotent."""
+        """Finish the gatherings that were begun. Idempotent."""
         self._thread.shutdown()
         if self._group is not None:
             dist.destroy_process_group(self._group)
@@ -285,14 +283,14 @@ class ShardGatherer:
                 copied.synchronize()
             for chunk, future in zip(chunks, futures, strict=True):
                 future.set_result(self._whole(chunk, parts.pop(0)))
-        except Exception as error:  # noqa: BLE001 (whoever asks the futures raises it)
+        except Exception as error:  # noqa: BLE001 (the futures raise it)
             failure = self._failure or self._failed(error)
             for future in futures:
                 if not future.done():
                     future.set_exception(failure)
 
     def _failed(self, error: Exception) -> TransportError:
-        if self._rank:  # nobody asks this rank's futures
+        if self._rank:  # nobody reads this rank's futures
             logger.error("this rank's weights could not be brought to rank 0", exc_info=error)
         failure = TransportError(f"the weights could not be gathered from all ranks: {error}")
         failure.__cause__ = error
@@ -317,7 +315,7 @@ class ShardGatherer:
         return flat
 
     def _parts(self, chunk: _Chunk, mine: torch.Tensor) -> list[torch.Tensor]:
-        """What each rank brings, by rank."""
+        """Each rank's rows, by rank."""
         others = [self._empty(chunk.part(rank)) for rank in range(1, self._num_ranks)]
         receiving = [
             dist.irecv(part, group_src=rank, group=self._group) for rank, part in enumerate(others, 1) if part.numel()

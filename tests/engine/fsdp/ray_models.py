@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from train_sequences import LOSS
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from arl.algorithm.losses import PolicyLoss
-from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.engine.tiny import tiny_tokenizer
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 BUDGET = 30
 
@@ -45,7 +43,7 @@ class KillingLoss:
 
 
 def write_uneven_model(directory: Path) -> Path:
-    """A Qwen3 with tensors whose first dimension 4 ranks cannot share evenly (50), or not at all (2)."""
+    """A Qwen3 with tensors whose first dimension 3 or 4 ranks cannot share evenly (50), or not at all (2)."""
     tokenizer = tiny_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),

@@ -8,40 +8,31 @@ import pytest
 import torch
 from train_models import MakeEngine
 from train_ranks import Ranks, Report
-from train_sequences import random_sequences
+from train_sequences import LOSS, assert_same_metrics, random_sequences, share_of
 
-from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.packing import balanced_shares
-from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError
-from arl.api.types import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
 BATCHES = [random_sequences(8, seed=1), random_sequences(8, seed=2)]
-
-
-def share(sequences: list[TrainSequence], rank: int, world_size: int) -> list[TrainSequence]:
-    return [sequences[i] for i in balanced_shares(sequences, world_size)[rank]]
 
 
 def after_loading(engine: FSDPTrainEngine, directory: Path, rank: int, world_size: int) -> Report:
     """What the checkpoint says, and how the step after it goes."""
     engine.load(directory)
     version = engine.version
-    return {"version": version, **engine.train_batch([share(BATCHES[1], rank, world_size)], LOSS)}
+    return {"version": version, **engine.train_batch([share_of(BATCHES[1], rank, world_size)], LOSS)}
 
 
 def save_and_load(rank: int, directory: Path, model_dir: Path, world_size: int, others: Sequence[Path]) -> Report:
     """Train a batch, save it beside the next one, and continue from it and from the checkpoints of others."""
     engine = FSDPTrainEngine(model_dir, TrainConfig(optimizer=OPTIMIZER))
-    engine.train_batch([share(BATCHES[0], rank, world_size)], LOSS)
+    engine.train_batch([share_of(BATCHES[0], rank, world_size)], LOSS)
     torch.manual_seed(rank)
     saving = engine.save(directory / "checkpoint")
     expected_random = torch.rand(3).tolist()
-    beside = {"version": 1, **engine.train_batch([share(BATCHES[1], rank, world_size)], LOSS)}
+    beside = {"version": 1, **engine.train_batch([share_of(BATCHES[1], rank, world_size)], LOSS)}
     saving.wait()
     report = {other.parent.name: after_loading(engine, other, rank, world_size) for other in others}
     engine.load(directory / "checkpoint")
@@ -65,37 +56,25 @@ def fail_on_the_last_rank(engine: FSDPTrainEngine, directory: Path, is_last: boo
     return "nothing"
 
 
-@pytest.fixture(scope="module")
-def checkpoints_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture
-def expected(make_engine: MakeEngine, checkpoints_of: Path) -> Report:
-    """How one process alone goes on; it leaves its checkpoint in `1`."""
-    engine = make_engine(optimizer=OPTIMIZER)
-    engine.train_batch([BATCHES[0]], LOSS)
-    engine.save(checkpoints_of / "1" / "checkpoint").wait()
-    return {"version": 1, **engine.train_batch([BATCHES[1]], LOSS)}
-
-
-def assert_same(report: Report, expected: Report) -> None:
-    for name in expected.keys() - {"microbatches", "packing_efficiency"}:
-        assert report[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
-
-
-def test_checkpoints_of_1_2_and_4_ranks_continue_on_other_numbers_of_ranks(
-    model_dir: Path, make_engine: MakeEngine, checkpoints_of: Path, expected: Report
+@pytest.mark.parametrize("world_sizes", [(2,), pytest.param((2, 4), marks=pytest.mark.slow)], ids=["2", "2 and 4"])
+def test_checkpoints_continue_on_other_numbers_of_ranks(
+    model_dir: Path, make_engine: MakeEngine, tmp_path: Path, world_sizes: tuple[int, ...]
 ) -> None:
-    paths: list[Path] = [checkpoints_of / "1" / "checkpoint"]
-    for world_size in (2, 4):
-        directory = checkpoints_of / str(world_size)
+    """On 2 ranks that of 1, on 4 those of 1 and 2, and on 1 all of them."""
+    alone = make_engine(optimizer=OPTIMIZER)
+    alone.train_batch([BATCHES[0]], LOSS)
+    alone.save(tmp_path / "1" / "checkpoint").wait()
+    expected = {"version": 1, **alone.train_batch([BATCHES[1]], LOSS)}
+
+    paths: list[Path] = [tmp_path / "1" / "checkpoint"]
+    for world_size in world_sizes:
+        directory = tmp_path / str(world_size)
         for report in Ranks(save_and_load, world_size, directory, model_dir, world_size, tuple(paths)).reports():
             for name in ("beside", "own", *(path.parent.name for path in paths)):
-                assert_same(report[name], expected)
+                assert_same_metrics(report[name], expected)
             assert report["random"][0] == report["random"][1]
             assert "File too large" in report["failure"]
         assert [path.name for path in directory.iterdir() if path.is_dir()] == ["checkpoint"]
         paths.append(directory / "checkpoint")
     for path in paths:
-        assert_same(after_loading(make_engine(optimizer=OPTIMIZER), path, 0, 1), expected)
+        assert_same_metrics(after_loading(alone, path, 0, 1), expected)

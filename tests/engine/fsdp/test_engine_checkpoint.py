@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from train_models import MakeEngine, write_model
-from train_sequences import random_sequences
+from train_sequences import LOSS, random_sequences
 
-from arl.algorithm.losses import PolicyLoss
-from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig
 from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.engine.fsdp import saving as checkpoint
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 DECAYING = OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=1, total_steps=6)
 
 

@@ -1,11 +1,7 @@
-"""Chunked log-probabilities equal a full log-softmax, in value and gradient, within the memory of one chunk."""
-
-from typing import Any
+"""Chunked log-probabilities equal a full log-softmax, in value and gradient."""
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from arl.engine.fsdp.logprobs import token_logprobs
 
@@ -67,28 +63,3 @@ def test_extreme_logits_stay_finite(inputs):
     logprob, entropy = token_logprobs(**(inputs | {"hidden": hidden}), chunk_size=10)
     (gradient,) = torch.autograd.grad((logprob + entropy).sum(), hidden)
     assert all(values.isfinite().all() for values in (logprob, entropy, gradient))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the element count of the largest tensor that any operation returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        self.numel = max(self.numel, *sizes, 0)
-        return result
-
-
-def test_no_tensor_is_larger_than_one_chunk_of_logits():
-    tokens, width, vocabulary, chunk = 512, 4, 1000, 16
-    hidden = torch.randn(tokens, width, requires_grad=True)
-    weight = torch.randn(vocabulary, width, requires_grad=True)
-    targets = torch.zeros(tokens, dtype=torch.int64)
-    with LargestTensor() as largest:
-        logprob, entropy = token_logprobs(hidden, weight, targets, torch.ones(tokens), chunk)
-        (logprob.sum() + entropy.sum()).backward()
-    assert largest.numel == chunk * vocabulary

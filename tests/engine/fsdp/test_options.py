@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from train_models import MakeEngine, load_twin
 from train_ranks import Ranks, Report
-from train_sequences import random_sequences
+from train_sequences import LOSS, random_sequences
 
-from arl.algorithm.losses import PolicyLoss
-from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError
@@ -26,7 +24,6 @@ from arl.engine.fsdp.logprobs import token_logprobs
 from arl.engine.fsdp.parallel import loading_turn
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 
 
@@ -55,6 +52,9 @@ def test_bfloat16_leaves_weights_gradients_and_moments_in_float32(make_engine: M
     half, full = make_engine(dtype="bfloat16", optimizer=OPTIMIZER), make_engine(optimizer=OPTIMIZER)
     sequences = random_sequences(6)
     before = trained_weights(full, tmp_path / "before")
+    for ours, theirs in zip(half.forward(sequences), full.forward(sequences), strict=True):
+        assert not torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
     for engine in (half, full):
         engine.train_batch([sequences], LOSS)
     tensors = [*half._policy.parameters(), *pytree.tree_leaves(list(half._optimizer.state.values()))]

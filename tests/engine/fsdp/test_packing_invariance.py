@@ -5,17 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from train_models import MakeEngine, load_twin
-from train_sequences import random_sequences, twin_logprobs, twin_loss
+from train_sequences import LOSS, random_sequences, twin_logprobs, twin_loss
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from arl.algorithm.losses import PolicyLoss
-from arl.api.algorithm import preset
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.attention import PACKED_ATTENTION
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import Policy, load_model
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 CPU = torch.device("cpu")
 
 

@@ -8,12 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_models import MakeEngine
-from train_sequences import family_sequences
+from train_sequences import LOSS, family_sequences
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
-from arl.api.algorithm import preset
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.attention import (
     PACKED_ATTENTION,
@@ -26,7 +24,6 @@ from arl.engine.fsdp.attention import (
 from arl.engine.fsdp.minibatch import build_microbatch
 from arl.engine.fsdp.model import Policy, load_model
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 CPU = torch.device("cpu")
 WINDOW = 5
 

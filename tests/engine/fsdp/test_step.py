@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from train_models import MakeEngine, load_twin
-from train_sequences import random_sequences, twin_loss
+from train_sequences import LOSS, assert_same_weights, random_sequences, twin_loss
 
-from arl.algorithm.losses import PolicyLoss, SFTLoss
-from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError, EngineClosedError
 from arl.engine.fsdp.model import transformer_layers
 from arl.engine.fsdp.optimizer import learning_rate
-
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 
 
 def twin_steps(directory: Path, config: OptimizerConfig, minibatches, loss) -> tuple[torch.nn.Module, list[float]]:
@@ -51,9 +47,7 @@ def test_steps_equal_those_of_a_plain_loop(any_model_dir: Path, make_engine: Mak
     twin, norms = twin_steps(any_model_dir, config, minibatches, LOSS)
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     assert metrics["lr"] == pytest.approx(0.75e-2)
-    ours = load_twin(tmp_path / "trained").state_dict()
-    for name, theirs in twin.state_dict().items():
-        torch.testing.assert_close(ours[name], theirs, rtol=1e-4, atol=1e-5, msg=name)
+    assert_same_weights(load_twin(tmp_path / "trained"), twin, 1e-4)
 
 
 def test_metrics_are_token_means_and_maxima_over_the_minibatches(make_engine: MakeEngine):
@@ -140,12 +134,6 @@ def test_a_minibatch_without_trained_tokens_leaves_the_weights_alone(make_engine
     assert not any(values.any() for values in engine.forward(nothing))
 
 
-def test_a_loss_is_lowered_by_training_on_it(make_engine: MakeEngine):
-    engine, sequences = make_engine(), random_sequences(6)
-    losses = [engine.train_batch([sequences], SFTLoss())["loss"] for _ in range(8)]
-    assert losses[-1] < 0.8 * losses[0]
-
-
 def test_the_version_counts_batches_not_minibatches(make_engine: MakeEngine):
     engine = make_engine()
     assert engine.version == 0
@@ -160,22 +148,9 @@ def test_calls_use_the_configured_threads_whatever_thread_makes_them(make_engine
     assert torch.get_num_threads() == 1
 
 
-def test_bfloat16_computes_near_float32_and_keeps_float32_weights(make_engine: MakeEngine, tmp_path: Path):
-    sequences = random_sequences(6)
-    half, full = make_engine(dtype="bfloat16"), make_engine()
-    for ours, theirs in zip(half.forward(sequences), full.forward(sequences), strict=True):
-        assert not torch.equal(ours, theirs)
-        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
-    norms = [engine.train_batch([sequences], LOSS)["grad_norm"] for engine in (half, full)]
-    assert norms[0] == pytest.approx(norms[1], rel=0.05)
-    half.export(tmp_path / "half")
-    head = load_twin(tmp_path / "half").state_dict()["lm_head.weight"]
-    assert not torch.equal(head, head.bfloat16().float())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
 def test_a_device_that_torch_does_not_have_is_refused(make_engine: MakeEngine):
-    with pytest.raises(ConfigError, match=r"train\.device is cuda, which this torch cannot compute on"):
+    with pytest.raises(ConfigError, match=r"train\.device is cuda, but this torch has no CUDA"):
         make_engine(device="cuda")
 
 

@@ -12,12 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from train_models import MakeEngine, load_twin
 from train_ranks import Ranks, Report
-from train_sequences import random_sequences
+from train_sequences import LOSS, assert_same_metrics, assert_same_rows, assert_same_weights, random_sequences
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from arl.algorithm.losses import PolicyLoss
-from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, ModelError
 from arl.api.types import TrainSequence
@@ -25,7 +23,6 @@ from arl.engine.fsdp.parallel import split_layers
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 
-LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 BUDGET = 30
 SIZES: dict[str, Any] = {
@@ -117,7 +114,7 @@ def fingerprint(engine: FSDPTrainEngine) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize(("num_shares", "families"), [(1, ["qwen3", "qwen2", "llama"]), (2, ["qwen3"])])
+@pytest.mark.parametrize(("num_shares", "families"), [(1, ["qwen2", "llama"]), (2, ["qwen3"])])
 def test_ranks_that_split_layers_train_like_one(
     models: Path, make_engine: MakeEngine, tmp_path: Path, num_shares: int, families: list[str]
 ):
@@ -130,25 +127,21 @@ def test_ranks_that_split_layers_train_like_one(
     reports = ranks.reports()
     for family in families:
         check_equal([report[family] for report in reports], expected[family], num_shares)
-        theirs = load_twin(models / f"{family}-alone" / "export").state_dict()
-        for name, ours in load_twin(tmp_path / "ranks" / family / "export").state_dict().items():
-            torch.testing.assert_close(ours, theirs[name], rtol=1e-5, atol=1e-5, msg=f"{family} {name}")
+        exports = tmp_path / "ranks" / family / "export", models / f"{family}-alone" / "export"
+        assert_same_weights(*map(load_twin, exports))
         engines[family].train_batch(minibatches(), LOSS)
         engines[family].load(tmp_path / "ranks" / family / "checkpoint")
-        for ours, values in zip(engines[family].forward(minibatches()[0]), expected[family]["logprobs"], strict=True):
-            torch.testing.assert_close(ours, torch.tensor(values), rtol=1e-5, atol=1e-5)
+        assert_same_rows(engines[family].forward(minibatches()[0]), expected[family]["logprobs"])
 
 
 def check_equal(reports: list[Report], expected: Report, num_shares: int) -> None:
-    for name in expected["metrics"].keys() - {"microbatches", "packing_efficiency"}:
-        for report in reports:
-            assert report["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-5, abs=1e-6), name
+    for report in reports:
+        assert_same_metrics(report["metrics"], expected["metrics"])
     for rank, report in enumerate(reports):
         assert len(report["split"]) >= 2 * 7
         assert report["whole"] == reports[rank // 2 * 2]["whole"]
         mine = expected["logprobs"][rank // 2 :: num_shares]
-        for ours, theirs in zip(report["logprobs"] + report["continued"], mine + expected["logprobs"], strict=True):
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5)
+        assert_same_rows(report["logprobs"] + report["continued"], mine + expected["logprobs"])
 
 
 def mesh_of(size: int) -> DeviceMesh:

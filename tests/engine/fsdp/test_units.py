@@ -6,10 +6,9 @@ import pytest
 import torch
 from train_models import MakeEngine, load_twin
 from train_ranks import Ranks, Report
-from train_sequences import family_sequences, twin_logprobs
+from train_sequences import family_sequences, share_of, twin_logprobs
 
 from arl.algorithm.losses.finetuning import PreferenceLoss, paired
-from arl.algorithm.packing import balanced_shares
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.types import TrainSequence
@@ -63,7 +62,7 @@ def test_units_are_whole_in_every_microbatch(make_engine: MakeEngine):
 
 
 def run_rank(rank: int, directory: Path, model_dir: Path) -> Report:
-    share = [pairs()[i] for i in balanced_shares(pairs(), 2)[rank]]
+    share = share_of(pairs(), rank, 2)
     engine = FSDPTrainEngine(model_dir, TrainConfig(optimizer=OPTIMIZER, max_tokens_per_microbatch=60))
     report: Report = step(engine, share)
     engine.close()

@@ -1,17 +1,24 @@
 """Training sequences at random, and a plain twin of the engine's maths: one sequence at a time, float32, unsharded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from arl.algorithm.batch import weigh_tokens
-from arl.api.algorithm import Aggregation
+from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.packing import balanced_shares
+from arl.api.algorithm import Aggregation, preset
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
 from arl.api.types import TOKEN_FIELDS, TrainSequence
 
 VOCABULARY = 256
+LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
+"""A loss whose ratios leave 1 and whose clipping and correction have an effect."""
+OF_WORK = {"microbatches", "packing_efficiency"}
+"""Metrics that say how the work was split."""
 
 
 def random_sequences(count: int, seed: int = 0, aggregation: Aggregation = "token_mean") -> list[TrainSequence]:
@@ -77,3 +84,31 @@ def twin_loss(model: PreTrainedModel, sequences: Sequence[TrainSequence], loss: 
         outputs = TokenOutputs(logprobs=current, entropy=entropy, values=torch.zeros_like(current))
         total = total + (loss(outputs, tokens).loss * sequence.loss_weights[mask]).sum()
     return total
+
+
+def share_of(sequences: Sequence[TrainSequence], rank: int, world_size: int) -> list[TrainSequence]:
+    """What one of several ranks is given of a minibatch."""
+    return [sequences[i] for i in balanced_shares(sequences, world_size)[rank]]
+
+
+def assert_same_metrics(ours: Mapping[str, float], theirs: Mapping[str, float], rel: float = 1e-5) -> None:
+    """But for those that say how the work was split."""
+    assert ours.keys() >= theirs.keys()
+    for name in theirs.keys() - OF_WORK:
+        assert ours[name] == pytest.approx(theirs[name], rel=rel, abs=1e-6), name
+
+
+def assert_same_rows(
+    ours: Sequence[torch.Tensor | Sequence[float]],
+    theirs: Sequence[torch.Tensor | Sequence[float]],
+    tolerance: float = 1e-5,
+) -> None:
+    """Logprobs or values, one row for each sequence."""
+    for row, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.as_tensor(row), torch.as_tensor(expected), rtol=tolerance, atol=tolerance)
+
+
+def assert_same_weights(ours: PreTrainedModel, theirs: PreTrainedModel, tolerance: float = 1e-5) -> None:
+    expected = theirs.state_dict()
+    for name, tensor in ours.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=tolerance, atol=tolerance, msg=name)
