@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
@@ -47,7 +47,8 @@ from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
-from arl.rollout.episode import check_workflow
+from arl.rollout.episode import EpisodeRunner, check_workflow
+from arl.rollout.failures import FailureLog
 from arl.rollout.group import GroupRules
 from arl.training.checkpoint import Checkpoints
 from arl.training.evaluation import Evaluator
@@ -170,7 +171,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     state = await thread(checkpoints.load_newest, learner.load)
     run_log.resume(learner.version)
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
-    rollout = _rollout(config, given, engine, buffer)
+    runner = _runner(stack, config, given.workflow)
+    rollout = _rollout(config, given, engine, runner, buffer)
     replay = _replay(config)
     if state is not None:
         rollout.load_state_dict(state.values["rollout"], state.groups)
@@ -183,7 +185,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
         transport=transport,
         buffer=buffer,
         rollout=rollout,
-        evaluator=_evaluator(config, given, engine),
+        evaluator=_evaluator(config, given, engine, runner),
         checkpoints=checkpoints,
         log=run_log,
         thread=thread,
@@ -210,10 +212,22 @@ async def _client(config: Config, addresses: Sequence[str], api_key: str | None)
     return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
 
 
-def _rollout(config: Config, given: _Given, engine: InferenceEngine, buffer: ReplayBuffer) -> RolloutController:
+def _runner(stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow) -> EpisodeRunner:
+    """Tracebacks of failed episodes go to logs/episodes.log; the log sums them up when the run ends."""
+    failures = FailureLog(config.run_dir / "logs" / "episodes.log")
+    stack.callback(failures.sum_up)
+    rollout = config.rollout
+    return EpisodeRunner(
+        workflow=workflow, timeout_s=rollout.episode_timeout_s, retries=rollout.episode_retries, failures=failures
+    )
+
+
+def _rollout(
+    config: Config, given: _Given, engine: InferenceEngine, runner: EpisodeRunner, buffer: ReplayBuffer
+) -> RolloutController:
     return RolloutController(
         engine,
-        given.workflow,
+        runner,
         given.dataset,
         config.rollout,
         buffer,
@@ -223,15 +237,14 @@ def _rollout(config: Config, given: _Given, engine: InferenceEngine, buffer: Rep
     )
 
 
-def _evaluator(config: Config, given: _Given, engine: InferenceEngine) -> Evaluator | None:
+def _evaluator(config: Config, given: _Given, engine: InferenceEngine, runner: EpisodeRunner) -> Evaluator | None:
     if given.eval_dataset is None:
         return None
     return Evaluator(
         engine,
-        given.workflow,
+        replace(runner, retries=0),
         given.eval_dataset,
         config.evaluation,
-        episode_timeout_s=config.rollout.episode_timeout_s,
         seed=config.seed if config.rollout.seed_requests else None,
     )
 

@@ -32,6 +32,7 @@ from arl.api import (
 from arl.api.config import RolloutConfig
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
+from arl.rollout.episode import EpisodeRunner
 from arl.rollout.watches import LagMonitor
 
 GROUP_SIZE, BATCH_SIZE = 8, 32
@@ -99,7 +100,9 @@ async def run_episodes(load: Load) -> tuple[int, float, list[float]]:
     )
     buffer = ReplayBuffer(BATCH_SIZE, staleness)
     dataset: list[Example] = [{"question": i} for i in range(10_000)]
-    controller = RolloutController(engine, Conversation(load.turns, load.tokens), dataset, config, buffer)
+    workflow = Conversation(load.turns, load.tokens)
+    runner = EpisodeRunner(workflow=workflow, timeout_s=config.episode_timeout_s, retries=config.episode_retries)
+    controller = RolloutController(engine, runner, dataset, config, buffer)
     lag = LagMonitor("the benchmark", period_s=0.005, keep=1_000_000)
     began, trained, version = time.monotonic(), 0, 0
     async with asyncio.TaskGroup() as tasks:

@@ -124,12 +124,12 @@ def test_when_every_episode_failed_the_command_did(script: Commands) -> None:
 
 
 def test_too_many_failures_end_it_as_they_end_training(script: Commands) -> None:
-    flags = ["--rollout.failure_window", "4", "--evaluation.max_concurrent_episodes", "1"]
-    code, out, err = script.run("eval", "--n", "9", *flags, answers=("raise",))
+    flags = ["--evaluation.max_concurrent_episodes", "1"]
+    code, out, err = script.run("eval", "--n", "30", *flags, answers=("raise",))
     assert code == 1
-    assert 4 <= len(script.requests) <= 6
-    assert "4 of the last 4 episodes failed, and rollout.max_failure_rate is 0.5" in err
-    assert "4 episodes of 27, stopped before the end" in out
+    assert 64 <= len(script.requests) <= 66
+    assert "64 of the last 64 episodes failed, and rollout.max_failure_rate is 0.5" in err
+    assert "64 episodes of 90, stopped before the end" in out
 
 
 def test_ctrl_c_gives_the_scores_of_what_was_run_until_then(script: Commands) -> None:

@@ -77,9 +77,7 @@ class RolloutConfig(Section):
     min_group_size: PositiveInt = 2
     """Fewest finished episodes a group may be trained with; a smaller one is dropped. At most group_size."""
     max_failure_rate: float = Field(default=0.5, gt=0, le=1)
-    """Share of failed episodes, among the last failure_window, past which the run stops with the first traceback."""
-    failure_window: PositiveInt = 64
-    """Over how many finished episodes max_failure_rate is measured; before that many, the run goes on."""
+    """Share of the last 64 episodes that may fail; past it the run stops with the first traceback."""
     drop_stragglers_after_s: PositiveFloat | None = None
     """Time a running group may keep the trainer waiting before it is aborted and dropped. Unset: wait."""
     extra_episodes: NonNegativeInt = 0

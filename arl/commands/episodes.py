@@ -173,7 +173,7 @@ def _say(doing: str) -> None:
 @contextmanager
 def _failures_shown_once() -> Iterator[None]:
     """The commands show them; without this, so would the log, where nobody has set one up."""
-    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.episode")
+    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.failures")
     logger.addHandler(silent)
     try:
         yield

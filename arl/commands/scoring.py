@@ -30,7 +30,8 @@ from arl.api.errors import ConfigError
 from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.experiment import Experiment
-from arl.rollout.episode import Episode, FailureBudget, rewards_by_role
+from arl.rollout.episode import Episode, rewards_by_role
+from arl.rollout.failures import FailureBudget
 from arl.training.metrics import mean_rewards
 
 # What a number of episodes says about a model: means with their standard errors, and pass@k.
@@ -195,7 +196,7 @@ class Scoring:
         self._scores = scores
         self._out = out
         rollout = stage.config.rollout
-        self._budget = FailureBudget(rollout.max_failure_rate, rollout.failure_window)
+        self._budget = FailureBudget(rollout.max_failure_rate)
         self._progress = ProgressShown(len(self._works), f"{size} {stage.name} examples")
 
     async def run(self) -> None:
@@ -212,7 +213,7 @@ class Scoring:
         if self._out is not None:
             await asyncio.to_thread(self._write, self._out, run, outcome)
         self._progress.show(self._scores)
-        self._budget.record(run.episode)
+        self._budget.record(run.episode.error)
 
     def _write(self, out: TextIO, run: Run, outcome: Outcome) -> None:
         out.write(json.dumps(self._row(run, outcome)) + "\n")

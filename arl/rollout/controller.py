@@ -7,12 +7,12 @@
 
 | task | consumes | produces | waits for | woken by |
 |---|---|---|---|---|
-| run | room, an example | a group's task | a free episode place, `admit` | an episode's end; `published`, `release` |
-| a group | an example | a finished group, or a free place | its episodes | enough of them, their time limit, a cut |
-| an episode | an episode place | trajectories | the workflow | engine, tools, its time limit |
+| run | room, an example | a group's task | a free place; `admit`; `launched` | an episode; `published`, `release` |
+| a group | an example | a finished group, or a free place | `_decided` | its episodes: enough, or all, have ended |
+| an episode | an episode place | trajectories | the workflow | engine, tools, its time limit, a cut |
 | stragglers | groups that keep the trainer waiting | cuts | `wait_for_stragglers` | the buffer, the clock |
 
-All are tasks of one TaskGroup that lives as long as `run`.
+All are tasks of one TaskGroup that lives as long as `run`; the episodes of a group are tasks of its own, within it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from arl.api.config import RolloutConfig
-from arl.api.engine import InferenceEngine
+from arl.api.engine import Sampler
 from arl.api.errors import first_error
 from arl.api.types import Example, Group
-from arl.api.workflow import Curriculum, RolloutWorkflow
+from arl.api.workflow import Curriculum
 from arl.rollout.buffer import ReplayBuffer
-from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler, FailureBudget
+from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
+from arl.rollout.failures import FailureBudget
 from arl.rollout.group import GREEDY, GroupRules, GroupRun
 from arl.rollout.ledger import ExampleLedger, Outcome
 from arl.rollout.totals import RolloutTotals
-from arl.rollout.watches import LagMonitor, StarvationWatch
+from arl.rollout.watches import Fruitless, LagMonitor, StarvationWatch
 
 log = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
-    """What examples are read from: a list of them, or a Hugging Face dataset."""
+    """Examples by index: a list, or a Hugging Face dataset."""
 
     def __len__(self) -> int: ...
 
@@ -49,15 +50,15 @@ class Dataset(Protocol):
 class RolloutController:
     """Turns examples into groups of finished episodes in the buffer.
 
-    rules: which groups can be trained on. curriculum: which examples come next; without one, shuffled epochs. The
-    controller owns none of its collaborators. Raises, out of `run`, FailureBudgetError, StarvedError and
-    CurriculumError.
+    engine: what episodes sample from. rules: which groups can be trained on. curriculum: which examples come next;
+    without one, shuffled epochs. The controller owns none of its collaborators. `run` raises FailureBudgetError,
+    StarvedError and CurriculumError.
     """
 
     def __init__(
         self,
-        engine: InferenceEngine,
-        workflow: RolloutWorkflow,
+        engine: Sampler,
+        runner: EpisodeRunner,
         dataset: Dataset,
         config: RolloutConfig,
         buffer: ReplayBuffer,
@@ -66,18 +67,16 @@ class RolloutController:
         curriculum: Curriculum | None = None,
     ) -> None:
         self._engine = engine
-        self._runner = EpisodeRunner(
-            workflow=workflow, timeout_s=config.episode_timeout_s, retries=config.episode_retries
-        )
+        self._runner = runner
         self._dataset = dataset
         self._config = config
         self._buffer = buffer
         self._seed = seed
         self._rules = rules
         self._ledger = ExampleLedger(len(dataset), shuffle=config.shuffle, seed=seed, curriculum=curriculum)
-        self._budget = FailureBudget(config.max_failure_rate, config.failure_window)
+        self._budget = FailureBudget(config.max_failure_rate)
         self._places = asyncio.Semaphore(config.max_concurrent_episodes)
-        self._lag = LagMonitor(type(workflow).__name__)
+        self._lag = LagMonitor(type(runner.workflow).__name__)
         self._running: dict[int, GroupRun] = {}
         self._totals = RolloutTotals()
         # Fewer would end a run on hard examples that would have learned from a lucky one.
@@ -104,16 +103,16 @@ class RolloutController:
                     async with self._places:
                         pass  # a place is free, and no episode of an earlier group waits for one
                     run = await self._admit()
-                    tasks.create_task(self._run_group(run))
+                    tasks.create_task(run.run(self._take))
                     await run.launched.wait()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             raise error from error.__cause__
 
     def trained(self, groups: Iterable[Group]) -> None:
-        """Settle the examples of a batch that the train engine has trained on, before anything is saved.
+        """Settle the examples of a batch that was trained, before anything is saved.
 
-        Their outcome and the weights then change together, as far as a checkpoint can see.
+        So a checkpoint sees their outcome and the weights change together.
         """
         for group in groups:
             self._ledger.settle(group.example_id, Outcome.TRAINED)
@@ -123,8 +122,8 @@ class RolloutController:
         """What happened to episodes so far, for logs.
 
         finished_episode_s, straggler_episode_s and overtaken_episode_s are means: how long episodes ran that finished,
-        and how long those had run that were cut as stragglers, or as others of their group were enough. The difference
-        is the length bias that cutting causes.
+        that were cut as stragglers, and that were cut because others of their group were enough. The differences are
+        the length bias that cutting causes.
         """
         return {**self._totals.counters(), "event_loop_lag_s": self._lag.worst_s}
 
@@ -151,68 +150,37 @@ class RolloutController:
                 self._config.batch_size,
             )
 
-    # A group ----------------------------------------------------------------------------------------------------
+    # Groups -------------------------------------------------------------------------------------------------------
 
     async def _admit(self) -> GroupRun:
         slot = await self._buffer.admit()
-        run = GroupRun(slot=slot, issue=self._ledger.issue(), config=self._config, rules=self._rules)
+        run = GroupRun(slot, self._ledger.issue(), self._config, self._rules, self._places, self._play)
         self._running[slot.number] = run
         return run
 
-    async def _run_group(self, run: GroupRun) -> None:
-        """Hand the group over as soon as it is decided, though episodes that it does not need may be slow to end."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._run_episodes(run))
-            await run.decided.wait()
-            await self._end(run)
-
-    async def _run_episodes(self, run: GroupRun) -> None:
-        """Run the group's episodes, each as soon as it gets a place; places are given in order of admission."""
-        example = self._dataset[run.issue.example_id[1]]
-        try:
-            async with asyncio.timeout(0 if run.is_cut else None) as run.scope, asyncio.TaskGroup() as episodes:
-                for index in run.indices:
-                    await self._places.acquire()
-                    if run.is_full:
-                        self._places.release()
-                        break
-                    run.tasks[index] = episodes.create_task(self._run_episode(run, index, example))
-                    run.tasks[index].add_done_callback(lambda _: self._places.release())
-                run.launched.set()
-        except TimeoutError:
-            if not run.is_cut:
-                raise
-        finally:
-            run.scope = None  # from here on a cut is no more than a note: a scope that is closed cannot be rescheduled
-            run.launched.set()
-        run.decided.set()
-
-    async def _run_episode(self, run: GroupRun, index: int, example: Example) -> None:
+    async def _play(self, run: GroupRun, index: int) -> Episode:
+        """Run one episode of a group, and count how it ended."""
         clock = asyncio.get_running_loop()
         began = clock.time()
+        seed = f"{self._seed}-{run.issue.group_id}-{index}" if self._config.seed_requests else None
+        sampler = EpisodeSampler(self._engine, is_greedy=index == GREEDY, seed=seed)
+        example = self._dataset[run.issue.example_id[1]]
         try:
-            episode = await self._runner.run(
-                self._sampler_for(run, index), example, name=_name(run, index), oldest_allowed=run.slot.stamp
-            )
+            episode = await self._runner.run(sampler, example, name=_name(run, index), oldest_allowed=run.slot.stamp)
         except asyncio.CancelledError:
             if index != GREEDY:
                 self._totals.count_cancelled(run, clock.time() - began)
             raise
-        run.ended(index, episode)
         if index == GREEDY:
             self._totals.count_baseline(episode)
         else:
             self._totals.count_episode(episode)
-        self._budget.record(episode)
+        self._budget.record(episode.error)
+        return episode
 
-    def _sampler_for(self, run: GroupRun, index: int) -> EpisodeSampler:
-        seed = f"{self._seed}-{run.issue.group_id}-{index}" if self._config.seed_requests else None
-        return EpisodeSampler(self._engine, is_greedy=index == GREEDY, seed=seed)
-
-    async def _end(self, run: GroupRun) -> None:
-        """Hand the group over, or free its place at once. A group that was cut has lost its place before."""
+    async def _take(self, run: GroupRun, judged: Group | Fruitless) -> None:
+        """Hand a group over, or free its place at once. A group that was cut lost its place before."""
         self._running.pop(run.slot.number, None)
-        judged = run.judge()
         self._totals.count_group(run, judged)
         if run.reward is not None and not run.is_cut:
             self._ledger.note_reward(run.issue.example_id, run.reward)
@@ -226,12 +194,12 @@ class RolloutController:
         self._starvation.fruitless(judged)
 
     async def _cut_stragglers(self, after_s: float) -> None:
-        """Cut groups that keep the trainer waiting; each frees its place before its episodes are done with dying."""
+        """Cut groups that keep the trainer waiting. Their places are free before their episodes have ended."""
         while True:
             for slot in await self._buffer.wait_for_stragglers(after_s):
                 run = self._running.pop(slot.number, None)
                 if run is None:
-                    continue  # its episodes have just ended, and it is about to be handed over
+                    continue  # it is being handed over
                 epoch, row = run.issue.example_id
                 log.warning(
                     "example %d of epoch %d was dropped: it kept the trainer waiting for more than "
@@ -249,24 +217,22 @@ def _name(run: GroupRun, index: int) -> str:
     """What the log calls an episode."""
     epoch, row = run.issue.example_id
     which = "the greedy episode" if index == GREEDY else f"episode {index}"
-    return f"{which} of example {row}, epoch {epoch},"
+    return f"{which} of example {row}, epoch {epoch}"
 
 
 async def run_examples(
-    engine: InferenceEngine,
-    workflow: RolloutWorkflow,
+    engine: Sampler,
+    runner: EpisodeRunner,
     examples: Sequence[Example] | Dataset,
     *,
     max_concurrent: int,
-    timeout_s: float,
     seed: int | None = None,
 ) -> list[Episode]:
-    """One episode for each example, in their order, `max_concurrent` at a time: for evaluation.
+    """Run one episode for each example, `max_concurrent` at a time, and return them in order: for evaluation.
 
-    seed: each request gets a seed of its own, the same in every evaluation.
-    A failed episode is recorded in the log and has an `error`; it and a rejected one have reward 0.
+    seed: each request gets a seed of its own, the same in every evaluation. A failed episode has an `error`; its
+    reward, and that of a rejected one, is 0.
     """
-    runner = EpisodeRunner(workflow=workflow, timeout_s=timeout_s)
     episodes: dict[int, Episode] = {}
     indices = iter(range(len(examples)))
 

@@ -1,37 +1,35 @@
-"""Running one episode: its time limit, its retries, and the one place where an exception in user code becomes data."""
+"""One run of a workflow on an example: what it samples from, its time limit, its retries, and how it ended.
+
+EpisodeRunner is the one place where an exception in user code becomes data.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError, EpisodeTimeoutError, FailureBudgetError, TrajectoryError
+from arl.api.errors import ConfigError, EpisodeTimeoutError, TrajectoryError
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-
-log = logging.getLogger(__name__)
+from arl.rollout.failures import FailureLog
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """How one run of a workflow ended: with trajectories, rejected (neither these nor an error), or failed (error).
-
-    attempts: 1 unless it was retried. elapsed_s: retries included.
-    """
+    """How one run of a workflow ended: with trajectories, with an error, or with neither, which means rejected."""
 
     trajectories: tuple[Trajectory, ...] = ()
     error: Exception | None = None
     attempts: int = 1
     elapsed_s: float
+    """Of all attempts."""
 
     @property
     def reward(self) -> float:
@@ -60,38 +58,70 @@ def rewards_by_role(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {role: fmean(values) for role, values in rewards.items()}
 
 
+class EpisodeSampler:
+    """The Sampler that one episode gets: it passes requests on to `engine`, and can set how they are sampled.
+
+    is_greedy: every request is answered at temperature 0, with the most likely tokens; their logprobs are those of
+    temperature 1, as the response says. seed: a request without a seed gets one, a function of this text and of the
+    number of requests before it. Retries of an episode share the sampler, so that the same tokens do not fail each one.
+    """
+
+    def __init__(self, engine: Sampler, *, is_greedy: bool = False, seed: str | None = None) -> None:
+        self._engine = engine
+        self._is_greedy = is_greedy
+        self._seed = seed
+        self._num_requests = 0
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return await self._engine.agenerate(replace(request, sampling=self._steered(request.sampling)))
+
+    def _steered(self, sampling: SamplingParams) -> SamplingParams:
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        if self._is_greedy:
+            return replace(sampling, temperature=0.0)
+        if self._seed is None or sampling.seed is not None:
+            return sampling
+        return replace(sampling, seed=_seed_of(f"{self._seed}-{number}"))
+
+
+def _seed_of(text: str) -> int:
+    """31 bits, which every server takes for a seed; the same in every process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest()) >> 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """Runs episodes of one workflow.
-
-    timeout_s: the longest an episode may take, retries included. retries: how often one that failed is run again.
-    """
+    """Runs episodes of one workflow."""
 
     workflow: RolloutWorkflow
     timeout_s: float
+    """The longest an episode may take, retries included."""
     retries: int = 0
+    """How often an episode that failed runs again; one that timed out never does."""
+    failures: FailureLog = field(default_factory=FailureLog)
 
     def __post_init__(self) -> None:
         if isinstance(self.workflow, type):
             raise TypeError(f"workflow is the class {self.workflow.__name__}; pass an instance of it")
 
     async def run(self, sampler: Sampler, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
-        """Run one episode; whatever it raises, but a cancellation from outside, is recorded once and returned.
+        """Run one episode. Whatever it raises is noted once and returned; a cancellation from outside passes.
 
         sampler: an EpisodeSampler of this episode alone. name: what the log calls the episode. oldest_allowed: a
         trained token of an older version is malformed.
         """
         clock = asyncio.get_running_loop()
         began = clock.time()
-        attempts = 1
-        while True:
+        for attempt in range(1, self.retries + 2):
             result = await self._attempt(sampler, example, began + self.timeout_s, oldest_allowed)
             if not isinstance(result, Exception):
-                return Episode(trajectories=result, attempts=attempts, elapsed_s=clock.time() - began)
-            log.warning("%s failed (attempt %d of %d)", name, attempts, self.retries + 1, exc_info=result)
-            if attempts > self.retries or isinstance(result, EpisodeTimeoutError):
-                return Episode(error=result, attempts=attempts, elapsed_s=clock.time() - began)
-            attempts += 1
+                return Episode(trajectories=result, attempts=attempt, elapsed_s=clock.time() - began)
+            is_last = attempt > self.retries or isinstance(result, EpisodeTimeoutError)
+            which = f"{name} (attempt {attempt} of {self.retries + 1})"
+            self.failures.note(result, which, "it does not run again" if is_last else "it runs again")
+            if is_last:
+                return Episode(error=result, attempts=attempt, elapsed_s=clock.time() - began)
+        raise AssertionError("the last attempt returns")
 
     async def _attempt(
         self, sampler: Sampler, example: Example, until: float, oldest_allowed: int
@@ -117,7 +147,7 @@ class EpisodeRunner:
 
 
 def check_workflow(workflow: object) -> None:
-    """Raise ConfigError for what is no workflow."""
+    """Raise ConfigError if it is not an instance of RolloutWorkflow."""
     if isinstance(workflow, type):
         raise ConfigError(
             f"workflow is the class {workflow.__name__}; pass an instance of it: {workflow.__name__}(...)"
@@ -126,27 +156,6 @@ def check_workflow(workflow: object) -> None:
         raise ConfigError(
             f"workflow is a {type(workflow).__name__}; pass an instance of a subclass of arl.RolloutWorkflow"
         )
-
-
-class FailureBudget:
-    """Ends the run when too many of the last `window` episodes failed."""
-
-    def __init__(self, max_failure_rate: float, window: int) -> None:
-        self._max_failure_rate = max_failure_rate
-        self._recent: deque[Exception | None] = deque(maxlen=window)
-
-    def record(self, episode: Episode) -> None:
-        """Count an episode. Raises FailureBudgetError from the first failure among the last `window` episodes."""
-        self._recent.append(episode.error)
-        if len(self._recent) != self._recent.maxlen:
-            return
-        failures = [error for error in self._recent if error is not None]
-        if len(failures) > self._max_failure_rate * len(self._recent):
-            first = failures[0]
-            raise FailureBudgetError(
-                f"{len(failures)} of the last {len(self._recent)} episodes failed, and rollout.max_failure_rate is "
-                f"{self._max_failure_rate:g}. The first failed with {type(first).__name__}: {first}"
-            ) from first
 
 
 def _with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
@@ -180,37 +189,3 @@ def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
                 f"{oldest_allowed}; train only on tokens sampled within the episode (loss_mask 0 for others)"
             )
     return items
-
-
-# What an episode samples from.
-
-
-class EpisodeSampler:
-    """The Sampler that one episode gets: it passes requests on to `engine`, and can set how they are sampled.
-
-    is_greedy: every request is answered at temperature 0, with the most likely tokens; their logprobs are those of
-    temperature 1, as the response says. seed: a request without a seed gets one, a function of this text and of the
-    number of requests before it. Retries of an episode share the sampler, so that the same tokens do not fail each one.
-    """
-
-    def __init__(self, engine: Sampler, *, is_greedy: bool = False, seed: str | None = None) -> None:
-        self._engine = engine
-        self._is_greedy = is_greedy
-        self._seed = seed
-        self._num_requests = 0
-
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        return await self._engine.agenerate(replace(request, sampling=self._steered(request.sampling)))
-
-    def _steered(self, sampling: SamplingParams) -> SamplingParams:
-        number, self._num_requests = self._num_requests, self._num_requests + 1
-        if self._is_greedy:
-            return replace(sampling, temperature=0.0)
-        if self._seed is None or sampling.seed is not None:
-            return sampling
-        return replace(sampling, seed=_seed_of(f"{self._seed}-{number}"))
-
-
-def _seed_of(text: str) -> int:
-    """31 bits, which every server takes for a seed; the same in every process."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest()) >> 1

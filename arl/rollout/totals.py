@@ -15,37 +15,39 @@ from arl.rollout.watches import Fruitless
 class RolloutTotals:
     """Episodes by how they ended, counted since the beginning of the run: trained, rejected, dropped or surplus.
 
-    episodes_rejected: returned None, or belonged to a group that was rejected. episodes_dropped: failed, or belonged
-    to a group that was dropped. episodes_surplus: over-sampled, and neither rejected nor failed nor kept.
-    episodes_failed: those among the dropped that raised or timed out.
-    episodes_retried: attempts that failed and were followed by another. groups_finished: groups handed to the buffer.
-    groups_returned: finished groups of a checkpoint that run again, since rollout.batch_size or max_staleness, changed
-    after it, leave no batch that could hold them in time.
-    straggler_groups: groups cut because they kept the trainer waiting; straggler_episodes and straggler_s: their
-    episodes that were cut while running, and the seconds these had run by then. overtaken_episodes and overtaken_s: the
-    same for episodes of which enough others finished first. finished_episodes and finished_s: the
-    same for episodes that returned trajectories. All times in seconds, summed.
-    baselines_finished and baselines_missing: greedy episodes that finished, and that failed or were rejected, so that
-    their groups were dropped or rejected; they are in none of the above but episodes_retried.
+    Times are sums, in seconds. Greedy episodes (baselines) count only in `episodes_retried` and in their own two.
     """
 
     episodes_trained: int = 0
     episodes_rejected: int = 0
+    """Returned None, or belonged to a group that was rejected."""
     episodes_dropped: int = 0
+    """Failed, or belonged to a group that was dropped."""
     episodes_surplus: int = 0
+    """Over-sampled: neither rejected nor failed, and not kept."""
     episodes_failed: int = 0
+    """Those among the dropped that raised or timed out."""
     episodes_retried: int = 0
+    """Attempts that failed and were followed by another."""
     groups_finished: int = 0
+    """Groups handed to the buffer."""
     groups_returned: int = 0
+    """Finished groups of a checkpoint that ran again, as no batch of changed settings could hold them in time."""
     straggler_groups: int = 0
+    """Groups cut because they kept the trainer waiting."""
     straggler_episodes: int = 0
+    """Their episodes that were cut while running."""
     straggler_s: float = 0.0
+    """How long these had run by then."""
     overtaken_episodes: int = 0
+    """Episodes cut while running because enough others of their group had finished."""
     overtaken_s: float = 0.0
     finished_episodes: int = 0
+    """Episodes that returned trajectories."""
     finished_s: float = 0.0
     baselines_finished: int = 0
     baselines_missing: int = 0
+    """Greedy episodes that failed or were rejected, and their groups with them."""
 
     def count_episode(self, episode: Episode) -> None:
         self.episodes_retried += episode.attempts - 1
@@ -60,7 +62,7 @@ class RolloutTotals:
         self.baselines_missing += not episode.is_finished
 
     def count_cancelled(self, run: GroupRun, elapsed_s: float) -> None:
-        """An episode that was cancelled after so long, if its group is the reason."""
+        """Count an episode that was cancelled after `elapsed_s`, if its group is the reason."""
         if run.is_cut:
             self.straggler_episodes += 1
             self.straggler_s += elapsed_s
@@ -69,7 +71,7 @@ class RolloutTotals:
             self.overtaken_s += elapsed_s
 
     def count_group(self, run: GroupRun, judged: Group | Fruitless) -> None:
-        """The episodes of a group that will not be trained; in one that was cut, those that never ended are dropped."""
+        """Count the episodes that will not be trained; those that a cut group never ended are dropped."""
         num_kept = len(run.kept)
         surplus = 0 if run.is_cut else len(run.episodes) - num_kept - run.num_rejected - run.num_failed
         is_group = isinstance(judged, Group)
@@ -82,7 +84,7 @@ class RolloutTotals:
         self.episodes_dropped += len(run.episodes) - trained - rejected - surplus
 
     def counters(self) -> dict[str, float]:
-        """For logs: seconds as means over the episodes that they are of, where there are any."""
+        """For logs: sums of seconds become means over their episodes, where there are any."""
         totals = asdict(self)
         counters = {name: value for name, value in totals.items() if not name.endswith("_s")}
         for kind in ("finished", "straggler", "overtaken"):

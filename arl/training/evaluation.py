@@ -7,8 +7,8 @@ from statistics import fmean
 
 from arl.api.config import EvaluationConfig
 from arl.api.engine import InferenceEngine
-from arl.api.workflow import RolloutWorkflow
 from arl.rollout.controller import Dataset, run_examples
+from arl.rollout.episode import EpisodeRunner
 from arl.training.metrics import Evaluation, mean_metrics, mean_rewards
 
 
@@ -21,18 +21,16 @@ class Evaluator:
     def __init__(
         self,
         engine: InferenceEngine,
-        workflow: RolloutWorkflow,
+        runner: EpisodeRunner,
         dataset: Dataset,
         config: EvaluationConfig,
         *,
-        episode_timeout_s: float,
         seed: int | None = None,
     ) -> None:
         self._engine = engine
-        self._workflow = workflow
+        self._runner = runner
         self._dataset = dataset
         self._config = config
-        self._episode_timeout_s = episode_timeout_s
         self._seed = seed
 
     async def evaluate(self) -> Evaluation:
@@ -40,10 +38,9 @@ class Evaluator:
         began, version = time.monotonic(), self._engine.version
         episodes = await run_examples(
             self._engine,
-            self._workflow,
+            self._runner,
             self._dataset,
             max_concurrent=self._config.max_concurrent_episodes,
-            timeout_s=self._episode_timeout_s,
             seed=self._seed,
         )
         return Evaluation(

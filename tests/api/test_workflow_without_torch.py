@@ -31,10 +31,10 @@ assert trajectory.versions == (-1, -1, 3)
 assert engine.requests[0].sampling.max_new_tokens == 4
 
 from arl.rollout.controller import run_examples
+from arl.rollout.episode import EpisodeRunner
 
-(episode,) = asyncio.run(
-    run_examples(engine, Guess(), [{"prompt": [1, 2], "answer": (4,)}], max_concurrent=1, timeout_s=5)
-)
+runner = EpisodeRunner(workflow=Guess(), timeout_s=5)
+(episode,) = asyncio.run(run_examples(engine, runner, [{"prompt": [1, 2], "answer": (4,)}], max_concurrent=1))
 assert episode.reward == 0.0
 assert episode.error is None
 assert not {"torch", "transformers"} & set(sys.modules), "a workflow's test must stay light"

@@ -390,5 +390,5 @@ async def test_an_evaluation_has_the_mean_of_each_named_part() -> None:
     engine, config = ScriptedEngine(lambda request: [9]), EvaluationConfig()
     held_out = [{"answer": "ab"}, {"answer": "abcd"}]
     workflow = Rewarded(reward)
-    evaluation = await Evaluator(engine, workflow, held_out, config, episode_timeout_s=5.0).evaluate()
+    evaluation = await Evaluator(engine, EpisodeRunner(workflow=workflow, timeout_s=5.0), held_out, config).evaluate()
     assert (evaluation.reward, evaluation.metrics) == (3.25, {"reward/length": 3.0, "reward/half": 0.5})

@@ -21,6 +21,7 @@ from arl.api import (
 from arl.api.config import RolloutConfig
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
+from arl.rollout.episode import EpisodeRunner
 from arl.rollout.group import GroupRules
 
 
@@ -104,6 +105,10 @@ async def train(
     return batches
 
 
+def runner_of(workflow: RolloutWorkflow, config: RolloutConfig) -> EpisodeRunner:
+    return EpisodeRunner(workflow=workflow, timeout_s=config.episode_timeout_s, retries=config.episode_retries)
+
+
 def controlled(
     workflow: RolloutWorkflow,
     num_examples: int,
@@ -121,7 +126,7 @@ def controlled(
     buffer = ReplayBuffer(config.batch_size, config.max_staleness)
     controller = RolloutController(
         engine,
-        workflow,
+        runner_of(workflow, config),
         examples(num_examples),
         config,
         buffer,

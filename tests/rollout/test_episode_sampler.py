@@ -17,7 +17,7 @@ from arl.api import (
     Trajectory,
 )
 from arl.rollout.controller import run_examples
-from arl.rollout.episode import EpisodeSampler
+from arl.rollout.episode import EpisodeRunner, EpisodeSampler
 
 
 def noting(asked: list[SamplingParams]) -> ScriptedEngine:
@@ -68,7 +68,8 @@ def test_an_episode_samples_and_can_do_nothing_else_to_the_engine() -> None:
         async def arun_episode(self, engine: Sampler, data: Example) -> None:
             given.append(engine)
 
-    run_in_virtual_time(run_examples(noting([]), Noting(), examples(1), max_concurrent=1, timeout_s=9))
+    runner = EpisodeRunner(workflow=Noting(), timeout_s=9)
+    run_in_virtual_time(run_examples(noting([]), runner, examples(1), max_concurrent=1))
     assert [name for name in dir(given[0]) if not name.startswith("_")] == ["agenerate"]
 
 
@@ -137,7 +138,8 @@ def test_evaluations_ask_for_the_same_tokens_each_time() -> None:
     def evaluated(seed: int | None) -> list[int | None]:
         asked: list[SamplingParams] = []
         rows = examples(2)
-        run_in_virtual_time(run_examples(noting(asked), TwoTurns(), rows, max_concurrent=2, timeout_s=9, seed=seed))
+        runner = EpisodeRunner(workflow=TwoTurns(), timeout_s=9)
+        run_in_virtual_time(run_examples(noting(asked), runner, rows, max_concurrent=2, seed=seed))
         return sorted(sampling.seed for sampling in asked) if seed is not None else [s.seed for s in asked]
 
     assert evaluated(1) == evaluated(1) != evaluated(2)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import TwoTurns, controlled, engine_with_latency, examples, serve, train
+from players import TwoTurns, controlled, engine_with_latency, examples, runner_of, serve, train
 from virtual_time import run_in_virtual_time
 
 from arl.api import Example, Group, Sampler, Trajectory
@@ -53,7 +53,7 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig 
     engine = engine_with_latency(seed)
     await serve(engine, disk.version)
     buffer = ReplayBuffer(config.batch_size, config.max_staleness, version=disk.version)
-    controller = RolloutController(engine, Mixed(), examples(NUM_EXAMPLES), config, buffer, seed=7)
+    controller = RolloutController(engine, runner_of(Mixed(), config), examples(NUM_EXAMPLES), config, buffer, seed=7)
     if disk.rollout:
         controller.load_state_dict(json.loads(json.dumps(disk.rollout)), disk.groups)
     weights = list(disk.weights)
@@ -167,7 +167,7 @@ def test_groups_that_waited_in_a_checkpoint_are_trained_and_do_not_run_again() -
         engine, buffer = engine_with_latency(), ReplayBuffer(**settings, version=1)
         await serve(engine, 1)
         config = RolloutConfig(group_size=2, **settings)
-        controller = RolloutController(engine, after, examples(40), config, buffer)
+        controller = RolloutController(engine, runner_of(after, config), examples(40), config, buffer)
         controller.load_state_dict(state, groups)
         return await train(controller, buffer, engine, range(1, 4))
 

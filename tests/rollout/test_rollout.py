@@ -11,6 +11,7 @@ from virtual_time import run_in_virtual_time
 from arl.api import Group
 from arl.api.errors import DatasetError, FailureBudgetError, StarvedError
 from arl.rollout.controller import run_examples
+from arl.rollout.episode import EpisodeRunner
 from arl.rollout.ledger import Outcome
 
 
@@ -103,7 +104,7 @@ def test_every_ended_episode_is_trained_rejected_or_dropped() -> None:
 def test_too_many_failures_end_the_run_with_the_first_ones_traceback() -> None:
     first = ValueError("the first")
     with pytest.raises(ExceptionGroup) as raised:
-        trained(returns(first, KeyError("later")), failure_window=8)
+        trained(returns(first, KeyError("later")))
     (error,) = raised.value.exceptions
     assert isinstance(error, FailureBudgetError)
     assert error.__cause__ is first
@@ -304,7 +305,8 @@ def test_evaluation_keeps_the_order_of_examples_and_reports_failures() -> None:
         return {0: BETTER, 1: None, 2: 1 / number if number > 2 else "malformed"}.get(number, GOOD)
 
     async def main() -> None:
-        ended = await run_examples(engine_with_latency(), Scripted(act), examples(4), max_concurrent=2, timeout_s=100)
+        runner = EpisodeRunner(workflow=Scripted(act), timeout_s=100)
+        ended = await run_examples(engine_with_latency(), runner, examples(4), max_concurrent=2)
         assert [e.reward for e in ended] == [1, 0, 0, 0]
         assert [e.error is not None for e in ended] == [False, False, True, False]
 
@@ -313,13 +315,8 @@ def test_evaluation_keeps_the_order_of_examples_and_reports_failures() -> None:
 
 def test_evaluation_runs_no_more_episodes_at_once_than_allowed() -> None:
     async def main() -> float:
-        await run_examples(
-            engine_with_latency(),
-            Scripted(lambda _: asyncio.sleep(1, GOOD)),
-            examples(10),
-            max_concurrent=3,
-            timeout_s=100,
-        )
+        runner = EpisodeRunner(workflow=Scripted(lambda _: asyncio.sleep(1, GOOD)), timeout_s=100)
+        await run_examples(engine_with_latency(), runner, examples(10), max_concurrent=3)
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(main()) == 4.0

@@ -23,6 +23,7 @@ from arl.api import (
 from arl.api.engine import TrainEngine
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
+from arl.rollout.episode import EpisodeRunner
 from arl.training.checkpoint import Checkpoints
 from arl.training.evaluation import Evaluator
 from arl.training.learner import Learner, TrainThread
@@ -88,12 +89,13 @@ async def running(
     checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, {})
     state = checkpoints.load_newest(train_engine.load)
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
-    rollout = RolloutController(engine, OneTurn(), EXAMPLES, config.rollout, buffer)
+    runner = EpisodeRunner(workflow=OneTurn(), timeout_s=10.0, retries=config.rollout.episode_retries)
+    rollout = RolloutController(engine, runner, EXAMPLES, config.rollout, buffer)
     if state:
         rollout.load_state_dict(state.values["rollout"], state.groups)
     log, thread = RunLog(run_dir, config.log), TrainThread()
     log.resume(train_engine.version)
-    evaluator = Evaluator(engine, OneTurn(), EXAMPLES[:4], config.evaluation, episode_timeout_s=10.0)
+    evaluator = Evaluator(engine, runner, EXAMPLES[:4], config.evaluation)
     wanted = config.rollout
     replay = Replay(wanted.replay_groups, min_reward=wanted.replay_min_reward, max_staleness=wanted.max_staleness)
     if state:
