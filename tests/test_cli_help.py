@@ -95,7 +95,7 @@ def test_a_setting_of_some_variants_names_them(capsys: pytest.CaptureFixture[str
     texts = shown(AgentConfig, capsys)
     assert "[local, sglang_processes] How many servers to start" in texts["--engine.num_servers"]
     assert "[sglang] Base URLs" in texts["--engine.addresses"]
-    assert "[disk] Where model directories are written; " in texts["--weights.directory"]
+    assert "[disk, delta, adapter] Where the files are written; " in texts["--weights.directory"]
     assert "[" not in texts["--engine.request_timeout_s"]
     assert re.search(r"\[ppo\] .*\(default: 0.2\) \[gspo\] .*\(default: 0.0004\)", texts["--algorithm.loss.clip_high"])
 

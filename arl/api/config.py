@@ -1,7 +1,7 @@
-"""Every knob. Frozen; unknown fields and contradictions are errors that name the field.
+"""Every setting: frozen, in sections. An unknown one and a contradiction are errors that name it.
 
-Each component is given only its own section. Times are in seconds (`_s`). A variant is a type, chosen by `kind`. The
-sections of servers, of the train engine and of the algorithm have files of their own.
+Each component gets its own section only. Times are in seconds (`_s`). A variant is a type, chosen by `kind`. The
+sections of both engines are in engine_config.py, those of the algorithm in algorithm.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from arl.api.algorithm import AlgorithmConfig, PassAtKAdvantage, preset
-from arl.api.server_config import (
+from arl.api.engine_config import (
     AdapterWeightsConfig,
     ClientConfig,
     DeltaWeightsConfig,
@@ -28,14 +28,16 @@ from arl.api.server_config import (
     DistributedWeightsConfig,
     EngineConfig,
     LocalEngineConfig,
+    LoRAConfig,
+    OptimizerConfig,
     PauseMode,
     SGLangEngineConfig,
     SGLangProcessesConfig,
+    TrainConfig,
     WeightsConfig,
     check_fused,
 )
 from arl.api.settings import Section
-from arl.api.train_config import LoRAConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
     "AdapterWeightsConfig",
@@ -60,41 +62,41 @@ __all__ = [
 
 
 class RolloutConfig(Section):
-    """How episodes are run, and what happens when they do not go well."""
+    """How episodes run, and what happens when they do not go well."""
 
     batch_size: PositiveInt = 32
     """Groups in a batch (B): what the trainer takes at a time."""
     group_size: PositiveInt = 8
     """Episodes of each example."""
     max_staleness: NonNegativeInt = 2
-    """eta: how many versions older than the trainer's a trained token may be. 0 is synchronous RL."""
+    """How many versions older than the trainer's a trained token may be (eta). 0 is synchronous RL."""
     max_concurrent_episodes: PositiveInt = 1024
-    """Cap on episodes running at once, whatever the buffer would admit."""
+    """Most episodes that run at once, whatever the buffer would admit."""
     episode_timeout_s: PositiveFloat = 600.0
-    """Longest time one episode may take."""
+    """Longest time one episode may take, retries included."""
     episode_retries: NonNegativeInt = 1
-    """How often an episode that failed is run again."""
+    """How often an episode that failed runs again."""
     min_group_size: PositiveInt = 2
-    """Fewest finished episodes a group may be trained with; a smaller one is dropped. At most group_size."""
+    """Fewest finished episodes that a group is trained with; a smaller one is dropped. At most group_size."""
     max_failure_rate: float = Field(default=0.5, gt=0, le=1)
     """Share of the last 64 episodes that may fail; past it the run stops with the first traceback."""
     drop_stragglers_after_s: PositiveFloat | None = None
-    """Time a running group may keep the trainer waiting before it is aborted and dropped. Unset: wait."""
+    """How long a running group may keep the trainer waiting before it is aborted and dropped. Unset: for ever."""
     extra_episodes: NonNegativeInt = 0
-    """Over-sampling: start so many episodes more than group_size for each example."""
+    """Over-sampling: start this many episodes more than group_size for each example."""
     keep_episodes: Literal["first", "max_variance"] = "first"
-    """Which group_size of the episodes are trained. first: those that finish first, and the others are aborted, which
-    favours short ones. max_variance: all finish, and those whose rewards vary most are kept (PODS)."""
+    """Which group_size of the episodes are trained. first: those that finish first; the others are aborted, which
+    favours short episodes. max_variance: all finish, and those whose rewards vary most are kept (PODS)."""
     replay_groups: NonNegativeInt = 0
-    """Groups trained before that are added to each batch, as long as they are within max_staleness (0: none)."""
+    """How many groups that were trained before are added to each batch, within max_staleness."""
     replay_min_reward: float = 0.0
-    """Groups are kept for replay when one of their trajectories has a reward above this."""
+    """A group is kept for replay if one of its trajectories has a reward above this."""
     seed_requests: bool = False
     """Give each request that has no seed one of its own, a function of `seed`, the group, the episode and the request's
-    number in it: episodes that run again ask for the same tokens. SGLang's servers look at seeds only with
-    --enable-deterministic-inference, and then give all requests without one the same."""
+    number in it: an episode that runs again asks for the same tokens. SGLang's servers look at seeds only with
+    --enable-deterministic-inference, and then give all requests without a seed the same one."""
     shuffle: bool = True
-    """Shuffle the dataset anew each epoch (by seed); otherwise its order is kept. A curriculum orders it itself."""
+    """Shuffle the dataset anew each epoch, by seed; otherwise its order is kept. A curriculum orders it itself."""
 
     @model_validator(mode="after")
     def _group_sizes_fit(self) -> Self:
@@ -135,16 +137,16 @@ class EvaluationConfig(Section):
     """Episodes on held-out examples, beside training."""
 
     every: PositiveInt | None = None
-    """Evaluate beside training each time so many versions were trained. Unset: only when asked."""
+    """Evaluate each time this many versions were trained. Unset: only when asked."""
     max_concurrent_episodes: PositiveInt = 64
-    """Held-out episodes running at once."""
+    """Most held-out episodes that run at once."""
 
 
 class CheckpointConfig(Section):
     """What a rerun continues from."""
 
     every: PositiveInt | None = None
-    """Save a checkpoint each time so many versions were trained. Unset: only when the run ends or is interrupted."""
+    """Save a checkpoint each time this many versions were trained. Unset: only when the run ends or is interrupted."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
 
@@ -159,18 +161,18 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """A run. Rerunning with the same run_dir continues from its newest checkpoint."""
+    """A run. Run it again with the same run_dir, and it continues from the newest checkpoint there."""
 
     model: str
     """A Hugging Face model directory, or a model's name on the hub."""
     run_dir: Path = Path("runs/run")
-    """Where metrics, trajectories, checkpoints and server logs go."""
+    """Where metrics, trajectories, checkpoints and logs go."""
     steps: PositiveInt = 100
     """Batches to train."""
     seed: int = 0
-    """Of the dataset's order and of what the trainer draws; of sampling too with rollout.seed_requests."""
+    """Of the dataset's order and of what the trainer draws; with rollout.seed_requests also of sampling."""
     engine: EngineConfig = LocalEngineConfig()
-    """The inference servers, and how they are spoken to."""
+    """The inference servers, and how to speak to them."""
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     algorithm: AlgorithmConfig = preset("decoupled_ppo")
@@ -183,7 +185,7 @@ class Config(Section):
     @field_validator("engine", "weights", mode="before")
     @classmethod
     def _kind_of_the_default(cls, section: Any, info: ValidationInfo) -> object:
-        """A section that names no kind speaks of the default one."""
+        """A section without a kind is of the default kind."""
         if not isinstance(section, dict) or info.field_name is None:
             return cast("object", section)
         tag = {"engine": "kind", "weights": "transport"}[info.field_name]

@@ -53,7 +53,6 @@ IMPOSSIBLE = [
     ),
     ({"train": {"num_ranks": 4, "tensor_parallel": 3}}, "train", "it must divide num_ranks, which is 4"),
     ({"train": {"cpu_offload": True}}, "train", "cpu_offload is for train.device=cuda"),
-    ({"train": {"context_parallel": 2}}, "train", "torch's ring attention knows no packed sequences"),
     ({"train": {"ray_address": "auto"}}, "train", "ray_address is set, but num_ranks is 1"),
     ({"train": {"device": "gpu"}}, "train.device", "say cpu, cuda, or one GPU of several as cuda:1"),
     (

@@ -100,10 +100,13 @@ class _Links:
 class DistributedTransport:
     """Sends each snapshot through a process group for each server. The newest delivered one stays in memory, for
     servers that come back after a failure.
+
+    Tensors are sent in buckets of at most bucket_bytes; a larger tensor is a bucket of its own.
     """
 
-    def __init__(self, config: DistributedWeightsConfig) -> None:
+    def __init__(self, config: DistributedWeightsConfig, bucket_bytes: int = 256 << 20) -> None:
         self._config = config
+        self._bucket_bytes = bucket_bytes
         self._links = _Links()
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "arl-send")
         self._updates: list[DistributedWeights] = []
@@ -116,7 +119,7 @@ class DistributedTransport:
                 f"weights.transport is distributed, but {type(engine).__name__} has nothing to send tensors from; "
                 "use transport=disk"
             )
-        update = DistributedWeights(snapshot, self._config, self._links, self._threads)
+        update = DistributedWeights(snapshot, self._config, self._bucket_bytes, self._links, self._threads)
         self._updates.append(update)
         return update
 
@@ -158,6 +161,7 @@ class DistributedWeights:
         self,
         snapshot: SendableSnapshot,
         config: DistributedWeightsConfig,
+        bucket_bytes: int,
         links: _Links,
         threads: ThreadPoolExecutor,
     ) -> None:
@@ -166,8 +170,8 @@ class DistributedWeights:
         self.adapter = None
         self.num_bytes = 0
         self._specs = snapshot.specs
-        self._buckets = ranges(self._specs, config.bucket_bytes)
-        self._backend = snapshot.backend if config.backend == "auto" else config.backend
+        self._buckets = ranges(self._specs, bucket_bytes)
+        self._backend = snapshot.backend
         self._address = config.address
         self._links = links
         self._threads = threads

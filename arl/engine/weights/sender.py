@@ -60,9 +60,7 @@ class WeightSender:
     def open(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         """Listen for `num_ranks` ranks of the server at this base URL; see SendableSnapshot.open_group."""
         if not dist.is_backend_available(backend):
-            raise TransportError(f"weights.backend is {backend}, which this torch was built without; use gloo")
-        if backend == "nccl" and self._device.type != "cuda":
-            raise TransportError("weights.backend is nccl, but the trainer computes on a CPU: use gloo, or auto")
+            raise TransportError(f"this torch was built without {backend}, which weights.transport=distributed needs")
         name = f"arl-{new_id()}"
         address = address or _own_address(server)
         store = _open_store(address, 1 + num_ranks)

@@ -395,7 +395,7 @@ def test_targets_that_are_no_layers_to_adapt_are_refused_by_name(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dropout": 0.1}, r"dropout is 0\.1; it must be 0"),
+        ({"dropout": 0.1}, "dropout"),
         ({"target_modules": ()}, "target_modules has no names"),
         ({"target_modules": "q_proj"}, "target_modules"),
         ({"rank": 0}, "rank"),

@@ -143,7 +143,7 @@ async def server() -> AsyncIterator[Receiver]:
 
 @pytest.fixture
 def transport():
-    transport = DistributedTransport(DistributedWeightsConfig(bucket_bytes=20_000))
+    transport = DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000)
     yield transport
     transport.close()
 
@@ -305,13 +305,6 @@ async def test_what_fails_on_the_trainers_side_ends_the_servers_waiting(
 def test_an_engine_that_has_nothing_to_send_is_refused(transport: DistributedTransport) -> None:
     with pytest.raises(TransportError, match=r"ScriptedTrainEngine has nothing to send.*transport=disk"):
         transport.snapshot(ScriptedTrainEngine())
-
-
-async def test_nccl_from_a_cpu_is_refused(trainer: Trainee, server: Receiver) -> None:
-    transport = DistributedTransport(DistributedWeightsConfig(backend="nccl"))
-    with pytest.raises(TransportError, match=r"weights\.backend is nccl"):
-        await publish(transport, trainer, server)
-    transport.close()
 
 
 async def test_an_address_that_is_not_the_trainers_is_refused(

@@ -29,7 +29,7 @@ def one_bucket(directory: Path) -> WeightTransport:
 
 
 def many_buckets(directory: Path) -> WeightTransport:
-    return DistributedTransport(DistributedWeightsConfig(bucket_bytes=20_000))
+    return DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000)
 
 
 @pytest.fixture(params=[disk, one_bucket, many_buckets])

@@ -16,12 +16,10 @@ from arl.api.errors import ServerError, TransportError
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.weights.distributed import DistributedTransport
 
-BUCKETS = DistributedWeightsConfig(bucket_bytes=20_000)
-
 
 @contextmanager
 def transport() -> Iterator[DistributedTransport]:
-    transport = DistributedTransport(BUCKETS)
+    transport = DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000)
     yield transport
     transport.close()
 

@@ -1,0 +1,304 @@
+"""Settings of both engines: the inference servers, how weights reach them, and the trainer."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from arl.api.settings import Section
+
+PauseMode = Literal["in_place", "retract", "abort"]
+
+# Inference servers.
+
+
+class ClientConfig(Section):
+    """What all kinds of inference servers share."""
+
+    request_timeout_s: PositiveFloat = 600.0
+    """Longest time one agenerate may take, pauses and retries included."""
+    max_retries: NonNegativeInt = 3
+    """How often a request is sent again after its server failed. It keeps the tokens that it has."""
+    pause_mode: PauseMode = "in_place"
+    """What a weight update does to running requests: in_place keeps their KV cache, retract recomputes it under the
+    new weights, abort returns partial outputs that the client continues."""
+    update_timeout_s: PositiveFloat = 120.0
+    """Longest time one server may take to load new weights before it is fenced off."""
+    update_order: Literal["all", "rolling"] = "all"
+    """all: a weight update reaches every server at once. rolling: one after another, while the others generate."""
+
+    @property
+    def absence_timeout_s(self) -> float:
+        """How long a weight update waits for a server to come back when none is left."""
+        return self.update_timeout_s
+
+
+class StartedServersConfig(ClientConfig):
+    """Servers that arl starts and stops."""
+
+    num_servers: PositiveInt = 1
+    """How many servers to start, each a process of its own on a free port."""
+    max_restarts: NonNegativeInt = 3
+    """How often a server that died is started again. Its requests go to the others meanwhile."""
+    startup_timeout_s: PositiveFloat = 600.0
+    """Longest time a server may take until it answers /health."""
+
+    @property
+    def absence_timeout_s(self) -> float:
+        return self.startup_timeout_s + self.update_timeout_s
+
+    @model_validator(mode="after")
+    def _an_order_needs_several(self) -> Self:
+        if self.update_order == "rolling" and self.num_servers == 1:
+            raise ValueError("update_order is rolling, but num_servers is 1, and none generates meanwhile; start more")
+        return self
+
+
+class LocalEngineConfig(StartedServersConfig):
+    """The embedded server, in processes that arl starts and stops."""
+
+    kind: Literal["local"] = "local"
+    num_threads: PositiveInt = 1
+    """CPU threads of each server's model."""
+    device: str = "cpu"
+    """The torch device that the servers compute on: cpu, cuda, cuda:0, ..."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the servers hold weights in and compute in."""
+    max_running_requests: PositiveInt = 128
+    """How many requests one server decodes at once; more wait in its queue."""
+    context_length: PositiveInt | None = None
+    """Longest prompt plus response, in tokens. Unset: the model's own limit, at most 4096."""
+
+
+class SGLangEngineConfig(ClientConfig):
+    """SGLang servers that run already."""
+
+    kind: Literal["sglang"] = "sglang"
+    addresses: tuple[str, ...] = ()
+    """Base URLs, such as http://127.0.0.1:30000; all must serve the same model."""
+    api_key: str | None = None
+    """Sent as a bearer token, if the servers ask for one."""
+
+    @model_validator(mode="after")
+    def _has_addresses(self) -> Self:
+        if not self.addresses:
+            raise ValueError("addresses is empty; name at least one server, such as http://127.0.0.1:30000")
+        return self
+
+
+class SGLangProcessesConfig(StartedServersConfig):
+    """SGLang servers that arl starts on this machine and stops."""
+
+    kind: Literal["sglang_processes"] = "sglang_processes"
+    python: Path = Path(sys.executable)
+    """The Python interpreter that has sglang; it may belong to another environment than arl's."""
+    gpus_per_server: NonNegativeInt = 1
+    """GPUs of this machine for each server, in order: its tensor-parallel size. 0: servers on the CPU."""
+    first_gpu: NonNegativeInt = 0
+    """The GPUs before this one are left to the trainer."""
+    arguments: tuple[str, ...] = ()
+    """More arguments for each `python -m sglang.launch_server`, such as --mem-fraction-static 0.8."""
+
+
+EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig | SGLangProcessesConfig, Field(discriminator="kind")]
+
+# Weights on their way to the servers.
+
+
+class WeightFilesConfig(Section):
+    """Weights that are written as files."""
+
+    directory: Path | None = None
+    """Where the files are written; every server that loads them must see it. Unset: a RAM-backed directory of this
+    machine, or the run directory where there is none."""
+
+
+class DiskWeightsConfig(WeightFilesConfig):
+    """Servers load a model directory."""
+
+    transport: Literal["disk"] = "disk"
+
+
+class DistributedWeightsConfig(Section):
+    """Servers receive tensors through a process group that they share with the trainer: NCCL from a GPU, gloo from a
+    CPU. No file is written."""
+
+    transport: Literal["distributed"] = "distributed"
+    address: str | None = None
+    """Where servers on other machines reach the trainer. Unset: the address that its network reports."""
+
+
+class DeltaWeightsConfig(WeightFilesConfig):
+    """Servers on other machines get what changed since the version they hold. That is exact to the bit, and small at
+    the learning rates of RL. A mirror beside each server patches its copy of the model, which the server then loads."""
+
+    transport: Literal["delta"] = "delta"
+    mirrors: dict[str, str] = Field(default_factory=dict)
+    """Server address -> address of the mirror on its machine, started by `python -m arl.engine.weights.mirror`.
+    A server without a mirror must see this machine's directory, as with disk."""
+    api_key: str | None = None
+    """Sent to the mirrors as a bearer token, if they ask for one."""
+
+    @model_validator(mode="after")
+    def _has_mirrors(self) -> Self:
+        if not self.mirrors:
+            raise ValueError(
+                "mirrors is empty; without a mirror there is nobody to send a delta to. Servers of this machine load "
+                "whole directories from memory: use transport=disk"
+            )
+        return self
+
+
+class AdapterWeightsConfig(WeightFilesConfig):
+    """For train.lora: servers keep the model and load each version's adapter beside it. Nothing is paused, and a
+    request keeps the adapter that it began with."""
+
+    transport: Literal["adapter"] = "adapter"
+
+
+WeightsConfig = Annotated[
+    DiskWeightsConfig | DistributedWeightsConfig | DeltaWeightsConfig | AdapterWeightsConfig,
+    Field(discriminator="transport"),
+]
+"""How weights reach the servers."""
+
+
+def check_fused(targets: set[str]) -> None:
+    """Raise ValueError if SGLang could not load an adapter of these layers, because it fuses one with another."""
+    for layers, needed in (({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"up_proj"}, {"gate_proj"})):
+        if targets & layers and (missing := needed - targets):
+            raise ValueError(
+                f"train.lora.target_modules lacks {' and '.join(sorted(missing))}: SGLang holds it together with "
+                f"{' and '.join(sorted(targets & layers))}, and takes adapters of both or none. Name it too, or use "
+                "weights.transport=disk"
+            )
+
+
+# The trainer.
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, on matrices alone (not on norms and biases)."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay constant, or decay to min_lr_ratio * lr at total_steps."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from 0."""
+    total_steps: PositiveInt | None = None
+    """Optimizer steps until a decaying schedule ends. linear and cosine need it."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of lr that a decaying schedule ends at."""
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> Self:
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule is {self.schedule}; it needs total_steps, the optimizer steps until it ends")
+        if self.schedule == "constant" and (of_decay := self._changed("total_steps", "min_lr_ratio")):
+            raise ValueError(f"{of_decay[0]} is set, which is for a decaying schedule; schedule is constant")
+        return self
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters (LoRA, Hu et al. 2021): the model is frozen, and each linear layer's W x gets a trained update
+    alpha / rank * B A x. Adapters learn at about ten times the learning rate of the whole model."""
+
+    rank: PositiveInt = 32
+    """Rows of A and columns of B: the largest rank that an update of W can have."""
+    alpha: PositiveInt = 32
+    """The update is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which modules get adapters, by the end of their names, such as [q_proj, v_proj]. all-linear: every linear layer
+    but the head, and no experts that are fused into one tensor."""
+
+    @model_validator(mode="after")
+    def _names_modules(self) -> Self:
+        if not self.target_modules or "" in tuple(self.target_modules):
+            raise ValueError("target_modules has no names; name modules, such as q_proj, or leave it at all-linear")
+        return self
+
+
+class TrainConfig(Section):
+    """The train engine: FSDP2 over a Hugging Face model."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Sequences are packed into microbatches of at most this many tokens. A longer sequence goes alone. Tokens that
+    sequences share count once with share_prefixes."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matmuls compute in. Master weights, gradient reduction and the optimizer stay float32."""
+    device: str = "cpu"
+    """What to train on: cpu, cuda, or one GPU of several as cuda:1."""
+    num_threads: PositiveInt = 1
+    """CPU threads of the trainer's torch."""
+    logprob_chunk_size: PositiveInt = 1024
+    """For how many tokens the logits, [tokens, vocabulary], are held at once."""
+    share_prefixes: bool = True
+    """Forward a prefix that sequences of a microbatch share (a prompt, earlier turns) once."""
+    num_ranks: PositiveInt = 1
+    """Processes to train with. 1: this process. More: Ray actors, each with num_threads CPUs, and a GPU on cuda."""
+    ray_address: str | None = None
+    """With several ranks: the Ray cluster to use, such as auto. Unset: one of this machine, for this run alone."""
+    startup_timeout_s: PositiveFloat = 300.0
+    """With several ranks: longest time until all have a place on the cluster, and then, for each rank, until it holds
+    the model (the ranks of a machine load one after another)."""
+    tensor_parallel: PositiveInt = 1
+    """Split each layer of a Qwen or Llama over this many ranks. Divides num_ranks; the rest is data-parallel."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the rest again in the backward pass: less memory, a third slower."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in the CPU's memory between uses (device cuda)."""
+    compile: bool = False
+    """torch.compile each layer: faster after minutes of compiling. Not with tensor_parallel."""
+    lora: LoRAConfig | None = None
+    """Freeze the model and train adapters. Unset: train the whole model. Not with tensor_parallel."""
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise ValueError(f"{device!r} is nothing to train on; say cpu, cuda, or one GPU of several as cuda:1")
+        return device
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> Self:
+        if self.num_ranks % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks, which is {self.num_ranks}"
+            )
+        if self.num_ranks == 1 and (of_ray := self._changed("ray_address", "startup_timeout_s")):
+            raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains in this process and without Ray")
+        if self.ray_address is not None and self.ray_address.startswith("ray://"):
+            raise ValueError(
+                "ray_address is a Ray client's; the trainer has to run on a node of the cluster: say auto, or host:port"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_can_be_prepared(self) -> Self:
+        if self.compile and self.tensor_parallel > 1:
+            raise ValueError(
+                "compile is set and tensor_parallel is above 1: torch cannot compile split layers for rows of varying "
+                "length. Choose one of them"
+            )
+        if self.lora is not None and self.tensor_parallel > 1:
+            raise ValueError(
+                "lora is set and tensor_parallel is above 1: there is no plan for splitting adapters. Train them over "
+                "data-parallel ranks, with tensor_parallel=1: with the model frozen, memory is seldom what is short"
+            )
+        if self.cpu_offload and self.device == "cpu":
+            raise ValueError("cpu_offload is for train.device=cuda; on a CPU the weights are in its memory already")
+        return self
