@@ -102,8 +102,8 @@ def test_a_setting_of_some_variants_names_them(capsys: pytest.CaptureFixture[str
 
 def test_a_kind_says_what_each_is(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(AgentConfig, capsys)["--engine.kind"]
-    assert "local: The embedded server: arl starts it" in text
-    assert "sglang: SGLang servers, already running." in text
+    assert "local: The embedded server, in processes that arl starts" in text
+    assert "sglang: SGLang servers that run already." in text
 
 
 def test_a_percent_sign_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

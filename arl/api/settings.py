@@ -1,6 +1,6 @@
-"""A configuration as its user sees it: settings by dotted names, and what is wrong with one, in a sentence.
+"""What a configuration is made of: sections of settings with dotted names, and errors that say what is wrong with one.
 
-A section is a class of settings. Some come in variants, a class for each, told apart by a tag: engine.kind.
+A section is a class of settings. Some come in variants, a class for each, told apart by a tag such as engine.kind.
 """
 
 from __future__ import annotations
@@ -17,22 +17,34 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from arl.api.errors import ConfigError
 
 TAGS = ("kind", "transport")
-"""The names that tags have."""
+"""The names of tags."""
 
 REQUIRED = PydanticUndefined
 """The default of a setting that has none."""
 
 
+class Section(BaseModel):
+    """A part of the configuration: frozen, and strict about names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def _changed(self, *names: str) -> list[str]:
+        """Which of these fields are not at their defaults."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """name: dotted, as on the command line. about: what it is, in a sentence or two. default: of the configuration that
-    was asked, else the field's own."""
+    """One setting, as --help shows it."""
 
     name: str
+    """Dotted, as on the command line."""
     about: str
+    """Its docstring."""
     default: object
+    """The configuration's, else the field's own."""
     variant: str
-    """Of which variant of its section it is; empty where there is but one, and for the tag itself."""
+    """The variant of the section that has it; empty if the section has one variant, and for the tag itself."""
     field: FieldInfo
 
     @property
@@ -48,7 +60,7 @@ class Setting:
 def settings_of(
     section: type[BaseModel], default: object = None, prefix: str = "", variant: str = ""
 ) -> Iterator[Setting]:
-    """Every setting of `section`, and after each that is a section itself those of all its variants.
+    """Every setting of `section`; after a setting that is a section itself, the settings of all its variants.
 
     default: an instance of `section`, whose values are the defaults.
     """
@@ -74,7 +86,7 @@ def _tag_setting(variants: list[type[BaseModel]], section: object, path: str) ->
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:
-    """The variants of the section that a field with this annotation holds; none where it holds a value."""
+    """The variants of the section that a field with this annotation holds; none if it holds a value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections(part)]
@@ -92,12 +104,12 @@ def whole_section(name: str, field: FieldInfo, given: object) -> str:
 
 
 def config_error(config: type[BaseModel], error: ValidationError) -> ConfigError:
-    """The same error for a user: a sentence for each setting of `config` that is wrong."""
+    """The same error, for users: a sentence for each setting of `config` that is wrong."""
     return ConfigError("\n".join(_sentence(config, detail) for detail in error.errors()))
 
 
 def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
-    """Says which setting is wrong, what it held, and what is allowed."""
+    """Which setting is wrong, what it held, and what is allowed."""
     path, model, variant = list[str](), config, ""
     field: FieldInfo | None = None
     for part in map(str, detail["loc"]):
@@ -132,7 +144,7 @@ def _tag(section: type[BaseModel]) -> str:
 
 
 def _kind(section: type[BaseModel]) -> str:
-    """What the tag of this variant holds; empty where it has none."""
+    """The tag of this variant; empty if it has none."""
     field = section.model_fields.get(_tag(section))
     return field.default if field else ""
 
@@ -141,16 +153,3 @@ def _summary(section: type[BaseModel]) -> str:
     """The first sentence of its docstring."""
     first = inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0].replace("\n", " ").partition(". ")[0]
     return first.rstrip(".") + "." if first else ""
-
-
-# What every part of the configuration is.
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and strict about names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    def _changed(self, *names: str) -> list[str]:
-        """Those of the fields that are not at their defaults."""
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]

@@ -1,4 +1,4 @@
-"""The one class a user writes."""
+"""What users write: a workflow, and perhaps a curriculum; and what workflows hold together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class RolloutWorkflow(ABC):
-    """An agent. One instance serves all episodes at once, so per-episode state lives in local variables.
+    """An agent. One instance serves all episodes at once, so per-episode state belongs in local variables.
 
-    What lives as long as a run (worker processes, servers, connections) is opened in `__aenter__` and closed in
-    `__aexit__`: whoever runs episodes enters the workflow before the first and leaves it after the last.
+    Open worker processes, servers and connections in `__aenter__` and close them in `__aexit__`. A run enters its
+    workflow before the first episode and leaves it after the last.
     """
 
     async def __aenter__(self) -> Self:
@@ -30,33 +30,33 @@ class RolloutWorkflow(ABC):
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | Sequence[Trajectory] | None:
         """Run one episode on the example `data` and return its trajectory, or several, or None to reject it.
 
-        Any awaits: `engine.agenerate`, tools, HTTP, other agents. An exception fails this episode alone; it is
-        recorded and retried as rollout.episode_retries says. The task is cancelled at rollout.episode_timeout_s.
+        It may await anything: `engine.agenerate`, tools, HTTP, other agents. An exception fails this episode alone; it
+        is recorded, and the episode runs again up to rollout.episode_retries times. The task is cancelled at
+        rollout.episode_timeout_s.
         """
 
 
-# Which examples to train on next: a function that a user may give `launch`, in the place of shuffled epochs.
+# A curriculum says which examples to train on next, in the place of shuffled epochs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleRecord:
-    """What is known of an example so far. index: in the dataset.
-
-    num_trained, num_rejected, num_dropped: how often it ended so. A group's reward is the mean over its episodes that
-    finished, whether they were trained or not; last_reward is that of the newest group, mean_reward the mean over all.
-    Both are None until an episode finished. Groups that are still running are not in it.
-    """
+    """What is known of an example so far, without the groups of it that still run."""
 
     index: int
+    """In the dataset."""
     num_trained: int = 0
+    """How often it was trained; likewise num_rejected and num_dropped."""
     num_rejected: int = 0
     num_dropped: int = 0
     last_reward: float | None = None
+    """Of its newest group: the mean over the episodes that finished, trained or not. None until one finished."""
     mean_reward: float | None = None
+    """The mean of its groups' rewards. None until an episode finished."""
 
 
 class Curriculum(Protocol):
-    """Called at the beginning of each stage, which takes an epoch's place. Any function of these arguments is one.
+    """Called at the beginning of each stage; stages take the place of epochs. Any function of these arguments is one.
 
     def unsolved(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
         return [record.index for record in records if record.last_reward != 1.0]
@@ -65,21 +65,21 @@ class Curriculum(Protocol):
     def __call__(self, stage: int, records: Sequence[ExampleRecord], /) -> Sequence[int]:
         """The dataset indices to hand out in this stage, each once, in this order; records[i] is of example i.
 
-        stage: counts from 0. Called on the event loop, which waits: sort, and look nothing up. The stage is asked for
-        when the last example of the one before is handed out, so a few of that one still run. A run that is continued
-        goes on with the stage it was in. An exception, an empty stage, and an index twice or out of range end the run
-        with a CurriculumError.
+        stage: counts from 0. The event loop waits for the call: sort, and look nothing up. A stage is asked for when
+        the last example of the one before is handed out, so a few of those still run. A run that is continued goes on
+        with the stage it was in. An exception, an empty stage, and an index that is given twice or is out of range end
+        the run with a CurriculumError.
         """
         ...
 
 
-# What several users have open at the same time: rewards, sandboxes, servers.
+# What several workflows hold open together: rewards, sandboxes, servers.
 
 
 class Shared(ABC):
-    """What is opened by the first `async with` and closed by the last, however many use it at the same time.
+    """Opened by the first `async with` and closed by the last, however many use it at the same time.
 
-    So a workflow can enter a reward that it was given: whoever opened it before keeps it open.
+    So a workflow can enter a reward that it was given, although others have it open.
     """
 
     def __init__(self) -> None:

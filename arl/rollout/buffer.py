@@ -1,4 +1,4 @@
-"""ReplayBuffer: where rollouts and training meet, and what keeps every trained token within max_staleness versions.
+"""Where rollouts and training meet. Every trained token is within max_staleness versions, also when it is replayed.
 
     rollout loop --admit--> RUNNING --finish--> FINISHED --take_batch--> TAKEN --published--> gone
                                |
@@ -10,7 +10,8 @@
 | take_batch | a batch whose removal leaves no group that must miss its deadline | finish, release |
 | wait_for_stragglers | a running group that keeps take_batch waiting too long | any of these, and the clock |
 
-The argument that these two conditions bound staleness, and that waiting always ends, is in docs/staleness.md.
+docs/staleness.md argues that the first two conditions bound staleness, and that waiting always ends. Replay keeps
+groups that were trained, and adds them to later batches while they are fresh enough.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from arl.api.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A group's place in the buffer. number: order of admission, from 0. stamp: the version published at admission."""
+    """A group's place in the buffer."""
 
     number: int
+    """In the order of admission, from 0."""
     stamp: int
+    """The version that was published at admission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferState:
-    """How full the buffer is, in groups, for logs. version: of the next batch. published: what the servers hold."""
+    """How full the buffer is, in groups, for logs."""
 
     version: int
+    """Of the next batch."""
     published: int
+    """What the servers hold."""
     running: int
     finished: int
     taken: int
@@ -56,10 +61,11 @@ class _Stage(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """A charged group. deadline: the last version whose batch may hold it."""
+    """A charged group."""
 
     slot: Slot
     deadline: int
+    """The last version whose batch may hold it."""
     stage: _Stage = _Stage.RUNNING
     group: Group | None = None
     trained_in: int | None = None
@@ -111,7 +117,7 @@ class ReplayBuffer:
             return slot
 
     async def finish(self, slot: Slot, group: Group) -> None:
-        """Hand over the group that ran in `slot`. Its tokens must have been sampled since its admission."""
+        """Hand over the group that ran in `slot`. All of its tokens were sampled after its admission."""
         oldest = group.oldest_version
         if oldest < slot.stamp:
             raise ValueError(
@@ -141,9 +147,9 @@ class ReplayBuffer:
         return sorted(waiting, key=_admission)
 
     def restore(self, groups: Iterable[Group]) -> list[Group]:
-        """Put a checkpoint's groups back before any is admitted, and give back those that no batch could hold in time.
+        """Put a checkpoint's groups back before any is admitted; return those that no batch could hold in time.
 
-        There are none of these unless batch_size or max_staleness have changed: see docs/staleness.md.
+        There are such groups only if batch_size or max_staleness has changed: see docs/staleness.md.
         """
         kept: list[Group] = []
         unusable: list[Group] = []
@@ -160,8 +166,8 @@ class ReplayBuffer:
     async def take_batch(self, version: int) -> list[Group]:
         """Wait for, and remove, batch_size finished groups for the batch trained at `version`, the next in sequence.
 
-        Earliest deadline first; returned in order of admission, which is that of their ids. Raises StalenessError if a
-        token is older than max_staleness allows, which only a defect of this class could cause.
+        Takes the earliest deadlines first, and returns the groups in order of admission, which is that of their ids.
+        Raises StalenessError if a token is older than max_staleness allows, which only a defect here can cause.
         """
         if version != self._version:
             raise ValueError(f"take_batch was called for version {version}; the next batch is for {self._version}")
@@ -197,10 +203,9 @@ class ReplayBuffer:
             self._notify()
 
     async def wait_for_stragglers(self, after_s: float) -> list[Slot]:
-        """Wait until running groups have kept the trainer waiting for `after_s` seconds, and name them.
+        """Wait until running groups have kept the trainer waiting for `after_s` seconds, and return their slots.
 
-        Too few finished groups: every running one keeps it waiting. Enough, but some running ones would miss their
-        deadline: those do.
+        If too few groups have finished, every running one keeps it waiting; else those that would miss their deadline.
         """
         clock = asyncio.get_running_loop()
         async with self._changed:
@@ -241,8 +246,8 @@ class ReplayBuffer:
     def _first_overfull(self, batch: list[_Entry]) -> int | None:
         """The look-ahead test: the first deadline by which more groups stay behind than later batches can hold.
 
-        After the batch for version t, those for t+1..d hold (d - t) * batch_size groups; whatever must be used by d
-        has to fit into them.
+        After the batch for version t, the batches for t+1..d hold (d - t) * batch_size groups; all groups with a
+        deadline up to d must fit into them.
         """
         chosen = {entry.slot.number for entry in batch}
         left_behind = sorted(
@@ -277,7 +282,7 @@ class ReplayBuffer:
 
 
 def check_staleness(groups: Iterable[Group], version: int, max_staleness: int) -> None:
-    """At use: that a batch for `version` holds no token that is too old. Raises StalenessError."""
+    """Raise StalenessError if a batch for `version` holds a token that is too old."""
     for group in groups:
         if version - group.oldest_version > max_staleness:
             raise StalenessError(
@@ -287,7 +292,7 @@ def check_staleness(groups: Iterable[Group], version: int, max_staleness: int) -
 
 
 def _admission(group: Group) -> int:
-    """What batches are ordered by. A group that ran again after a resume stands where it stood."""
+    """Batches are ordered by this. A group that ran again after a resume stands where it stood."""
     return group.group_id
 
 
@@ -295,13 +300,13 @@ def _admission(group: Group) -> int:
 
 
 class Replay:
-    """Adds groups of earlier batches to later ones, where one of their trajectories was good enough.
+    """Adds groups of earlier batches to later ones.
 
     num_groups: the most that a batch gets. min_reward: a group is kept if one of its trajectories has a reward above
-    it. Trained at version t, with tokens of version v, it is in reach of the batches t + 1 to v + max_staleness,
-    so no more than max_staleness batches of groups are held. Which ones a batch gets follows from what was trained
-    before: those whose oldest token is newest, and of these those admitted last, as they are the least stale.
-    A batch has a group once; several batches may have the same one.
+    it. A group that was trained at version t, with tokens of version v, is in reach of the batches t + 1 to
+    v + max_staleness, so at most max_staleness batches of groups are held. A batch gets the least stale groups: those
+    whose oldest token is newest, and among equals those admitted last. It has a group once; other batches may have it
+    too.
     """
 
     def __init__(self, num_groups: int = 0, *, min_reward: float = 0.0, max_staleness: int = 0) -> None:
@@ -312,20 +317,20 @@ class Replay:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """What is kept, for a checkpoint."""
+        """The groups that are kept, for a checkpoint."""
         return tuple(self._kept.values())
 
     def add(self, groups: Iterable[Group], version: int) -> None:
-        """Keep what may be of use, of a batch that was trained and made `version`; forget what has become too old."""
+        """Keep the good groups of the batch that made `version`; forget groups that have become too old."""
         if not self._num_groups:
             return
         self._kept |= {group.group_id: group for group in groups if self._is_good(group)}
         self._kept = {number: group for number, group in self._kept.items() if self._is_fresh(group, version)}
 
     def take(self, version: int) -> list[Group]:
-        """The groups to add to the batch for `version`, least stale first; they stay here.
+        """The groups to add to the batch for `version`, least stale first. They stay here.
 
-        Raises StalenessError if a token is older than max_staleness allows, which only a defect of this class could
+        Raises StalenessError if a token is older than max_staleness allows, which only a defect of this class can
         cause.
         """
         fresh = [group for group in self._kept.values() if self._is_fresh(group, version)]
@@ -335,7 +340,7 @@ class Replay:
         return chosen
 
     def restore(self, groups: Sequence[Group], version: int) -> None:
-        """Put a checkpoint's groups back; those that the settings of this run would not keep are left out."""
+        """Put a checkpoint's groups back, but for those that the settings of this run would not keep."""
         self.add(groups, version)
 
     def _is_good(self, group: Group) -> bool:

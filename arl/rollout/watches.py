@@ -1,4 +1,4 @@
-"""LagMonitor: notices code that blocks the event loop, on which every episode and every request waits."""
+"""Two watches over a run: for code that blocks the event loop, and for groups that give nothing to train on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BLOCKED_S = 1.0
 """A longer lag is a block."""
 _WINDOW_S = 60.0
 _TOLERATED_S = 3.0
-"""How long all blocks of a window may take together until there is a warning."""
+"""A window whose blocks take longer together causes a warning."""
 
 
 class LagMonitor:
-    """Wakes up every `period_s`, notes how late it was woken, and warns where the loop is blocked again and again.
+    """Wakes up every `period_s`, notes how late it was, and warns if the loop is blocked again and again.
 
-    The first window counts for nothing, in which modules are imported and kernels compiled, nor does the one after a
-    warning. culprit: what the warning says blocks the loop, most likely. recent_s: the last `keep` lags, in seconds.
+    The first window does not count, as modules are imported and kernels compiled then; nor does the window after a
+    warning. culprit: what the warning names. recent_s: the last `keep` lags, in seconds.
     """
 
     def __init__(self, culprit: str, *, period_s: float = 0.1, keep: int = 1000) -> None:
@@ -63,7 +63,7 @@ class LagMonitor:
         if blocked_s > _TOLERATED_S:
             log.warning(
                 "the event loop was blocked for %.1f of the last %.0f s, probably by %s (or the machine has no core to "
-                "spare): every episode and request stood still. Await what takes long, or move it off the loop "
+                "spare): every episode and request stood still. Await slow work, or move it off the loop "
                 "(asyncio.to_thread, RewardPool)",
                 blocked_s,
                 _WINDOW_S,
@@ -73,15 +73,14 @@ class LagMonitor:
             self._quiet_until = now + _WINDOW_S
 
 
-# StarvationWatch: says when groups give nothing to train on, and ends a run for which that will not change.
-
+# Groups that give nothing to train on.
 
 _MOSTLY = 0.9
-"""The share of a window's groups that have to be fruitless to be worth a warning."""
+"""A window is worth a warning if this share of its groups was fruitless."""
 
 
 class Reason(Enum):
-    """Why a group is not trained: what is said of such groups, and what to do about them."""
+    """Why a group is not trained: a description of such groups, and what to do about them."""
 
     RETURNED_NONE = (
         "too many of their episodes returned None",
@@ -116,23 +115,22 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fruitless:
-    """A group that is not trained. outcome: of its example. detail: what exactly was the matter, where more is known.
-
-    reward: the mean over its episodes, where some finished.
-    """
+    """A group that is not trained."""
 
     outcome: Outcome
+    """Of its example."""
     reason: Reason
     detail: str = ""
+    """More about the reason, if more is known."""
     reward: float | None = None
+    """The mean over its episodes that finished."""
 
 
 class StarvationWatch:
-    """Looks at groups as they end, one window of them after another, and warns of one that was mostly fruitless.
+    """Looks at groups as they end, in windows, and warns of a window that was mostly fruitless.
 
-    The first window holds `window` groups, and each warning doubles it: a run that goes on like this is told again, and
-    ever more seldom. What is wrong with a group's trajectories is told at once, and once. After `patience` fruitless
-    groups in a row it raises StarvedError.
+    The first window holds `window` groups, and each warning doubles it, so that warnings become rarer. A detail is
+    logged at once, and once. After `patience` fruitless groups in a row it raises StarvedError.
     """
 
     def __init__(self, *, window: int, patience: int) -> None:
@@ -149,7 +147,7 @@ class StarvationWatch:
         self._end_of_group()
 
     def fruitless(self, group: Fruitless) -> None:
-        """Note one that cannot. Raises StarvedError."""
+        """Note a group that cannot be trained on. Raises StarvedError."""
         if group.detail not in {"", *self._details}:
             self._details.add(group.detail)
             log.warning("a group was %s: %s", group.outcome.name.lower(), group.detail)
@@ -179,7 +177,7 @@ class StarvationWatch:
 
 
 def _account(groups: list[Fruitless]) -> str:
-    """How many there were for each reason, the most frequent first, and what to do about that one."""
+    """How many groups there were for each reason, the most frequent first, and what to do about that one."""
     (worst, _), *_ = counts = Counter(group.reason for group in groups).most_common()
     told = "; ".join(_told(reason, [group for group in groups if group.reason is reason]) for reason, _ in counts)
     return f"{told}. What to do: {worst.advice}"
