@@ -47,7 +47,7 @@ from arl.api.types import Group
 from arl.assembly import launch
 from arl.cli import load_config
 from arl.engine.fsdp.model import load_tokenizer
-from arl.rewards.adapt import InlineReward
+from arl.rewards import InlineReward
 from arl.rollout.buffer import ReplayBuffer
 from arl.training.metrics import read_jsonl, write_atomically
 from arl.training.trainer import Trainer

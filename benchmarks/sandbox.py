@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from arl.rewards.unit_tests import CallTests, run_unit_tests
+from arl.rewards import CallTests, run_unit_tests
 from arl.rollout.watches import LagMonitor
 from arl.sandbox import Sandbox, find_sandbox
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from arl.api import Example, ModelRequest, ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
-from arl.rewards.adapt import InlineReward, ThreadReward
+from arl.rewards import InlineReward, ThreadReward
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.watches import LagMonitor
 from arl.workflow.agent import AgentWorkflow, SingleTurnWorkflow

@@ -39,9 +39,8 @@ from arl.assembly import launch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.training.metrics import read_jsonl
-from arl.workflow.model_server import ModelServer
 from arl.workflow.proxy import anthropic, chat, responses
-from arl.workflow.teachers import TeacherClient
+from arl.workflow.teachers import ModelServer, TeacherClient
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -1,11 +1,13 @@
-"""Ready-made rewards, and what makes a reward of a function. Each goes wherever a workflow takes a `reward`.
+"""Rewards: from an agent's answer and its example to a number. Each goes wherever a workflow takes a `reward`.
 
-| module | holds |
+| module | what lives there |
 |---|---|
-| adapt | from a function to a reward: worker processes, threads, weighted sums |
-| answers | exact and numeric match, tags, JSON, regular expressions, mathematics (math-verify) |
-| gym | reasoning-gym's examples, and its own scorers for them |
-| unit_tests | programs run against tests, in a sandbox |
+| score | Score, and what all rewards share |
+| adapt | as_reward, WeightedReward, rewards on the event loop |
+| pool, threads | blocking functions in worker processes, or in threads |
+| answers | matches of text, numbers, tags, JSON, regular expressions |
+| scorers | math-verify and reasoning-gym |
+| unit_tests | code run against unit tests, in a sandbox (examiner: the program inside) |
 | judge | a language model's score, over any OpenAI-compatible URL |
 
 May import arl.api, arl.web and arl.sandbox; knows no workflow and no engine.
@@ -16,27 +18,22 @@ from typing import TYPE_CHECKING
 from arl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from arl.rewards.adapt import (
-        AsyncReward,
-        InlineReward,
-        RewardPool,
-        Score,
-        ThreadReward,
-        WeightedReward,
-        as_reward,
-    )
+    from arl.rewards.adapt import AsyncReward, InlineReward, WeightedReward, as_reward
     from arl.rewards.answers import (
         ExactMatch,
+        InTag,
         JsonFormat,
-        MathEquality,
         NumericMatch,
         Tags,
+        last_boxed,
         last_number,
         matches,
-        math_reward,
     )
-    from arl.rewards.gym import reasoning_gym_examples, reasoning_gym_reward
     from arl.rewards.judge import ChatServer, JudgeReward
+    from arl.rewards.pool import RewardPool
+    from arl.rewards.score import Score
+    from arl.rewards.scorers import MathEquality, math_reward, reasoning_gym_examples, reasoning_gym_reward
+    from arl.rewards.threads import ThreadReward
     from arl.rewards.unit_tests import (
         CallTests,
         PrintTests,
@@ -48,10 +45,13 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "arl.rewards.adapt": "AsyncReward InlineReward RewardPool Score ThreadReward WeightedReward as_reward",
-    "arl.rewards.answers": "ExactMatch JsonFormat MathEquality NumericMatch Tags last_number matches math_reward",
-    "arl.rewards.gym": "reasoning_gym_examples reasoning_gym_reward",
+    "arl.rewards.adapt": "AsyncReward InlineReward WeightedReward as_reward",
+    "arl.rewards.answers": "ExactMatch InTag JsonFormat NumericMatch Tags last_boxed last_number matches",
     "arl.rewards.judge": "ChatServer JudgeReward",
+    "arl.rewards.pool": "RewardPool",
+    "arl.rewards.score": "Score",
+    "arl.rewards.scorers": "MathEquality math_reward reasoning_gym_examples reasoning_gym_reward",
+    "arl.rewards.threads": "ThreadReward",
     "arl.rewards.unit_tests": "CallTests PrintTests UnitTestReport UnitTestsReward "
     "code_of run_unit_tests unit_tests_of",
 }

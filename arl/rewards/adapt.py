@@ -1,4 +1,4 @@
-"""From whatever a user calls a reward to what workflows await."""
+"""From whatever a user calls a reward to what workflows await; and weighted sums of rewards."""
 
 from __future__ import annotations
 
@@ -8,19 +8,59 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Generic, ParamSpec
 
-from arl.api.errors import ConfigError, RewardError, RewardTimeoutError, first_error
+from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.pool import RewardPool, is_typed_in
-from arl.rewards.score import AsyncReward, InlineReward, Reward, Score, name_of, score_of
-from arl.rewards.thread import ThreadReward
+from arl.rewards.score import ResultT, Reward, Score, checked, name_of, score_of
+from arl.rewards.threads import ThreadReward, together
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
 RewardLike = Callable[[str, Example], float | Score | Awaitable[float | Score]]
 """A function of answer and example, sync or async, or a reward that is ready to be awaited."""
+
+
+class AsyncReward(Generic[P, ResultT]):
+    """Awaits a coroutine function for at most timeout_s seconds. Raises RewardTimeoutError and RewardError."""
+
+    def __init__(self, function: Callable[P, Awaitable[ResultT]], *, timeout_s: float = 30.0) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s is {timeout_s}; it must be above 0")
+        self._function = function
+        self._name = name_of(function)
+        self._timeout_s = timeout_s
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                result = await self._function(*args, **kwargs)
+        except Exception as error:
+            if limit.expired():
+                message = f"reward function {self._name} ran longer than {self._timeout_s:g} s"
+                raise RewardTimeoutError(message) from error
+            raise RewardError(f"reward function {self._name} failed: {error}") from error
+        return checked(result, self._name)
+
+
+class InlineReward(Generic[P, ResultT]):
+    """Calls a function on the event loop, where all else waits for it: for microseconds of work. Raises RewardError."""
+
+    def __init__(self, function: Callable[P, ResultT]) -> None:
+        self._function = function
+        self._name = name_of(function)
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        try:
+            result = self._function(*args, **kwargs)
+        except Exception as error:
+            raise RewardError(f"reward function {self._name} failed: {error}") from error
+        return checked(result, self._name)
 
 
 class WorkflowReward(Shared):
@@ -145,14 +185,8 @@ class WeightedReward(Shared):
         await self._opened.aclose()
 
     async def __call__(self, answer: str, data: Example) -> Score:
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = {
-                    name: group.create_task(_part(name, reward, answer, data)) for name, reward in self._rewards.items()
-                }
-        except ExceptionGroup as errors:
-            raise first_error(errors)  # noqa: B904 - it has its own cause
-        scores = {name: task.result() for name, task in running.items()}
+        given = await together(_part(name, reward, answer, data) for name, reward in self._rewards.items())
+        scores = dict(zip(self._rewards, given, strict=True))
         values = {name: score.value for name, score in scores.items()}
         metrics = {name: value for name, value in values.items() if self._weights[name] == 0.0}
         for name, score in scores.items():
@@ -176,21 +210,3 @@ async def _part(name: str, reward: WorkflowReward, answer: str, data: Example) -
 
 def _is_weight(weight: object) -> bool:
     return isinstance(weight, int | float) and math.isfinite(weight)
-
-
-# Rewards, off the event loop. In a workflow each is one await: `score = await self.reward(answer, data)`.
-
-
-__all__ = [
-    "AsyncReward",
-    "InlineReward",
-    "Reward",
-    "RewardLike",
-    "RewardPool",
-    "Score",
-    "ThreadReward",
-    "WeightedReward",
-    "WorkflowReward",
-    "as_reward",
-    "score_of",
-]

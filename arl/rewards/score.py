@@ -1,16 +1,15 @@
-"""What rewards give, and what all of them have in common: an answer and its example in, a finite number out."""
+"""Score: what a reward returns, an answer and its example in and a finite number out; and how results are checked."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
+from arl.api.errors import RewardError
 from arl.api.types import Example
 
 
@@ -80,50 +79,6 @@ def name_of(function: Any) -> str:
 
 def _named(field_name: str, numbers: Mapping[str, float]) -> dict[str, float]:
     return {f"{field_name}[{name!r}]": number for name, number in numbers.items()}
-
-
-# Rewards that need no process: coroutine functions, threads, and trivial functions on the event loop.
-
-
-P = ParamSpec("P")
-
-
-class AsyncReward(Generic[P, ResultT]):
-    """Awaits a coroutine function for at most timeout_s seconds. Raises RewardTimeoutError and RewardError."""
-
-    def __init__(self, function: Callable[P, Awaitable[ResultT]], *, timeout_s: float = 30.0) -> None:
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s is {timeout_s}; it must be above 0")
-        self._function = function
-        self._name = name_of(function)
-        self._timeout_s = timeout_s
-
-    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        limit = asyncio.timeout(self._timeout_s)
-        try:
-            async with limit:
-                result = await self._function(*args, **kwargs)
-        except Exception as error:
-            if limit.expired():
-                message = f"reward function {self._name} ran longer than {self._timeout_s:g} s"
-                raise RewardTimeoutError(message) from error
-            raise RewardError(f"reward function {self._name} failed: {error}") from error
-        return checked(result, self._name)
-
-
-class InlineReward(Generic[P, ResultT]):
-    """Calls a function on the event loop, where all else waits for it: for microseconds of work. Raises RewardError."""
-
-    def __init__(self, function: Callable[P, ResultT]) -> None:
-        self._function = function
-        self._name = name_of(function)
-
-    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        try:
-            result = self._function(*args, **kwargs)
-        except Exception as error:
-            raise RewardError(f"reward function {self._name} failed: {error}") from error
-        return checked(result, self._name)
 
 
 def checked(result: ResultT, name: str) -> ResultT:

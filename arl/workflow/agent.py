@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 from arl.api.errors import ConfigError, DatasetError, PromptTooLongError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
-from arl.rewards.adapt import RewardLike, Score, as_reward
+from arl.rewards.adapt import RewardLike, as_reward
+from arl.rewards.score import Score
+from arl.rewards.threads import THREADS, together
 from arl.workflow.chat_template import Message
 from arl.workflow.conversation import Conversation, Turn
 from arl.workflow.dialogue import Rewriting
-from arl.workflow.tool_threads import THREADS, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

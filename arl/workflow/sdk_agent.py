@@ -18,8 +18,8 @@ from arl.api.errors import ConfigError, ProgramError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
+from arl.rewards.threads import CallThreads
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
-from arl.workflow.tool_threads import ToolThreads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ thread of its own, which the end of the episode cannot kill: its next call is an
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_TOLD = 2000
 _DRAIN_S = 2.0
-_THREADS = ToolThreads(max_threads=4096, max_hung=4096)
+_THREADS = CallThreads(max_threads=4096, max_hung=4096)
 """Programs run as long as their episodes do, so there are as many threads as episodes that run at once."""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.types import Example, SamplingParams, Trajectory
-from arl.rewards.adapt import Score
+from arl.rewards.score import Score
 from arl.workflow.agent import AgentWorkflow
 from arl.workflow.call_formats import CallFormat, call_format_of
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, ToolResult, arun_tools, tools_by_name

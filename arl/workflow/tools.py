@@ -25,9 +25,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
 from arl.api.errors import ArlError, ConfigError, ToolError
+from arl.rewards.threads import THREADS, CallTimeoutError, together
 from arl.workflow.call_formats import MalformedCall, ToolCall, parse_tool_calls
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
-from arl.workflow.tool_threads import THREADS, together
 
 # What a tool returned, as text for the model: whatever it is, of bounded length, and fit to be tokenized.
 
@@ -163,7 +163,10 @@ class Tool:
         call = functools.partial(self.function, *args, **kwargs)
         if _is_async(self.function):
             return cut(await _within(call, limits.timeout_s), limits.max_output_chars)
-        result = await THREADS.acall(lambda: _unless_awaitable(call()), limits.timeout_s)
+        try:
+            result = await THREADS.acall(lambda: _unless_awaitable(call()), limits.timeout_s)
+        except CallTimeoutError as error:
+            raise ToolError(str(error)) from None
         text = result if isinstance(result, str) else await _within(lambda: result, limits.timeout_s)
         return cut(text, limits.max_output_chars)
 

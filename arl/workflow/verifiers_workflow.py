@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from arl.api.errors import ArlError, ModelError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
-from arl.workflow.paths import trajectories
+from arl.workflow.conversation import trajectories
 from arl.workflow.proxy.openai_proxy import MODEL, OpenAIProxy, SharedURL
 from arl.workflow.proxy.session import EpisodeSession
 

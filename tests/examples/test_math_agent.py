@@ -14,7 +14,7 @@ from arl.api import SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import ConfigError, DatasetError
 from arl.cli import load_config
 from arl.engine.tiny import tiny_tokenizer
-from arl.rewards.adapt import InlineReward
+from arl.rewards import InlineReward
 
 TOKENIZER = tiny_tokenizer()
 ENTRY = next(e for e in math_tasks.held_out(50) if len(math_tasks.expressions(e)) == 2)

@@ -24,7 +24,7 @@ from arl.api import ModelRequest, SamplingParams, ScriptedEngine, Trajectory
 from arl.cli import load_config
 from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.tiny import TinyShape, tiny_tokenizer
-from arl.rewards.answers import NumericMatch
+from arl.rewards import NumericMatch
 from arl.workflow.sdk_agent import SDKWorkflow
 
 TOKENIZER = tiny_tokenizer(phrases())

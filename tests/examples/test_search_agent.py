@@ -29,7 +29,7 @@ from arl.api import Example, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import ArlError
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.rewards.adapt import InlineReward
+from arl.rewards import InlineReward
 
 TOKENIZER = tiny_tokenizer()
 CONTEXT = [

@@ -5,7 +5,7 @@ import sys
 import time
 
 from arl.api.types import Example
-from arl.rewards.adapt import Score
+from arl.rewards import Score
 
 
 def equal(answer: object, truth: object) -> float:

@@ -10,21 +10,22 @@ import sympy
 from pydantic import BaseModel
 
 from arl.api.errors import ConfigError, DatasetError, RewardError
-from arl.rewards import untrusted
-from arl.rewards.adapt import Score
-from arl.rewards.answers import (
+from arl.rewards import (
     ExactMatch,
     InTag,
     JsonFormat,
     NumericMatch,
+    Score,
     Tags,
-    is_equal,
     last_boxed,
     last_number,
     matches,
     math_reward,
+    reasoning_gym_examples,
+    reasoning_gym_reward,
+    scorers,
 )
-from arl.rewards.gym import GymScore, reasoning_gym_examples, reasoning_gym_reward
+from arl.rewards.scorers import GymScore, is_equal
 
 EQUAL = [
     (r"So $x=\boxed{\frac{1}{2}}$.", "0.5"),
@@ -92,7 +93,7 @@ async def test_an_answer_that_hangs_its_worker_is_wrong_and_the_next_one_is_scor
 
 
 def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untrusted.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(scorers.importlib.util, "find_spec", lambda name: None)
     for make in (math_reward, reasoning_gym_reward):
         with pytest.raises(RewardError, match=r"pip install 'arl\[rewards\]'"):
             make()
@@ -283,13 +284,13 @@ def test_an_example_that_its_own_scorer_cannot_read_is_an_error() -> None:
 
 
 def test_evaluation_is_held_to_arithmetic_and_mathematics() -> None:
-    evaluate: Any = untrusted._eval_arithmetic
+    evaluate: Any = scorers._eval_arithmetic
     assert evaluate(" [[1, -2], (0x1f << 2, 'a')] ") == [[1, -2], (124, "a")]
     for source in ("__import__('os')", "().__class__", "[x for x in (1,)]", "lambda: 1", "f'{1}'", "a", "x[0]"):
         with pytest.raises(ValueError, match="neither a literal nor arithmetic"):
             evaluate(source)
     names = {"sin": sympy.sin, "Symbol": sympy.Symbol, "open": open}
-    check: Any = untrusted._check_mathematics
+    check: Any = scorers._check_mathematics
     check("sin(Symbol('x'))**2", names)
     for source in ("open('f')", "sin('open(1)')", "sin.__class__", "chr(95)", "Symbol(open)", "[y for y in (1,)]"):
         with pytest.raises(ValueError, match="is no mathematics"):

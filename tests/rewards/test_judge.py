@@ -13,8 +13,8 @@ from virtual_time import run_in_virtual_time
 from workflow.served import BREAK, Served
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.rewards.adapt import Score, WeightedReward
-from arl.rewards.judge import AnswerCache, ChatServer, JudgeReward
+from arl.rewards import ChatServer, JudgeReward, Score, WeightedReward
+from arl.rewards.judge import AnswerCache
 from arl.web import client as web_client
 
 PATH = "/v1/chat/completions"

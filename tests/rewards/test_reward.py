@@ -11,7 +11,7 @@ import pytest
 from scoring import behaves, equal, worker_id
 
 from arl.api.errors import RewardError, RewardTimeoutError
-from arl.rewards.adapt import AsyncReward, InlineReward, RewardPool
+from arl.rewards import AsyncReward, InlineReward, RewardPool
 
 
 async def test_a_function_runs_in_another_process() -> None:
@@ -25,7 +25,7 @@ async def test_workers_import_the_script_only_for_a_function_of_its_own(tmp_path
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from scoring import script_is_imported
-from arl.rewards.adapt import RewardPool
+from arl.rewards import RewardPool
 
 class Mine:
     pass
@@ -59,7 +59,7 @@ async def test_a_worker_in_a_long_call_ends_with_a_process_that_is_killed(tmp_pa
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from scoring import holds
-from arl.rewards.adapt import RewardPool
+from arl.rewards import RewardPool
 
 async def main() -> None:
     async with RewardPool(holds, workers=1) as reward:

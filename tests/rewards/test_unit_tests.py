@@ -4,9 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from sandbox.conftest import bubblewrap as bubblewrap
 
 from arl.api.errors import ConfigError, DatasetError, RewardError
-from arl.rewards.unit_tests import (
+from arl.rewards import (
     CallTests,
     UnitTestReport,
     UnitTestsReward,

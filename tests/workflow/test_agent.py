@@ -10,7 +10,7 @@ from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_lon
 
 from arl.api import Example, SamplingParams
 from arl.api.errors import ConfigError, DatasetError, PromptTooLongError, RewardError
-from arl.rewards.adapt import InlineReward, RewardPool, Score
+from arl.rewards import InlineReward, RewardPool, Score
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.conversation import Turn
 

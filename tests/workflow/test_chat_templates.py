@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from arl.api import ModelResponse, Trajectory
 from arl.workflow.chat_template import ChatTemplate
+from arl.workflow.conversation import trajectories
 from arl.workflow.dialogue import Dialogue, Turn
-from arl.workflow.paths import trajectories
 
 TEMPLATES = {name: ChatTemplate(tokenizer_of(name)) for name in ("chatml", "qwen2_5", "qwen3", "llama3", "mistral")}
 SPEC = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}

@@ -10,7 +10,7 @@ from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_lon
 from arl.api import Example
 from arl.api.errors import ConfigError, PromptTooLongError
 from arl.api.workflow import Shared
-from arl.rewards.adapt import Score
+from arl.rewards import Score
 from arl.workflow.agent import MultiTurnWorkflow
 
 QUESTION = {"question": "2 + 2 = ?", "answer": "4"}

@@ -8,8 +8,8 @@ import pytest
 
 from arl.api import ModelResponse, Trajectory
 from arl.api.errors import TrajectoryError
+from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Prompt, Turn
-from arl.workflow.paths import paths_of, trajectories
 
 
 def turn(

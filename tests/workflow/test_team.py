@@ -10,7 +10,7 @@ from scripted_answers import TOKENIZER, decode, ended, exact, replying, said_in,
 
 from arl.api import Example, ModelRequest, SamplingParams, ScriptedEngine
 from arl.api.errors import ConfigError, PromptTooLongError, ServerError
-from arl.rewards.adapt import Score
+from arl.rewards import Score
 from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
 from arl.workflow.tools import Tool
 

@@ -14,7 +14,7 @@ from scripted_answers import TOKENIZER, cut_off, exact, said_in, saying, seen_by
 from arl.api import Example, ScriptedEngine
 from arl.api.errors import ConfigError, ModelError, PromptTooLongError, ServerError, ToolError
 from arl.engine.tiny import tiny_tokenizer
-from arl.rewards.adapt import Score
+from arl.rewards import Score
 from arl.workflow.call_formats import LLAMA
 from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode, ToolLike
 from arl.workflow.tools import Tool, ToolCall, ToolLimits

@@ -16,8 +16,8 @@ from arl.api.engine import Sampler
 from arl.api.errors import ArlError, TrajectoryError
 from arl.api.types import Trajectory
 from arl.workflow.chat_template import Message
+from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Turn
-from arl.workflow.paths import paths_of, trajectories
 from arl.workflow.proxy.calls import Answer, ChatCall, EpisodeOverError, RefusedCallError, TokenCall
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.speaker import Speaker

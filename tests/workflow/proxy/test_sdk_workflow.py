@@ -14,7 +14,7 @@ from programs import TOKENIZER, saying
 
 from arl.api import Example, ModelRequest, SamplingParams, ScriptedEngine
 from arl.api.errors import ConfigError, ProgramError, PromptTooLongError, ServerError, TrajectoryError
-from arl.rewards.adapt import InlineReward
+from arl.rewards import InlineReward
 from arl.workflow import sdk_agent
 from arl.workflow.proxy import OpenAIProxy
 from arl.workflow.sdk_agent import Command, SDKWorkflow

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from arl.api.errors import ToolError, ToolsHungError
-from arl.workflow.tool_threads import ToolThreads
+from arl.api.errors import ToolsHungError
+from arl.rewards.threads import CallThreads, CallTimeoutError
 
 
 @pytest.fixture
@@ -22,20 +22,20 @@ def release() -> Iterator[threading.Event]:
     event.set()
 
 
-async def hang(threads: ToolThreads, release: threading.Event) -> None:
-    with pytest.raises(ToolError, match=r"no answer within 0\.01 s"):
+async def hang(threads: CallThreads, release: threading.Event) -> None:
+    with pytest.raises(CallTimeoutError, match=r"no answer within 0\.01 s"):
         await threads.acall(lambda: release.wait(60), timeout_s=0.01)
 
 
 async def test_a_thread_returns_or_raises_what_its_call_does() -> None:
-    threads = ToolThreads()
+    threads = CallThreads()
     assert await threads.acall(lambda: 3) == 3
     with pytest.raises(KeyError):
         await threads.acall(lambda: {}["x"])
 
 
 async def test_a_call_that_waits_for_its_turn_has_all_its_time_left(release: threading.Event) -> None:
-    threads = ToolThreads(max_threads=1)
+    threads = CallThreads(max_threads=1)
     async with asyncio.TaskGroup() as group:
         first = group.create_task(threads.acall(lambda: release.wait(60)))
         second = group.create_task(threads.acall(lambda: 2, timeout_s=0.2))
@@ -46,7 +46,7 @@ async def test_a_call_that_waits_for_its_turn_has_all_its_time_left(release: thr
 
 
 async def test_no_more_calls_run_at_once_than_there_are_threads() -> None:
-    threads = ToolThreads(max_threads=2)
+    threads = CallThreads(max_threads=2)
     running, most = 0, 0
     lock = threading.Lock()
 
@@ -65,7 +65,7 @@ async def test_no_more_calls_run_at_once_than_there_are_threads() -> None:
 
 
 async def test_a_thread_that_hangs_gives_its_place_to_others(release: threading.Event) -> None:
-    threads = ToolThreads(max_threads=1, max_hung=2)
+    threads = CallThreads(max_threads=1, max_hung=2)
     async with asyncio.TaskGroup() as group:
         group.create_task(hang(threads, release))
         waiting = group.create_task(threads.acall(lambda: "next", timeout_s=60))
@@ -74,10 +74,10 @@ async def test_a_thread_that_hangs_gives_its_place_to_others(release: threading.
 
 
 async def test_when_too_many_hang_no_other_is_begun_until_one_returns(release: threading.Event) -> None:
-    threads = ToolThreads(max_hung=2)
+    threads = CallThreads(max_hung=2)
     await hang(threads, release)
     await hang(threads, release)
-    with pytest.raises(ToolsHungError, match="2 earlier calls of tools hang"):
+    with pytest.raises(ToolsHungError, match="2 earlier calls hang"):
         await threads.acall(lambda: 1)
     release.set()
     async with asyncio.timeout(60):
@@ -90,14 +90,14 @@ async def test_what_ends_a_program_elsewhere_ends_the_call_alone() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    threads = ToolThreads()
+    threads = CallThreads()
     with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
         await threads.acall(interrupted)
     assert await threads.acall(lambda: 1) == 1
 
 
 async def test_a_call_that_is_cancelled_counts_as_hung_only_after_its_time(release: threading.Event) -> None:
-    threads = ToolThreads(max_hung=1)
+    threads = CallThreads(max_hung=1)
     began = threading.Event()
 
     def run_on() -> None:
@@ -121,7 +121,7 @@ async def test_a_call_that_is_cancelled_counts_as_hung_only_after_its_time(relea
 
 
 async def test_a_call_that_is_cancelled_in_the_queue_is_not_begun(release: threading.Event) -> None:
-    threads = ToolThreads(max_threads=1)
+    threads = CallThreads(max_threads=1)
     began: list[int] = []
     first = asyncio.create_task(threads.acall(lambda: release.wait(60)))
     second = asyncio.create_task(threads.acall(lambda: began.append(1)))
@@ -137,7 +137,7 @@ async def test_a_call_that_is_cancelled_in_the_queue_is_not_begun(release: threa
 def test_a_call_that_hangs_does_not_keep_the_process_from_ending() -> None:
     script = """
 import asyncio, threading
-from arl.workflow.tool_threads import THREADS
+from arl.rewards.threads import THREADS
 async def main():
     try:
         await THREADS.acall(threading.Event().wait, 0.01)

@@ -1,0 +1,330 @@
+"""Scorers of other libraries, math-verify and reasoning-gym, in worker processes that no answer hangs or escapes.
+
+The second half is what keeps answers from escaping: less memory for the workers, and no Python from a model's text.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+import random
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arl.api.errors import DatasetError, RewardError
+from arl.api.types import Example
+from arl.rewards.answers import last_boxed, references
+from arl.rewards.pool import RewardPool
+from arl.rewards.score import Score, shown
+
+_TAIL = 2000
+"""Characters at the end of an answer without a box in which its last expression is looked for."""
+
+
+def math_reward(
+    *, column: str = "answer", timeout_s: float = 5.0, workers: int = 2
+) -> RewardPool[[str, Example], Score]:
+    r"""1.0 where the answer equals the reference mathematically, else 0.0: `\frac{1}{2}`, `0.5` and `2/4` are the same.
+
+        reward = WeightedReward({"correct": (1.0, math_reward()), ...})
+
+    The answer is what the last `\boxed{...}` holds; without one, what follows `####`; without that, the last expression
+    of the text. column: where the example has its reference (text, LaTeX, gsm8k's `... #### 42`, or a list of several).
+    timeout_s: the longest a comparison may take, from when a worker begins it.
+
+    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong, and does not fail its episode: the
+    model wrote it, and would otherwise be trained on all but its worst answers. `killed` in the metrics counts these.
+    Raises RewardError where math-verify is not installed or the example has no reference.
+    """
+    require("math_verify", "math-verify", "rewards")
+    killed = Score(0.0, metrics={"killed": 1.0})
+    return RewardPool(
+        MathEquality(column=column), timeout_s=timeout_s, workers=workers, prepare=_prepare_math, if_killed=killed
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathEquality:
+    """What the workers of math_reward do; without time limit."""
+
+    column: str = "answer"
+
+    def __call__(self, answer: str, data: Example) -> Score:
+        expected = references(data, self.column)
+        is_right = any(is_equal(answer, reference) for reference in expected)
+        return Score(float(is_right), metrics={"killed": 0.0})
+
+
+def is_equal(answer: str, reference: str) -> bool:
+    """Whether the answer that the text ends with is the reference. Raises RewardError for an unreadable reference."""
+    from math_verify import verify
+
+    boxed = last_boxed(answer)
+    said = boxed if boxed is not None else answer.rpartition("####")[2].strip() if "####" in answer else None
+    wanted = last_boxed(reference)
+    if said is not None and said == (reference if wanted is None else wanted):
+        return True
+    gold = _parsed(reference if "$" in reference or wanted is not None else rf"\boxed{{{reference}}}")
+    if not gold:
+        raise RewardError(f"the reference answer {shown(reference)} is no mathematics that math-verify can read")
+    found = _parsed(rf"\boxed{{{said}}}" if said is not None else answer[-_TAIL:])
+    return bool(found) and verify(gold, found, timeout_seconds=None)
+
+
+def _prepare_math() -> None:
+    """In a new worker: load what is slow to load. math-verify's own timers, which need signals, are not used."""
+    import math_verify  # noqa: F401
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are not used
+    guard_evaluation("math_verify", "latex2sympy2_extended")
+    limit_memory()
+
+
+def _parsed(text: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+
+# reasoning-gym.
+
+
+Datasets = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
+"""Names of reasoning-gym's datasets; or name -> parameters, such as {"chain_sum": {"max_terms": 3}}."""
+
+_MOST_DRAWN = 8
+"""Items drawn for each example asked for, before there are not enough different ones."""
+
+
+def reasoning_gym_examples(
+    datasets: Datasets, size: int, *, seed: int = 0, excluding: Sequence[Example] = ()
+) -> list[Example]:
+    """`size` examples with different questions, from all the datasets in turn; the same ones for the same seed.
+
+        held_out = reasoning_gym_examples("chain_sum", 200, seed=1)
+        training = reasoning_gym_examples("chain_sum", 4000, excluding=held_out)
+
+    Each has `question`, `answer` and `metadata`. excluding: examples whose questions none of the new ones may have.
+    Raises DatasetError for unknown names and parameters, and where there are not as many different questions.
+    """
+    try:
+        require("reasoning_gym", "reasoning-gym", "rewards")
+    except RewardError as error:
+        raise DatasetError(str(error)) from None
+    parameters = _parameters(datasets)
+    if size < 1 or not parameters:
+        raise DatasetError(f"size is {size} and the datasets are {shown(datasets)}; give at least one of each")
+    seen, found = {example["question"] for example in excluding}, list[Example]()
+    each = _MOST_DRAWN * (-(-size // len(parameters)) + len(seen))
+    streams = [iter(_dataset(name, {**given, **_place(seed, name, each)})) for name, given in parameters.items()]
+    for entry in (entry for row in zip(*streams, strict=True) for entry in row):
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            found.append(entry)
+            if len(found) == size:
+                return found
+    raise DatasetError(
+        f"{', '.join(parameters)} made {len(found)} different questions that are not excluded, of {size}; ask for "
+        "fewer, or give parameters that allow more"
+    )
+
+
+def reasoning_gym_reward(
+    datasets: Datasets = (), *, timeout_s: float = 10.0, workers: int = 2
+) -> RewardPool[[str, Example], Score]:
+    """What the scorer of the example's own dataset gives for the answer, 0 to 1, in a worker process.
+
+    The example says which one: `metadata["source_dataset"]`. The answer should be the bare answer: most scorers compare
+    all of the text. datasets: the parameters that the examples were made with, for scorers that look at them.
+
+    An answer that takes longer than timeout_s or kills its worker scores 0.0, with `killed` 1.0 in the metrics; so does
+    one that the scorer raises for, with `unreadable` 1.0. Some scorers evaluate answers as Python: here they get to see
+    arithmetic and mathematics alone, and no other code runs.
+    Raises RewardError where reasoning-gym is not installed or the example is not one of its.
+    """
+    require("reasoning_gym", "reasoning-gym", "rewards")
+    parameters = {name: dict(given) for name, given in _parameters(datasets).items()}
+    return RewardPool(
+        GymScore(parameters=parameters),
+        timeout_s=timeout_s,
+        workers=workers,
+        prepare=_prepare_gym,
+        if_killed=Score(0.0, metrics={"killed": 1.0, "unreadable": 0.0}),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GymScore:
+    """What the workers of reasoning_gym_reward do; without time limit."""
+
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+
+    def __call__(self, answer: str, data: Example) -> Score:
+        name = (data.get("metadata") or {}).get("source_dataset")
+        if name is None:
+            raise RewardError("the example has no metadata['source_dataset'], so it is none of reasoning-gym's")
+        scorer = _scorer(name, self.parameters)
+        try:
+            score, failed = scorer.score_answer(answer, data), 0.0
+        except Exception as error:  # noqa: BLE001 - some raise for answers of another form than theirs
+            _check_example(scorer, name, data, error)
+            score, failed = 0.0, 1.0
+        return Score(float(score), metrics={"killed": 0.0, "unreadable": failed})
+
+
+def _prepare_gym() -> None:
+    """In a new worker: load what is slow to load, and see to it that no scorer evaluates an answer as any Python."""
+    import reasoning_gym  # noqa: F401
+
+    guard_evaluation("reasoning_gym")
+    limit_memory()
+
+
+def _check_example(scorer: Any, name: str, data: Example, error: Exception) -> None:
+    """Raise RewardError where it is the example's fault that its scorer raised, and not the answer's."""
+    try:
+        scorer.score_answer(data["answer"], data)
+    except Exception:  # noqa: BLE001
+        raise RewardError(
+            f"the scorer of {name} cannot score the example's own answer either: {type(error).__name__}: {error}"
+        ) from error
+
+
+_scorers: dict[str, Any] = {}
+
+
+def _scorer(name: str, parameters: Mapping[str, Mapping[str, Any]]) -> Any:
+    if name not in _scorers:
+        try:
+            _scorers[name] = _dataset(name, parameters.get(name, {}))
+        except DatasetError as error:
+            raise RewardError(str(error)) from None
+    return _scorers[name]
+
+
+def _parameters(datasets: Datasets) -> Mapping[str, Mapping[str, Any]]:
+    if isinstance(datasets, Mapping):
+        return datasets
+    return {name: {} for name in ((datasets,) if isinstance(datasets, str) else datasets)}
+
+
+def _place(seed: int, name: str, size: int) -> dict[str, int]:
+    """Where a dataset's stream begins. reasoning-gym draws item i from seed + i, and knows no seed above 2**32."""
+    return {"seed": random.Random(f"{seed} {name}").randrange(2**31), "size": size}
+
+
+def _dataset(name: str, parameters: Mapping[str, Any]) -> Any:
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(name, **parameters)
+    except Exception as error:
+        raise DatasetError(
+            f"reasoning-gym makes no dataset {name!r} with {shown(dict(parameters))}: {error}"
+        ) from error
+
+
+# What a worker does before it scores text that a model wrote.
+
+
+Names = dict[str, Any]
+
+MEMORY_BYTES = 2**30
+"""What scoring may take, beside what the worker has when it is ready."""
+
+_ARITHMETIC = (
+    ast.Expression,
+    ast.Constant,
+    ast.List,
+    ast.Tuple,
+    ast.Set,
+    ast.Dict,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Compare,
+    ast.operator,
+    ast.unaryop,
+    ast.cmpop,
+    ast.expr_context,
+)
+_MATHEMATICS = (*_ARITHMETIC, ast.Call, ast.Name, ast.keyword)
+_FUNCTIONS = frozenset(("sqrt", "cbrt", "root", "abs", "pow", "round"))
+"""Those of sympy and Python that are no classes of sympy's."""
+_NAMING = frozenset(("Symbol", "Integer", "Float", "Rational", "Function"))
+"""sympy's parser writes these around names and numbers; nothing else may hold a string, which would be parsed again."""
+
+
+def require(module: str, package: str, extra: str) -> None:
+    """Raise RewardError unless the module can be imported."""
+    if importlib.util.find_spec(module) is None:
+        raise RewardError(f"this reward needs {package}: pip install 'arl[{extra}]'")
+
+
+def limit_memory() -> None:
+    """Let allocations beyond MEMORY_BYTES fail, so that a huge power ends in a MemoryError before the machine does."""
+    try:
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = now + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def guard_evaluation(*packages: str) -> None:
+    """Have `eval` in these packages' modules take literals and arithmetic alone, and sympy's parser mathematics alone.
+
+    Scorers hand answers to both, and either evaluates them as Python.
+    """
+    import sympy.parsing.sympy_parser as parser
+
+    translate = parser.stringify_expr
+
+    def translate_checked(s: str, local_dict: Names, global_dict: Names, transformations: Any) -> str:
+        code = translate(s, local_dict, global_dict, transformations)
+        _check_mathematics(code, {**global_dict, **local_dict})
+        return code
+
+    parser.stringify_expr = translate_checked
+    for name, module in tuple(sys.modules.items()):
+        if name.partition(".")[0] in packages:
+            module.__dict__["eval"] = _eval_arithmetic
+
+
+def _eval_arithmetic(source: str) -> Any:
+    """Of literals, lists of them, and operators."""
+    tree = ast.parse(source.strip(), mode="eval")
+    for node in ast.walk(tree):
+        if not isinstance(node, _ARITHMETIC):
+            raise ValueError(f"{type(node).__name__} is neither a literal nor arithmetic")
+    return eval(compile(tree, "<answer>", "eval"), {"__builtins__": {}})
+
+
+def _check_mathematics(code: str, names: Names) -> None:
+    tree = ast.parse(code.strip(), mode="eval")
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    named = {id(argument) for call in calls if _name(call.func) in _NAMING for argument in call.args}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            is_allowed = node.id in _FUNCTIONS or _is_of_sympy(names.get(node.id))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+            is_allowed = id(node) in named
+        else:
+            is_allowed = isinstance(node, _MATHEMATICS)
+        if not is_allowed:
+            raise ValueError(f"{_name(node) or type(node).__name__} is no mathematics")
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_of_sympy(known: object) -> bool:
+    from sympy import Basic
+
+    return isinstance(known, Basic) or (isinstance(known, type) and issubclass(known, Basic))

@@ -1,0 +1,310 @@
+"""Beside the event loop: blocking code in threads, and several awaits at the same time.
+
+    acall --queue--> a thread  --result--> acall's event loop
+                       |
+                       hangs: acall stops waiting, the thread counts as hung, and its place is free for others
+                       is cancelled: it counts as hung only after its time limit
+
+No thread can be killed. One that hangs keeps what it holds (memory, a lock, a CPU it spins on) until it returns, so
+past `max_hung` of them no call is begun. Threads are daemons: one that hangs does not keep the process from ending. Run
+code that nobody trusts in a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ctypes
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutError, ToolsHungError, first_error
+from arl.rewards.score import ResultT, checked, name_of
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_IDLE_S = 10.0
+"""How long a thread waits for another call before it ends."""
+_PATIENCE_S = 30.0
+"""How long a cancelled call without a time limit may run on before it counts as hung."""
+_INTERRUPT_S = 1.0
+"""How long a thread waits for an interrupt that is on its way."""
+
+
+class CallTimeoutError(ArlError, TimeoutError):
+    """A call in a thread took longer than its time limit."""
+
+
+class _Interrupted(BaseException):
+    """Raised within a call that is to end; no Exception, so that the function does not catch it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Call:
+    function: Callable[[], Any]
+    context: contextvars.Context
+    loop: asyncio.AbstractEventLoop
+    began: asyncio.Future[None]
+    ended: asyncio.Future[tuple[Any, BaseException | None]]
+    state: Literal["queued", "running", "left", "hung", "done"] = "queued"
+    """left: nobody awaits it, and its place is free for others. hung: the same, past its time."""
+    thread: int = 0
+    """Its thread's identifier, once it runs."""
+    last_word: deque[None] = field(default_factory=lambda: deque((None,)))
+    """Taken either by the thread, which then returns, or by whoever interrupts it: never by both."""
+
+    def run(self) -> tuple[Any, BaseException | None]:
+        """In its thread: what the function returned or raised. No interrupt comes after this returns."""
+        try:
+            outcome = self._outcome()
+            if self._takes_last_word():
+                return outcome
+            deadline = time.monotonic() + _INTERRUPT_S  # unless the function has caught the interrupt, it comes now
+            while time.monotonic() < deadline:
+                time.sleep(0.001)
+        except _Interrupted:
+            pass
+        return None, RuntimeError("it was interrupted")
+
+    def interrupt(self) -> None:
+        """Raise _Interrupted in the thread, before its next instruction of Python code, unless the call has ended."""
+        if self._takes_last_word():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(_Interrupted))
+
+    def _outcome(self) -> tuple[Any, BaseException | None]:
+        try:
+            return self.context.run(self.function), None
+        except _Interrupted:
+            raise
+        except KeyboardInterrupt as error:  # the function's own: Ctrl-C reaches the main thread alone
+            return None, RuntimeError(f"it raised {error!r}")
+        except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
+            return None, error
+
+    def _takes_last_word(self) -> bool:
+        try:
+            self.last_word.pop()
+        except IndexError:
+            return False
+        return True
+
+
+class CallThreads:
+    """Threads for blocking calls: the event loop goes on while they run, and while one hangs."""
+
+    def __init__(self, *, max_threads: int = 512, max_hung: int = 64, interrupts: bool = False) -> None:
+        """max_threads: calls that run at once; others wait. max_hung: calls past their time that may still run.
+
+        interrupts: raise an exception within a call that was cancelled or took too long. That ends Python code, but not
+        a call into C that never returns, and it may come while the code holds a lock: for pure functions.
+        """
+        self._max_threads = max_threads
+        self._max_hung = max_hung
+        self._interrupts = interrupts
+        self._changed = threading.Condition()
+        self._queue: deque[_Call] = deque()
+        self._num_threads = 0
+        self._num_idle = 0
+        self._num_left = 0
+        self._num_hung = 0
+
+    @property
+    def num_hung(self) -> int:
+        """Calls that took too long and have not returned."""
+        return self._num_hung
+
+    async def acall(self, function: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """What `function` returns or raises, from a thread that has this task's context variables.
+
+        timeout_s: counted from when it begins to run, however long it was queued. Raises CallTimeoutError when it takes
+        longer; ToolsHungError when too many calls hang, or no thread can be had.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(
+            function=function,
+            context=contextvars.copy_context(),
+            loop=loop,
+            began=loop.create_future(),
+            ended=loop.create_future(),
+        )
+        self._submit(call)
+        try:
+            await call.began
+            async with asyncio.timeout(timeout_s):
+                result, error = await call.ended
+        except TimeoutError:
+            self._give_up(call)
+            raise CallTimeoutError(f"there was no answer within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self._abandon(call, _PATIENCE_S if timeout_s is None else timeout_s)
+            raise
+        if error is not None:
+            raise error
+        return result
+
+    def _submit(self, call: _Call) -> None:
+        with self._changed:
+            if self._num_hung >= self._max_hung:
+                raise ToolsHungError(
+                    f"{self._num_hung} earlier calls hang in threads that cannot be stopped, so no other is begun; "
+                    "give the code a time limit of its own, make it async, or run it in a sandbox"
+                )
+            self._queue.append(call)
+            if self._num_idle >= len(self._queue):
+                self._changed.notify()
+            elif self._num_threads - self._num_left < self._max_threads:
+                try:
+                    self._start_thread()
+                except ToolsHungError:
+                    self._queue.remove(call)
+                    raise
+
+    def _abandon(self, call: _Call, patience_s: float) -> None:
+        """Nobody awaits the call any more. It is not begun; or it has some time to end before it counts as hung."""
+        with self._changed:
+            if call.state == "queued":
+                self._queue.remove(call)
+            elif call.state == "running":
+                call.loop.call_later(patience_s, self._give_up, call)
+                if self._interrupts:
+                    self._leave(call)
+
+    def _give_up(self, call: _Call) -> None:
+        """It hangs, unless it has ended."""
+        with self._changed:
+            if call.state == "running":
+                self._leave(call)
+            if call.state != "left":
+                return
+            call.state = "hung"
+            self._num_hung += 1
+        log.warning(
+            "a call hangs, and its thread is left behind: %d do now, and from %d on no other is begun",
+            self._num_hung,
+            self._max_hung,
+        )
+
+    def _leave(self, call: _Call) -> None:
+        """Give the running call's place to the next in the queue."""
+        call.state = "left"
+        self._num_left += 1
+        if self._interrupts:
+            call.interrupt()
+        if self._queue and not self._num_idle:
+            try:
+                self._start_thread()
+            except ToolsHungError as error:
+                first = self._queue.popleft()
+                _tell(first, first.began, None)
+                _tell(first, first.ended, (None, error))
+
+    def _start_thread(self) -> None:
+        """For a call in the queue. Where the system has no more threads, the call waits for one of those there are."""
+        try:
+            threading.Thread(target=self._work, name="arl-call", daemon=True).start()
+        except RuntimeError as error:
+            if self._num_threads > self._num_left:
+                return
+            raise ToolsHungError(f"no thread could be started ({error})") from error
+        self._num_threads += 1
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            _tell(call, call.began, None)
+            outcome = call.run()
+            with self._changed:
+                self._num_left -= call.state in ("left", "hung")
+                self._num_hung -= call.state == "hung"
+                call.state = "done"
+            _tell(call, call.ended, outcome)
+
+    def _next(self) -> _Call | None:
+        """The call that has waited longest, or None when there was none for a while."""
+        with self._changed:
+            self._num_idle += 1
+            is_there = self._changed.wait_for(lambda: self._queue, timeout=_IDLE_S)
+            self._num_idle -= 1
+            if not is_there:
+                self._num_threads -= 1
+                return None
+            call = self._queue.popleft()
+            call.thread = threading.get_ident()
+            call.state = "running"
+            return call
+
+
+def _tell(call: _Call, future: asyncio.Future[Any], value: Any) -> None:
+    def tell() -> None:
+        if not future.done():
+            future.set_result(value)
+
+    try:
+        call.loop.call_soon_threadsafe(tell)
+    except RuntimeError:  # the loop is closed, and nobody waits
+        return
+
+
+THREADS = CallThreads()
+"""Those of this process: threads are one budget, whatever workflow calls a tool."""
+
+
+class ThreadReward(Generic[P, ResultT]):
+    """Calls a synchronous function in threads: one typed into a notebook, a lambda, or one that holds a connection.
+
+    The event loop goes on meanwhile, a little slower where the function computes in Python. Use a RewardPool for a
+    function that model-written text can hang.
+    """
+
+    def __init__(self, function: Callable[P, ResultT], *, timeout_s: float = 30.0, workers: int = 2) -> None:
+        """timeout_s: the longest a call may run, counted from its start. workers: calls that run at once.
+
+        A call that takes longer is interrupted. After `workers` calls that hang all the same, all further ones fail.
+        """
+        if timeout_s <= 0 or workers < 1:
+            raise ConfigError(f"timeout_s is {timeout_s} and workers is {workers}; they must be above 0 and at least 1")
+        self._function = function
+        self._name = name_of(function)
+        self._timeout_s = timeout_s
+        self.threads = CallThreads(max_threads=workers, max_hung=workers, interrupts=True)
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        """Raises RewardTimeoutError; RewardError if the function raises or returns no finite number."""
+        try:
+            call = functools.partial(_call, self._function, args, kwargs)
+            result = await self.threads.acall(call, self._timeout_s)
+        except CallTimeoutError as error:
+            raise RewardTimeoutError(f"reward function {self._name} ran longer than {self._timeout_s:g} s") from error
+        except ToolsHungError as error:
+            raise RewardError(
+                f"reward function {self._name}: {error}; defined in a module, it could have a RewardPool, which kills "
+                "its workers"
+            ) from error
+        except Exception as error:
+            raise RewardError(f"reward function {self._name} failed: {error!r}") from error
+        return checked(result, self._name)
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except (SystemExit, GeneratorExit, asyncio.CancelledError) as error:  # `exit()` ends this call and nothing else
+        raise RuntimeError(f"it raised {error!r}") from error
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return, in their order. The first error cancels the others, and is raised itself, out of its group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors)  # noqa: B904 - it has its own cause
+    return [task.result() for task in tasks]
