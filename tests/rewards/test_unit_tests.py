@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from sandbox.conftest import bubblewrap as bubblewrap
 
 from arl.api.errors import ConfigError, DatasetError, RewardError
 from arl.rewards import (
