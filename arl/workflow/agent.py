@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from arl.api.errors import ConfigError, DatasetError, PromptTooLongError
+from arl.api.errors import ConfigError, DatasetError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
@@ -214,11 +214,8 @@ class MultiTurnWorkflow(AgentWorkflow):
     async def _converse(self, engine: Sampler, chat: Conversation, data: Example) -> list[str]:
         answers: list[str] = []
         while True:
-            try:
-                turn = await chat.agenerate(engine, self.sampling)
-            except PromptTooLongError:
-                if not answers:
-                    raise
+            turn = await chat.agenerate(engine, self.sampling)
+            if chat.is_full:
                 return answers
             answers.append(self.answer(turn))
             if len(answers) == self.max_turns:

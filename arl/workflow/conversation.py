@@ -1,7 +1,8 @@
-"""Conversation: the transcript of one agent, exact to the token, over any tokenizer with a chat template.
+"""Conversation: the transcript of one agent, exact to the token; and from transcripts to trajectories.
 
 The agent speaks, the environment answers, the agent speaks again: one line through a Dialogue, which keeps the tokens
-as they were sampled and branches where the chat template rewrites what was said before.
+as they were sampled and branches where the chat template rewrites what was said before. Each path from the root to a
+leaf of that tree is a trajectory, and each turn is trained in one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arl.api.errors import PromptTooLongError, TrajectoryError
 from arl.api.types import NOT_SAMPLED, ModelRequest, SamplingParams, Trajectory, TurnSpan, new_id
 from arl.workflow.chat_template import ChatTemplate, Message
-from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn
+from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn, unanswered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from arl.workflow.tools import Tool
 
 __all__ = ["Conversation", "Message", "Turn"]
+
+
+_MOST_UNANSWERED = 100
+"""Calls in a row without room for an answer, before a loop that does not look at is_full is ended by an error."""
 
 
 class Conversation:
@@ -37,17 +42,17 @@ class Conversation:
         rewriting: Rewriting = "branch",
         session_id: str | None = None,
     ) -> None:
-        """Start from `messages`; `tools` are shown as the template shows them; `template_options` are passed to it.
+        """Start from `messages`; the template shows `tools`, and is given `template_options`.
 
-        rewriting: what becomes of turns that the template shows otherwise later. Raises ModelError when the tokenizer
-        has no chat template.
+        rewriting: what becomes of turns that the template shows otherwise later. session_id: keeps all turns on one
+        server; unset, a new one. Raises ModelError if the tokenizer has no chat template.
         """
         self._dialogue = Dialogue(ChatTemplate(tokenizer, template_options), rewriting=rewriting)
         self._tools = tuple(tool.spec for tool in tools)
         self.session_id = session_id or new_id()
         self._messages: list[Message] = list(messages)
         self._last: Turn | None = None
-        self._is_cut = False
+        self._num_unanswered = 0
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -60,10 +65,14 @@ class Conversation:
         return len(self._dialogue.turns)
 
     @property
+    def is_full(self) -> bool:
+        """Whether the last prompt did not fit into the model's context. End the episode with what it has."""
+        return self._num_unanswered > 0
+
+    @property
     def is_truncated(self) -> bool:
         """Whether a length limit ended the last turn, or left no room for another."""
-        response = self._last.response if self._last else None
-        return self._is_cut or (response is not None and response.stop_reason == "length")
+        return self.is_full or (self._last is not None and self._last.is_truncated)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -80,7 +89,7 @@ class Conversation:
         )
 
     def add(self, *messages: Message) -> None:
-        """Append what the environment says: tool results, user turns. They are rendered when the model speaks next."""
+        """Append what the environment says: tool results, user turns. The model reads them when it speaks next."""
         if any(message["role"] == "assistant" for message in messages):
             raise ValueError("an assistant's message is not added; it is sampled (agenerate) or shown (demonstrate)")
         self._messages.extend(messages)
@@ -88,16 +97,20 @@ class Conversation:
     async def agenerate(self, engine: Sampler, sampling: SamplingParams) -> Turn:
         """Let the model speak. Raises what `engine.agenerate` raises, and ModelError as `Dialogue.prompt` does.
 
-        is_truncated says from then on whether a length limit ended the turn, or left no room for it.
+        If the prompt does not fit into the model's context, and the model spoke before, the turn has no tokens and an
+        empty text, is_truncated and is_full are set, and the trajectories are truncated. A first prompt that does not
+        fit raises PromptTooLongError, since there is nothing to train.
         """
         prompt = self._prompt()
         request = ModelRequest(input_ids=prompt.input_ids, sampling=sampling, session_id=self.session_id)
         try:
             response = await engine.agenerate(request)
         except PromptTooLongError:
-            self._is_cut = True
-            raise
-        self._is_cut = False
+            if all(turn.response is None for turn in self._dialogue.turns) or self._num_unanswered == _MOST_UNANSWERED:
+                raise
+            self._num_unanswered += 1
+            return unanswered(prompt)
+        self._num_unanswered = 0
         return self._said(self._dialogue.record(prompt, response))
 
     def demonstrate(self, text: str) -> None:
@@ -117,19 +130,19 @@ class Conversation:
     ) -> tuple[Trajectory, ...]:
         """What to return from arun_episode: one trajectory, or one for each branch. Each sampled token is trained once.
 
-        rewards: named parts of the reward. turn_rewards: what the environment gave for each sampled turn, beside
-        `reward`. states: a key of the state that each was taken in; see TurnSpan. Raises TrajectoryError where these
-        are not as many as turns were sampled.
+        metrics: beside `context_full`, which is 1 if there was no room for another turn. rewards: named parts of the
+        reward. turn_rewards: what the environment gave for each sampled turn, beside `reward`. states: a key of the
+        state that each turn was taken in; see TurnSpan. Raises TrajectoryError unless there is one for each turn.
         """
         return trajectories(
             self._dialogue.turns,
             reward,
-            metrics=metrics,
+            metrics={**(metrics or {}), "context_full": float(self.is_full)},
             role=role,
             rewards=rewards,
             turn_rewards=turn_rewards,
             states=states,
-            cut_after=self._last if self._is_cut else None,
+            cut_after=self._last if self.is_full else None,
         )
 
     def trajectory(
@@ -142,7 +155,7 @@ class Conversation:
         turn_rewards: Sequence[float] | None = None,
         states: Sequence[str | None] | None = None,
     ) -> Trajectory:
-        """`trajectories`, where there is one. Raises TrajectoryError where the conversation branched."""
+        """The only one of `trajectories`. Raises TrajectoryError if the conversation branched."""
         made = self.trajectories(reward, metrics, role, rewards=rewards, turn_rewards=turn_rewards, states=states)
         first, *others = made
         if others:
@@ -211,7 +224,7 @@ def trajectories(
                 rewards=rewards or {},
                 metrics=metrics or {} if not made else {},
                 role=role,
-                is_truncated=_is_truncated(last) or last is cut_after,
+                is_truncated=last.is_truncated or last is cut_after,
             )
         )
     return tuple(made)
@@ -282,7 +295,3 @@ def _trajectory(
 
 def _temperature(turn: Turn) -> float:
     return turn.response.temperature if turn.response else 1.0
-
-
-def _is_truncated(turn: Turn) -> bool:
-    return turn.response is not None and turn.response.stop_reason == "length"

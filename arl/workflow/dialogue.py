@@ -82,6 +82,11 @@ class Turn:
     key: bytes
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether a length limit ended it, or left no room for it."""
+        return self.response is not None and self.response.stop_reason == "length"
+
+    @property
     def parent(self) -> Turn | None:
         """The turn before it in its view."""
         return self.prompt.parent
@@ -108,6 +113,15 @@ class Turn:
     def token_ids(self) -> tuple[int, ...]:
         """All that the model has seen and said."""
         return tuple(chain.from_iterable(part for turn in self.path for part in (turn.given_ids, turn.output_ids)))
+
+
+def unanswered(prompt: Prompt) -> Turn:
+    """What a prompt without room for an answer gets: a truncated turn of no tokens, which is not recorded."""
+    nothing = ModelResponse(output_ids=(), output_logprobs=(), output_versions=(), stop_reason="length")
+    message = {"role": "assistant", "content": ""}
+    return Turn(
+        prompt=prompt, output_ids=(), has_ended=False, response=nothing, text="", message=message, key=prompt.key
+    )
 
 
 class Dialogue:

@@ -194,13 +194,14 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         async with self._proxy.episode(engine) as session:
             answer = await self._answer(session, data)
         score = await self._score(answer, data)
-        return session.trajectories(score.value, score.metrics, rewards=score.parts)
+        metrics = {**score.metrics, "context_full": float(session.is_truncated)}
+        return session.trajectories(score.value, metrics, rewards=score.parts)
 
     async def _answer(self, session: EpisodeSession, data: Example) -> str:
         try:
             answer = await self._run(session, data)
         except Exception as error:
-            if session.is_truncated:
+            if session.is_truncated and session.roles:
                 return ""
             for failure in session.errors:
                 error.add_note(f"a call of the program had failed: {failure!r}")

@@ -5,8 +5,8 @@
     verdict = await team.ask("critic", f"Is it right? {draft}")
     return team.trajectories({"author": is_right, "critic": saw_it})
 
-Advantages compare a trajectory with those of the same role alone, so rewards of different roles need not be comparable;
-members that do the same job have one role.
+Two workflows are made of it: DebateWorkflow and SolverCheckerWorkflow. Advantages compare trajectories of one role, so
+rewards of different roles need not be comparable. Give members that do the same job one role.
 """
 
 from __future__ import annotations
@@ -34,23 +34,29 @@ if TYPE_CHECKING:
 
     from arl.api.engine import Sampler
 
+Said = str | Sequence[Message]
+"""What a member is told: a text, or messages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One agent of a team. role: what its trajectories are compared under; its name where unset. system: its system
-    prompt. max_turns: how often it may speak until it has answered, where it has tools. sampling: unset, the team's."""
+    """One agent of a team."""
 
     name: str
     role: str | None = None
+    """What its trajectories are compared under; unset, its name."""
     system: str | None = None
+    """Its system prompt."""
     tools: Sequence[Tool] = ()
     max_turns: int = 8
+    """How often it may speak until it has answered, if it has tools."""
     sampling: SamplingParams | None = None
+    """Unset, the team's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSettings:
-    """What all members have in common; see AgentWorkflow and ToolAgentWorkflow for each."""
+    """What all members have in common. AgentWorkflow and ToolAgentWorkflow explain each field."""
 
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -72,30 +78,27 @@ class Team:
         if len(self._members) < len(members):
             raise ConfigError(f"members are named {[m.name for m in members]}; give each a name of its own, and a role")
 
-    async def ask(self, name: str, said: str | Sequence[Message]) -> str | None:
+    async def ask(self, name: str, said: Said) -> str | None:
         """Say something to a member, and let it speak until it has answered.
 
-        None where it did not: its context is full, or it went on calling tools for max_turns. Raises
-        PromptTooLongError where it never said anything, and ConfigError for a member that there is not.
+        None if it did not: its context is full, or it called tools for max_turns. Raises PromptTooLongError if not even
+        its first prompt fits, and ConfigError for an unknown member.
         """
         episode = self._episode(name, said)
         member, settings = self._members[name], self._settings
         sampling = member.sampling or settings.sampling
         if not member.tools:
-            return await self._ask_once(episode, sampling)
+            turn = await episode.conversation.agenerate(self._engine, sampling)
+            return None if episode.conversation.is_full else turn.text
         call_format = settings.call_format or call_format_of(settings.tokenizer)
         speaker = ToolSpeaker(call_format=call_format, limits=settings.limits, max_turns=member.max_turns)
         await speaker.aspeak(self._engine, sampling, episode)
         return episode.answer.text if episode.answer is not None else None
 
-    async def ask_all(self, said: Mapping[str, str | Sequence[Message]]) -> dict[str, str | None]:
+    async def ask_all(self, said: Mapping[str, Said]) -> dict[str, str | None]:
         """Several members at the same time: name -> what is said to it; name -> what it answered."""
         answers = await together(self.ask(name, what) for name, what in said.items())
         return dict(zip(said, answers, strict=True))
-
-    def conversation(self, name: str) -> Conversation:
-        """A member's, once it was asked."""
-        return self._episodes[name].conversation
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -111,10 +114,10 @@ class Team:
     def trajectories(
         self, rewards: float | Score | Mapping[str, float | Score], metrics: Mapping[str, float] | None = None
     ) -> tuple[Trajectory, ...]:
-        """What to return from arun_episode: those of all members that said something.
+        """What to return from arun_episode: the trajectories of all members that spoke.
 
-        rewards: one that all share, or name -> its own. metrics: beside the team's own; of the whole episode, so on the
-        first trajectory alone. Raises ConfigError for a member that spoke and has no reward.
+        rewards: one that all share, or name -> its own. metrics: of the whole episode, beside the team's own; they are
+        on the first trajectory alone. Raises ConfigError for a member that spoke and has no reward.
         """
         made: list[Trajectory] = []
         for name, episode in self._episodes.items():
@@ -129,22 +132,13 @@ class Team:
             made += episode.conversation.trajectories(score.value, own, role, rewards=score.parts)
         return tuple(made)
 
-    async def _ask_once(self, episode: ToolEpisode, sampling: SamplingParams) -> str | None:
-        try:
-            return (await episode.conversation.agenerate(self._engine, sampling)).text
-        except PromptTooLongError:
-            if not episode.conversation.num_turns:
-                raise
-            return None
-
-    def _episode(self, name: str, said: str | Sequence[Message]) -> ToolEpisode:
+    def _episode(self, name: str, said: Said) -> ToolEpisode:
         if name not in self._members:
             raise ConfigError(f"there is no member {name!r}; there is {', '.join(self._members)}")
         member, settings = self._members[name], self._settings
         if name in self._episodes:
-            episode = self._episodes[name]
-            episode.conversation.add(*with_system(None, said))
-            return episode
+            self._episodes[name].conversation.add(*with_system(None, said))
+            return self._episodes[name]
         chat = Conversation(
             settings.tokenizer,
             with_system(member.system, said),
@@ -156,21 +150,32 @@ class Team:
         return self._episodes[name]
 
 
-# Agents that answer one question, read what the others said, and answer again.
+@dataclass(kw_only=True, eq=False, repr=False)
+class _TeamWorkflow(AgentWorkflow):
+    shared: bool = False
+    """Whether all members get one reward: the debaters' mean, or the solver's."""
+
+    def _team(self, engine: Sampler, members: Sequence[Member]) -> Team:
+        settings = TeamSettings(
+            tokenizer=self.tokenizer,
+            sampling=self.sampling,
+            template_options=self.template_options,
+            rewriting=self.rewriting,
+        )
+        return Team(engine, members, settings)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class DebateWorkflow(AgentWorkflow):
-    """Debaters answer at the same time, then for `rounds - 1` rounds read the others' answers and answer again; the
-    reward judges the last answer of each.
+class DebateWorkflow(_TeamWorkflow):
+    """Debaters answer at the same time, read each other's answers, and answer again; the last answers are rewarded.
 
-    shared: each debater gets the mean of all rewards, and not its own. All have the role `debater`, so that they are
-    compared with each other and with those of the group's other episodes. Metrics: turns.
+    All have the role `debater`, and so are compared with each other and with those of the group's other episodes.
+    Metrics: turns.
     """
 
     debaters: int = 2
     rounds: int = 2
-    shared: bool = False
+    """How often each debater answers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,7 +185,7 @@ class DebateWorkflow(AgentWorkflow):
             )
 
     def member(self, index: int) -> Member:
-        """One debater. Its name is seen by nobody but `others_said`."""
+        """One debater. Nobody but `others_said` sees its name."""
         return Member(name=f"debater {index + 1}", role="debater", system=self.system)
 
     def others_said(self, answers: Mapping[str, str]) -> str:
@@ -189,20 +194,15 @@ class DebateWorkflow(AgentWorkflow):
         return f"{said}\n\nConsider these answers, and give yours again."
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
-        names = [self.member(index).name for index in range(self.debaters)]
-        settings = TeamSettings(
-            tokenizer=self.tokenizer,
-            sampling=self.sampling,
-            template_options=self.template_options,
-            rewriting=self.rewriting,
-        )
-        team = Team(engine, [self.member(index) for index in range(self.debaters)], settings)
-        question = self.messages(data)
-        answers = {name: answer or "" for name, answer in (await team.ask_all(dict.fromkeys(names, question))).items()}
-        for _ in range(self.rounds - 1):
-            told = {name: self.others_said({n: a for n, a in answers.items() if n != name}) for name in names}
-            new = await team.ask_all(told)
-            answers = {name: answer if (answer := new[name]) is not None else answers[name] for name in names}
+        members = [self.member(index) for index in range(self.debaters)]
+        names = [member.name for member in members]
+        team = self._team(engine, members)
+        said: dict[str, Said] = dict.fromkeys(names, self.messages(data))
+        answers = dict.fromkeys(names, "")
+        for _ in range(self.rounds):
+            new = await team.ask_all(said)
+            answers |= {name: answer for name, answer in new.items() if answer is not None}
+            said = {name: self.others_said({n: a for n, a in answers.items() if n != name}) for name in names}
         scores = await together(self.ascore(answers[name], data) for name in names)
         return team.trajectories(self.rewards(dict(zip(names, scores, strict=True))), _mean_metrics(scores))
 
@@ -219,10 +219,6 @@ def _mean_metrics(scores: Sequence[Score]) -> dict[str, float]:
     return {name: fmean(s.metrics[name] for s in scores if name in s.metrics) for name in names}
 
 
-# A solver proposes answers, a checker accepts or rejects them: the one is paid for right answers, the other for
-# knowing which are right.
-
-
 CHECKER_SYSTEM = (
     "You check answers. Say what is wrong with the answer, if anything, and end with one word: ACCEPT where the answer "
     "is right, REJECT where it is not."
@@ -230,19 +226,19 @@ CHECKER_SYSTEM = (
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class SolverCheckerWorkflow(AgentWorkflow):
-    """The solver answers; the checker accepts, or rejects with a reason, and the solver tries again.
+class SolverCheckerWorkflow(_TeamWorkflow):
+    """A solver answers; a checker accepts, or rejects with a reason, and the solver tries again.
 
-    The solver's reward is that of its last answer; the checker's is the share of its verdicts that are right: accepted
-    what is worth at least right_from, rejected what is not. A verdict that cannot be read is a wrong one, and counts as
-    a rejection. shared: both get the solver's reward. max_attempts: answers of the solver. system, checker_system:
-    their system prompts. Roles: solver, checker. Metrics: turns, attempts, accepted (1 or 0), right_verdicts (a share).
+    The solver's reward is that of its last answer. The checker's is the share of its verdicts that are right: it
+    accepted an answer worth at least right_from, or rejected one worth less. An unreadable verdict is a wrong one, and
+    counts as a rejection. Roles: solver, checker. Metrics: turns, attempts, accepted (1 or 0), right_verdicts (share).
     """
 
     checker_system: str = CHECKER_SYSTEM
     max_attempts: int = 3
+    """How often the solver may answer."""
     right_from: float = 1.0
-    shared: bool = False
+    """The least reward of a right answer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -253,7 +249,7 @@ class SolverCheckerWorkflow(AgentWorkflow):
         """The solver and the checker."""
         return Member(name="solver", system=self.system), Member(name="checker", system=self.checker_system)
 
-    def to_check(self, data: Example, answer: str, attempt: int) -> str | Sequence[Message]:
+    def to_check(self, data: Example, answer: str, attempt: int) -> Said:
         """What the checker is asked. attempt: how many answers it has seen before this one."""
         if attempt:
             return f"The next answer:\n{answer}\n\nACCEPT or REJECT?"
@@ -265,26 +261,17 @@ class SolverCheckerWorkflow(AgentWorkflow):
         return f"A checker rejected your answer:\n{verdict}\n\nTry again."
 
     def accepts(self, verdict: str) -> bool | None:
-        """The last ACCEPT or REJECT in the checker's words; None where there is neither."""
+        """The last ACCEPT or REJECT in the checker's words; None if there is neither."""
         words = re.findall(r"\b(ACCEPT|REJECT)\b", verdict)
         return words[-1] == "ACCEPT" if words else None
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         solver, checker = self.members()
-        settings = TeamSettings(
-            tokenizer=self.tokenizer,
-            sampling=self.sampling,
-            template_options=self.template_options,
-            rewriting=self.rewriting,
-        )
-        team = Team(engine, [solver, checker], settings)
+        team = self._team(engine, (solver, checker))
         answers: list[str] = []
         verdicts: list[bool | None] = []
-        said: str | Sequence[Message] = self.messages(data)
-        while len(answers) < self.max_attempts:
-            answer = await team.ask(solver.name, said)
-            if answer is None:
-                break
+        said: Said = self.messages(data)
+        while len(answers) < self.max_attempts and (answer := await team.ask(solver.name, said)) is not None:
             answers.append(answer)
             try:
                 verdict = await team.ask(checker.name, self.to_check(data, answer, len(answers) - 1))

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from arl.api.errors import ConfigError, PromptTooLongError
+from arl.api.errors import ConfigError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.rewards.score import Score
 from arl.workflow.agent import AgentWorkflow
@@ -163,11 +163,8 @@ class ToolSpeaker:
         chat = episode.conversation
         episode.answer = None
         for _ in range(self.max_turns):
-            try:
-                turn = await chat.agenerate(engine, sampling)
-            except PromptTooLongError:
-                if not chat.num_turns:
-                    raise
+            turn = await chat.agenerate(engine, sampling)
+            if chat.is_full:
                 return
             calls = self.call_format.parse(turn.text).calls
             if not calls:

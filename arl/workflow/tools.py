@@ -2,12 +2,13 @@
 
     answer --CallFormat.parse--> calls --arun_tools--> results --> messages of role `tool`
 
-| what happens | who hears of it |
+| what happens | who is told |
 |---|---|
-| a call that cannot be read, of no tool there is, or with wrong arguments | the model: `error: ...` |
+| a call is unreadable, names an unknown tool, or has wrong arguments | the model: `error: ...` |
 | a tool raises ToolError, or takes longer than ToolLimits.timeout_s | the model: `error: ...` |
+| a tool returns more than ToolLimits.max_output_chars | the model: the beginning, and how much was cut |
 | a tool raises anything else | the model: `error: the tool failed: TYPE`; the log has the traceback |
-| another of arl's errors (a server or a sandbox is gone) | whoever awaits: it fails the episode |
+| a tool raises another of arl's errors (a server or a sandbox is gone) | the caller: it fails the episode |
 """
 
 from __future__ import annotations
@@ -29,46 +30,6 @@ from arl.rewards.threads import THREADS, CallTimeoutError, together
 from arl.workflow.call_formats import MalformedCall, ToolCall, parse_tool_calls
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
 
-# What a tool returned, as text for the model: whatever it is, of bounded length, and fit to be tokenized.
-
-
-def text_of(result: object) -> str:
-    """JSON for what JSON has (objects, lists, pydantic models, dataclasses), else as `str` has it.
-
-    Raises what the result's own `__str__` raises.
-    """
-    match result:
-        case str():
-            return result
-        case bytes() | bytearray() | memoryview():
-            return _text_of_bytes(bytes(result))
-        case Mapping() | list() | tuple() | set() | frozenset() | BaseModel():
-            return _json(result)
-    is_record = dataclasses.is_dataclass(result) and not isinstance(result, type)
-    return _json(result) if is_record else str(result)
-
-
-def cut(text: str, max_chars: int) -> str:
-    """At most max_chars characters of the text, and a note of how many more there were; no lone surrogates."""
-    kept = text[:max_chars].encode("utf-8", "replace").decode("utf-8")
-    missing = len(text) - max_chars
-    return f"{kept}\n[cut here: {missing} more characters]" if missing > 0 else kept
-
-
-def _text_of_bytes(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return f"[{len(data)} bytes that are no text]"
-
-
-def _json(result: Any) -> str:
-    try:
-        return to_json(result, inf_nan_mode="constants", serialize_unknown=True, bytes_mode="base64").decode()
-    except (PydanticSerializationError, ValueError, RecursionError):  # circular, or with lone surrogates
-        return str(result)
-
-
 __all__ = [
     "DEFAULT_LIMITS",
     "MalformedCall",
@@ -87,12 +48,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """timeout_s: of each call, from when it begins. max_output_chars: of each answer. max_calls: in one turn; those
-    beyond are answered with an error."""
+    """What the tools of a turn may take and give."""
 
     timeout_s: float = 30.0
-    max_output_chars: int = 10_000
+    """The longest a call may take, from when it begins."""
+    max_output_chars: int = 2000
+    """Characters of a result that the model reads. Digits and rare symbols take a token each, so mind the context."""
     max_calls: int = 16
+    """Calls in one turn. Those beyond get an error."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.max_output_chars < 1 or self.max_calls < 1:
@@ -104,27 +67,30 @@ DEFAULT_LIMITS = ToolLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tool:
-    """Something a model may call. `spec` is what chat templates take: OpenAI's form, with a JSON schema.
-
-    function: sync or async. One that is sync runs in a thread, so it must not use the event loop's objects; it cannot
-    be killed, and after its time limit runs on unseen. accept: converts and validates arguments; None: the function
-    does. owner: calls of tools with the same owner follow one another within a turn, in the model's order; others run
-    at the same time.
-    """
+    """Something a model may call."""
 
     name: str
     spec: Mapping[str, Any]
+    """What chat templates take: OpenAI's form, with a JSON schema."""
     function: Callable[..., Any]
+    """A sync function runs in a thread, so it must not use the event loop's objects. It cannot be killed, and runs on
+    unseen after its time limit. Make a tool that can hang `async`."""
     accept: Callable[..., Arguments] | None = None
+    """Converts and validates arguments; None: the function does."""
     owner: object | None = None
+    """Calls of tools with the same owner follow one another within a turn, in the model's order. Others run at once."""
+    max_output_chars: int | None = None
+    """Characters of a result that the model reads; None: as ToolLimits says."""
 
     @classmethod
-    def from_function(cls, function: Callable[..., Any], *, parallel: bool | None = None) -> Tool:
-        """A tool named, described and typed as the function is: what its docstring says in `Args:` or `:param name:`
-        describes arguments, and so does `Annotated[..., Field(description=...)]`.
+    def from_function(
+        cls, function: Callable[..., Any], *, parallel: bool | None = None, max_output_chars: int | None = None
+    ) -> Tool:
+        """A tool with the function's name, docstring and types.
 
-        Methods of an object are its stateful tools: two calls of them in one turn follow one another, unless parallel.
-        Raises ToolError when the function has no docstring or an argument without a type.
+        `Args:` or `:param name:` in the docstring describe arguments, and so does `Annotated[..., Field(...)]`. Methods
+        of an object are its stateful tools: two calls of them in one turn follow one another, unless parallel. Raises
+        ToolError if the function has no docstring or an argument without a type.
         """
         about = signature_of(function)
         spec = {"name": about.name, "description": about.description, "parameters": about.parameters}
@@ -134,25 +100,28 @@ class Tool:
             function=function,
             accept=about.accept,
             owner=None if parallel else getattr(function, "__self__", None),
+            max_output_chars=max_output_chars,
         )
 
     @classmethod
     def from_schema(
         cls, function: Callable[..., Any], *, name: str, description: str, parameters: Mapping[str, Any]
     ) -> Tool:
-        """A tool whose arguments (`parameters`, a JSON schema) are known otherwise. The function takes them by name,
-        as the model wrote them, and raises ToolError for wrong ones."""
+        """A tool whose arguments have a JSON schema already. The function takes them by name, as the model wrote them,
+        and raises ToolError for wrong ones."""
         spec = {"name": name, "description": description, "parameters": parameters}
         return cls(name=name, spec={"type": "function", "function": spec}, function=function)
 
     @classmethod
     def of(cls, tool: Tool | Callable[..., Any]) -> Tool:
-        """What a workflow was given as a tool."""
+        """The tool itself, or one made of a function."""
         return tool if isinstance(tool, Tool) else cls.from_function(tool)
 
     async def acall(self, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> str:
-        """Run the tool and return its result as text. Raises ToolError for wrong arguments and where it takes too long;
-        and whatever the function raises."""
+        """Run the tool and return its result as text, cut to its limit.
+
+        Raises ToolError for wrong arguments and past the time limit, and what the function raises.
+        """
         if self.accept is None:
             args, kwargs = (), dict(arguments)
         else:
@@ -160,25 +129,28 @@ class Tool:
                 args, kwargs = self.accept(**arguments)
             except ValidationError as error:
                 raise ToolError(first_complaint(error)) from error
-        call = functools.partial(self.function, *args, **kwargs)
+        text = await self._acall(functools.partial(self.function, *args, **kwargs), limits.timeout_s)
+        return cut(text, self.max_output_chars or limits.max_output_chars)
+
+    async def _acall(self, call: Callable[[], Any], timeout_s: float) -> str:
         if _is_async(self.function):
-            return cut(await _within(call, limits.timeout_s), limits.max_output_chars)
+            return await _within(call, timeout_s)
         try:
-            result = await THREADS.acall(lambda: _unless_awaitable(call()), limits.timeout_s)
+            result = await THREADS.acall(lambda: _unless_awaitable(call()), timeout_s)
         except CallTimeoutError as error:
             raise ToolError(str(error)) from None
-        text = result if isinstance(result, str) else await _within(lambda: result, limits.timeout_s)
-        return cut(text, limits.max_output_chars)
+        return result if isinstance(result, str) else await _within(lambda: result, timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """How a call went. content: what the model reads. failure: None when the tool answered; else `malformed` (the call
-    could not be read), `refused` (the model's business: see this module's table) or `failed` (the tool's own)."""
+    """How a call went."""
 
     call: ToolCall | MalformedCall
     content: str
+    """What the model reads."""
     failure: Literal["malformed", "refused", "failed"] | None = None
+    """None: the tool answered. malformed: the call was unreadable. refused: an error for the model. failed: a bug."""
 
     @property
     def message(self) -> dict[str, str]:
@@ -189,16 +161,16 @@ class ToolResult:
 async def acall_tools(
     calls: Sequence[ToolCall | MalformedCall], tools: Sequence[Tool], limits: ToolLimits = DEFAULT_LIMITS
 ) -> list[dict[str, str]]:
-    """Answer each call with a message of role `tool`, in their order. Raises as arun_tools does."""
+    """Run the calls, and return a message of role `tool` for each, in their order. Raises as arun_tools does."""
     return [result.message for result in await arun_tools(calls, tools, limits)]
 
 
 async def arun_tools(
     calls: Sequence[ToolCall | MalformedCall], tools: Sequence[Tool], limits: ToolLimits = DEFAULT_LIMITS
 ) -> list[ToolResult]:
-    """Run the calls at the same time, but for those of one owner, and return how each went, in their order.
+    """Run the calls and return how each went, in their order. Calls of one owner follow one another; others run at once.
 
-    Raises ConfigError for two tools of one name, and arl's errors but ToolError where a tool raises one.
+    Raises ConfigError for two tools of one name, and any error of arl's but ToolError that a tool raises.
     """
     named = tools_by_name(tools)
     results: dict[int, ToolResult] = {}
@@ -216,7 +188,7 @@ async def arun_tools(
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Raises ConfigError for two of one name, of which a model could call but one."""
+    """Raises ConfigError for two tools of one name: a model could call only one of them."""
     named: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in named:
@@ -226,7 +198,7 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 
 def _lines(calls: Sequence[ToolCall | MalformedCall], named: Mapping[str, Tool]) -> list[list[int]]:
-    """Indices of calls: those of a line follow one another."""
+    """Indices of the calls, in lines. The calls of a line follow one another."""
     lines: dict[object, list[int]] = {}
     for index, call in enumerate(calls):
         tool = named.get(call.name) if isinstance(call, ToolCall) else None
@@ -275,7 +247,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _unless_awaitable(result: Any) -> Any:
-    """In the tool's thread: text, which may take long to make; what is to be awaited is left to the event loop."""
+    """In the tool's thread: a result as text, which may take long to make. The event loop awaits an awaitable."""
     return result if inspect.isawaitable(result) else text_of(result)
 
 
@@ -288,3 +260,40 @@ async def _within(call: Callable[[], Any], timeout_s: float) -> str:
         if limit.expired():
             raise ToolError(f"there was no answer within {timeout_s:g} s") from error
         raise
+
+
+def text_of(result: object) -> str:
+    """A tool's result for the model: JSON for mappings, sequences and records, else what `str` makes of it.
+
+    Raises what the result's own `__str__` raises.
+    """
+    match result:
+        case str():
+            return result
+        case bytes() | bytearray() | memoryview():
+            return _text_of_bytes(bytes(result))
+        case Mapping() | list() | tuple() | set() | frozenset() | BaseModel():
+            return _json(result)
+    is_record = dataclasses.is_dataclass(result) and not isinstance(result, type)
+    return _json(result) if is_record else str(result)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """The first max_chars characters of the text, without lone surrogates, and a note of how many more there were."""
+    kept = text[:max_chars].encode("utf-8", "replace").decode("utf-8")
+    missing = len(text) - max_chars
+    return f"{kept}\n[cut here: {missing} more characters]" if missing > 0 else kept
+
+
+def _text_of_bytes(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"[{len(data)} bytes that are no text]"
+
+
+def _json(result: Any) -> str:
+    try:
+        return to_json(result, inf_nan_mode="constants", serialize_unknown=True, bytes_mode="base64").decode()
+    except (PydanticSerializationError, ValueError, RecursionError):  # circular, or with lone surrogates
+        return str(result)

@@ -73,14 +73,14 @@ async def episode(sandbox: Sandbox, *answers: str, data: Example = MBPP) -> tupl
 async def test_what_fails_is_shown_and_what_was_mended_is_rewarded(bubblewrap: Sandbox) -> None:
     trajectory, text = await episode(bubblewrap, WRONG, RIGHT)
     assert f"user\n{FAILURE}<|im_end|>" in text
-    assert (trajectory.reward, trajectory.metrics) == (1.0, {"turns": 2, "tests_passed": 1.0})
+    assert (trajectory.reward, trajectory.metrics) == (1.0, {"turns": 2, "tests_passed": 1.0, "context_full": 0})
 
 
 @in_the_module
 async def test_a_function_that_passes_only_what_was_shown_has_no_reward(bubblewrap: Sandbox) -> None:
     trajectory, text = await episode(bubblewrap, TABLE)
     assert "double('ab')" not in text
-    assert (trajectory.reward, trajectory.metrics) == (0.0, {"turns": 1, "tests_passed": 0.5})
+    assert (trajectory.reward, trajectory.metrics) == (0.0, {"turns": 1, "tests_passed": 0.5, "context_full": 0})
 
 
 @in_the_module
@@ -88,7 +88,7 @@ async def test_whoever_never_gets_it_right_has_no_reward(bubblewrap: Sandbox) ->
     trajectory, text = await episode(bubblewrap, WRONG, "I give up.", WRONG)
     assert text.count(FAILURE) == 1
     assert "SyntaxError: invalid syntax" in text
-    assert (trajectory.reward, trajectory.metrics) == (0.0, {"turns": 3, "tests_passed": 0.0})
+    assert (trajectory.reward, trajectory.metrics) == (0.0, {"turns": 3, "tests_passed": 0.0, "context_full": 0})
 
 
 @in_the_module

@@ -44,13 +44,13 @@ async def test_an_episode_of_several_calls_sees_each_result_and_is_scored_on_its
     assert f"<tool_response>\n{result}\n</tool_response>" in text
     assert f"<tool_response>\n{ENTRY['answer']}\n</tool_response>" in text
     assert trajectory.reward == 1.0
-    assert trajectory.metrics == {"tool_calls": 2, "turns": 3}
+    assert trajectory.metrics == {"tool_calls": 2, "turns": 3, "context_full": 0}
 
 
 async def test_an_answer_at_once_is_an_episode_of_one_turn() -> None:
     trajectory, _ = await episode("-123456")
     assert trajectory.reward == 0.0
-    assert trajectory.metrics == {"tool_calls": 0, "turns": 1}
+    assert trajectory.metrics == {"tool_calls": 0, "turns": 1, "context_full": 0}
 
 
 async def test_what_is_wrong_with_a_call_comes_back_and_the_episode_goes_on() -> None:
@@ -63,7 +63,7 @@ async def test_what_is_wrong_with_a_call_comes_back_and_the_episode_goes_on() ->
 async def test_an_agent_that_never_answers_has_no_reward() -> None:
     trajectory, _ = await episode(call("1 + 1"), call("1 + 1"), max_turns=2)
     assert trajectory.reward == 0.0
-    assert trajectory.metrics == {"tool_calls": 2, "turns": 2}
+    assert trajectory.metrics == {"tool_calls": 2, "turns": 2, "context_full": 0}
 
 
 async def test_what_the_model_said_is_trained_and_nothing_else() -> None:

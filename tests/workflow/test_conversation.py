@@ -136,7 +136,7 @@ async def test_versions_logprobs_and_temperature_are_those_of_the_responses() ->
     assert trajectory.versions[-2:] == (3, 4)
     assert trajectory.behavior_logprobs[-2:] == (-0.5, -0.25)
     assert (trajectory.temperature, trajectory.reward, trajectory.role) == (0.7, 0.5, "solver")
-    assert trajectory.metrics == {"calls": 2}
+    assert trajectory.metrics["calls"] == 2
 
 
 async def test_each_sampled_turn_has_its_span_with_its_reward_and_state() -> None:
@@ -171,16 +171,29 @@ async def test_a_trajectory_is_truncated_where_a_length_limit_ended_its_last_tur
     assert not conversation.trajectory(0.0).is_truncated
 
 
-async def test_a_trajectory_is_truncated_where_there_was_no_room_for_another_turn() -> None:
-    def is_full(_: ModelRequest) -> list[int]:
-        raise PromptTooLongError("the context is full")
+def is_full(_: ModelRequest) -> list[int]:
+    raise PromptTooLongError("the context is full")
 
+
+async def test_a_trajectory_is_truncated_where_there_was_no_room_for_another_turn() -> None:
+    conversation = await talked(["abc"], [[("tool", "a long result")]], ended=True)
+    turn = await conversation.agenerate(ScriptedEngine(is_full), SAMPLING)
+    assert (turn.text, turn.output_ids, turn.is_truncated, conversation.is_full) == ("", (), True, True)
+    trajectory = conversation.trajectory(0.0)
+    assert (trajectory.is_truncated, trajectory.metrics) == (True, {"context_full": 1.0})
+    assert (len(trajectory.turns), conversation.num_turns) == (1, 1)
+    await conversation.agenerate(saying("de"), SAMPLING)  # with fewer new tokens there may be room again
+    trajectory = conversation.trajectory(0.0)
+    assert (trajectory.is_truncated, trajectory.metrics["context_full"], len(trajectory.turns)) == (False, 0.0, 2)
+
+
+async def test_a_first_prompt_without_room_and_a_loop_that_never_looks_are_errors() -> None:
+    with pytest.raises(PromptTooLongError):
+        await Conversation(TOKENIZER, user("?")).agenerate(ScriptedEngine(is_full), SAMPLING)
     conversation = await talked(["abc"], [[("tool", "a long result")]], ended=True)
     with pytest.raises(PromptTooLongError):
-        await conversation.agenerate(ScriptedEngine(is_full), SAMPLING)
-    trajectory = conversation.trajectory(0.0)
-    assert trajectory.is_truncated
-    assert len(trajectory.turns) == 1
+        for _ in range(1000):
+            await conversation.agenerate(ScriptedEngine(is_full), SAMPLING)
 
 
 async def test_a_greedy_episode_makes_a_trajectory_as_any_other() -> None:

@@ -33,7 +33,7 @@ async def test_each_member_has_its_own_conversation_system_prompt_and_reward() -
     assert (author.role, author.reward, author.rewards) == ("author", 1.0, {"style": 0.5})
     assert (critic.role, critic.reward, critic.rewards) == ("critic", -1.0, {})
     assert said_in(author) == "a draft<|im_end|>a better one<|im_end|>"
-    assert (author.metrics, critic.metrics) == ({"turns": 3, "quality": 3.0}, {})
+    assert (author.metrics, critic.metrics) == ({"turns": 3, "quality": 3.0, "context_full": 0}, {"context_full": 0})
     assert decode(critic.token_ids).startswith("<|im_start|>system\nRead.<|im_end|>\n<|im_start|>user\nWhat of it?")
 
 
@@ -70,7 +70,7 @@ async def test_a_member_may_have_tools() -> None:
     assert "<home>" in seen_by(engine)
     assert await team.ask("a", "Look again.") is None
     (trajectory,) = team.trajectories(1.0)
-    assert trajectory.metrics == {"turns": 4, "tool_calls": 3, "tool_errors": 0, "malformed_calls": 0}
+    assert trajectory.metrics == {"turns": 4, "tool_calls": 3, "tool_errors": 0, "malformed_calls": 0, "context_full": 0}
     assert trajectory.temperature == 0.5
 
 
@@ -106,7 +106,7 @@ async def test_debaters_answer_read_each_other_and_answer_again() -> None:
     trajectories = await workflow.arun_episode(engine, QUESTION)
     assert [said_in(trajectory) for trajectory in trajectories] == ["5<|im_end|>4<|im_end|>"] * 3
     assert {(trajectory.role, trajectory.reward) for trajectory in trajectories} == {("debater", 1.0)}
-    assert [trajectory.metrics for trajectory in trajectories] == [{"turns": 6}, {}, {}]
+    assert [trajectory.metrics for trajectory in trajectories] == [{"turns": 6, "context_full": 0}, {"context_full": 0}, {"context_full": 0}]
     assert seen_by(engine).count("Another agent answered:") == 2
     assert seen_by(engine, 0).startswith("<|im_start|>system\nArgue.<|im_end|>")
 
@@ -135,7 +135,7 @@ async def test_the_solver_tries_again_until_the_checker_accepts() -> None:
     engine = saying("5", "It is too much. REJECT", "4", "ACCEPT")
     solver, checker = await SolverCheckerWorkflow(TOKENIZER, exact, system="Solve.").arun_episode(engine, QUESTION)
     assert (solver.role, solver.reward, checker.role, checker.reward) == ("solver", 1.0, "checker", 1.0)
-    assert solver.metrics == {"turns": 4, "attempts": 2, "accepted": 1, "right_verdicts": 1.0}
+    assert solver.metrics == {"turns": 4, "attempts": 2, "accepted": 1, "right_verdicts": 1.0, "context_full": 0}
     assert "A checker rejected your answer:\nIt is too much. REJECT" in decode(solver.token_ids)
     assert "Question:\n2 + 2 = ?\n\nAnswer:\n5" in decode(checker.token_ids)
     assert "The next answer:\n4" in decode(checker.token_ids)

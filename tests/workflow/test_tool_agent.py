@@ -46,7 +46,8 @@ async def test_tools_are_called_until_there_is_an_answer() -> None:
     engine = saying(f"Let me see. {call('divide', a=12, b=5)}{call('fetch', page='home')}", "done")
     (trajectory,) = await agent().arun_episode(engine, QUESTION)
     assert trajectory.reward == 1.0
-    assert trajectory.metrics == {"tool_calls": 2, "tool_errors": 0, "malformed_calls": 0, "turns": 2, "answered": 1}
+    counts = {"tool_calls": 2, "tool_errors": 0, "malformed_calls": 0, "turns": 2, "answered": 1, "context_full": 0}
+    assert trajectory.metrics == counts
     assert "<tool_response>\n2.4\n</tool_response>\n<tool_response>\n<home>\n</tool_response>" in seen_by(engine)
     assert '"name": "divide", "description": "Divide a by b."' in seen_by(engine, 0)
     assert said_in(trajectory).endswith("</tool_call><|im_end|>done<|im_end|>")
