@@ -7,7 +7,7 @@ it there. Nothing is tokenized twice, so what is trained is what the model saw. 
 recorded turn follows it in the tree. Where the template shows an earlier turn otherwise than it was said (Qwen3's
 drops its thinking once a user speaks again), the model sees another text than before: the prompt then branches off
 after the last turn that is still shown as it was. Each path from the root to a leaf is a trajectory
-(arl.workflow.paths).
+(arl.workflow.conversation).
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ async def acall_tools(
 async def arun_tools(
     calls: Sequence[ToolCall | MalformedCall], tools: Sequence[Tool], limits: ToolLimits = DEFAULT_LIMITS
 ) -> list[ToolResult]:
-    """Run the calls and return how each went, in their order. Calls of one owner follow one another; others run at once.
+    """Run calls and return how each went, in their order. Calls of one owner follow one another, others run at once.
 
     Raises ConfigError for two tools of one name, and any error of arl's but ToolError that a tool raises.
     """

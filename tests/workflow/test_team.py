@@ -70,7 +70,13 @@ async def test_a_member_may_have_tools() -> None:
     assert "<home>" in seen_by(engine)
     assert await team.ask("a", "Look again.") is None
     (trajectory,) = team.trajectories(1.0)
-    assert trajectory.metrics == {"turns": 4, "tool_calls": 3, "tool_errors": 0, "malformed_calls": 0, "context_full": 0}
+    assert trajectory.metrics == {
+        "turns": 4,
+        "tool_calls": 3,
+        "tool_errors": 0,
+        "malformed_calls": 0,
+        "context_full": 0,
+    }
     assert trajectory.temperature == 0.5
 
 
@@ -106,7 +112,7 @@ async def test_debaters_answer_read_each_other_and_answer_again() -> None:
     trajectories = await workflow.arun_episode(engine, QUESTION)
     assert [said_in(trajectory) for trajectory in trajectories] == ["5<|im_end|>4<|im_end|>"] * 3
     assert {(trajectory.role, trajectory.reward) for trajectory in trajectories} == {("debater", 1.0)}
-    assert [trajectory.metrics for trajectory in trajectories] == [{"turns": 6, "context_full": 0}, {"context_full": 0}, {"context_full": 0}]
+    assert [trajectory.metrics.get("turns") for trajectory in trajectories] == [6, None, None]
     assert seen_by(engine).count("Another agent answered:") == 2
     assert seen_by(engine, 0).startswith("<|im_start|>system\nArgue.<|im_end|>")
 
