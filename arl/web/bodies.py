@@ -93,18 +93,20 @@ class RequestBody(BaseModel):
     def _check_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if value is not None and cls._has(name, value)}
+        own = cls.model_fields
+        for name, value in values.items():
+            if name not in own and value is not None:
+                cls._check_unknown(name, value)
+        return {name: value for name, value in values.items() if value is not None and name in own}
 
     @classmethod
-    def _has(cls, name: str, value: Any) -> bool:
-        """Whether it is a field of the model. Raises PydanticCustomError for one that asks for what is not here."""
-        if name in cls.model_fields:
-            return True
+    def _check_unknown(cls, name: str, value: Any) -> None:
+        """Raise PydanticCustomError for a field that asks for what is not here."""
         if name in cls._ignored or (cls._takes_empty and (value is False or value in ("", [], {}))):
-            return False
+            return
         if name in cls._only:
             if value in cls._only[name]:
-                return False
+                return
             allowed = " or ".join(map(shown, cls._only[name]))
             reason = f"is {shown(value)}, which cannot be honoured here; leave it out, or set it to {allowed}"
             raise PydanticCustomError("unsupported_value", "{reason}", {"reason": reason, "field": name})

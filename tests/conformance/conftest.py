@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from embedded_server import server_here
 from protocol_client import Client
 from reference import Reference
 from servers import Server, serving, sglang_python
@@ -107,6 +108,10 @@ def server(
     is_own = other in ("", "lora")
     model = models.directory_a if is_own else request.getfixturevalue(f"{other}_model")
     context_length = CONTEXT_LENGTH if is_own else 1024
+    if request.param == "embedded-reward":
+        with server_here(str(model), "--context-length", str(context_length)) as url:
+            yield Server("embedded", url)
+        return
     log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
     with serving(kind, model, context_length, log, SGLANG_OPTIONS.get(other, ())) as running:
         yield running

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -17,6 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from embedded_server import command as embedded_command
+from embedded_server import environment, free_port
 
 Kind = Literal["embedded", "sglang"]
 
@@ -49,20 +49,19 @@ def serving(
     port = free_port()
     limit = ("--context-length", str(context_length))
     if kind == "embedded":
-        command = [sys.executable, "-m", "arl.engine.local", "--model", str(model), "--port", str(port), *limit]
+        command = embedded_command(str(model), "--port", str(port), *limit)
     else:
         command = [str(_SERVE), sglang_python(), str(model), str(port), *limit, *sglang_options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as stream, _group(command, stream.fileno(), environment) as process:
+    with log.open("wb") as stream, _group(command, stream.fileno()) as process:
         url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(url, process, log)
         yield Server(kind, url)
 
 
 @contextmanager
-def _group(command: Sequence[str], output: int, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _group(command: Sequence[str], output: int) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment(), start_new_session=True
     )
     try:
         yield process
@@ -81,9 +80,3 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
         time.sleep(_POLL_S)
     end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
     raise RuntimeError(f"the server did not start; the end of {log}:\n{end}")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

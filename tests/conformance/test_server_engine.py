@@ -8,7 +8,7 @@ import pytest
 import torch
 from conformance.conftest import Models
 from protocol_client import Client
-from reference import logprobs_across
+from reference import close, logprobs_across
 from servers import Server
 
 from arl.api import DiskWeights, ModelRequest, SamplingParams
@@ -47,7 +47,7 @@ async def test_updates_in_flight_leave_no_mark_but_versions_and_their_logprobs(
             whole = [reference.logprobs(prompt, response.output_ids) for reference, _ in parts]
             chosen = torch.tensor([i for i, (_, count) in enumerate(parts) for _ in range(count)])
             wanted = torch.stack(whole).gather(0, chosen[None])[0]
-        torch.testing.assert_close(torch.tensor(response.output_logprobs), wanted, atol=2e-4, rtol=0)
+        close(response.output_logprobs, wanted, atol=2e-4)
 
 
 async def test_a_prompt_longer_than_the_context_is_told(client: Client, server: Server) -> None:

@@ -14,7 +14,7 @@ from adapter_files import write_adapter
 from agent_script import SayDigits
 from conformance.conftest import Models
 from protocol_client import Client, fresh_rid, spans
-from reference import Reference
+from reference import Reference, close
 from servers import Server
 
 from arl.api import Config, ModelRequest, SamplingParams
@@ -77,11 +77,6 @@ async def shelf(client: Client, written: Path) -> AsyncIterator[Shelf]:
         await client.post("/unload_lora_adapter", {"lora_name": name or "none"})
 
 
-def assert_of(reference: Reference, answer: Any, prompt: Sequence[int] = PROMPT) -> None:
-    told = torch.tensor([logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]])
-    torch.testing.assert_close(told, reference.logprobs(prompt, answer["output_ids"]), rtol=0, atol=1e-4)
-
-
 async def test_requests_of_several_adapters_and_of_none_at_once(
     shelf: Shelf, references: dict[str | None, Reference]
 ) -> None:
@@ -90,7 +85,7 @@ async def test_requests_of_several_adapters_and_of_none_at_once(
     prompts = [[i, *PROMPT[: 20 + i]] for i in range(len(names))]
     answers = await asyncio.gather(*map(shelf.generate, names, prompts))
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
-        assert_of(references[name], answer, prompt)
+        references[name].check_answer(answer, prompt)
 
 
 async def test_a_batch_names_an_adapter_for_each_prompt(shelf: Shelf, references: dict[str | None, Reference]) -> None:
@@ -104,7 +99,7 @@ async def test_a_batch_names_an_adapter_for_each_prompt(shelf: Shelf, references
         return_logprob=True,
     )
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
-        assert_of(references[name], answer, prompt)
+        references[name].check_answer(answer, prompt)
 
 
 async def test_prefixes_are_shared_under_one_adapter_alone(
@@ -116,7 +111,7 @@ async def test_prefixes_are_shared_under_one_adapter_alone(
     for name in ("one", "two", None, "one", "two", None):
         answer = await shelf.generate(name, prompt)
         cached.append(answer["meta_info"]["cached_tokens"])
-        assert_of(references[name], answer, prompt)
+        references[name].check_answer(answer, prompt)
     assert cached == [0, 0, 0, 39, 39, 39]
 
 
@@ -159,12 +154,12 @@ async def test_an_adapter_is_loaded_beside_a_request_which_goes_on_under_its_own
     running = asyncio.create_task(shelf.generate("one", rid=rid, sampling_params=sampling))
     await shelf.client.until_running(1)
     await shelf.load("two")
-    assert_of(references["two"], await shelf.generate("two"))
+    references["two"].check_answer(await shelf.generate("two"), PROMPT)
     assert not running.done()
     await shelf.client.post("/abort_request", {"rid": rid})
     answer = await running
     assert len(answer["output_ids"]) > 8
-    assert_of(references["one"], answer)
+    references["one"].check_answer(answer, PROMPT)
 
 
 async def test_a_request_in_flight_keeps_an_adapter_that_is_unloaded(
@@ -179,7 +174,7 @@ async def test_a_request_in_flight_keeps_an_adapter_that_is_unloaded(
     assert shelf.names["one"] not in unloaded.body["loaded_adapters"]
     answer = await running
     assert len(answer["output_ids"]) == 300
-    assert_of(references["one"], answer)
+    references["one"].check_answer(answer, PROMPT)
 
 
 async def test_adapters_are_loaded_while_the_server_is_paused(
@@ -189,7 +184,7 @@ async def test_adapters_are_loaded_while_the_server_is_paused(
     await shelf.load("one")
     waiting = asyncio.create_task(shelf.generate("one"))
     await shelf.client.post("/continue_generation")
-    assert_of(references["one"], await waiting)
+    references["one"].check_answer(await waiting, PROMPT)
 
 
 async def test_weights_from_a_directory_replace_the_model_below_the_adapters(shelf: Shelf, models: Models) -> None:
@@ -197,10 +192,10 @@ async def test_weights_from_a_directory_replace_the_model_below_the_adapters(she
     update = {"model_path": str(models.directory_b), "weight_version": "7"}
     assert (await shelf.client.post("/update_weights_from_disk", update)).body["success"]
     under, alone = await shelf.generate("one"), await shelf.generate(None)
-    assert_of(models.b, alone)
+    models.b.check_answer(alone, PROMPT)
     assert spans(under) == [("7", 0, 8)]
     with pytest.raises(AssertionError):
-        assert_of(models.b, under)
+        models.b.check_answer(under, PROMPT)
 
 
 async def test_a_name_that_was_never_loaded_is_refused(shelf: Shelf) -> None:
@@ -275,7 +270,7 @@ async def test_arls_client_publishes_adapters_beside_requests_that_end_under_the
         response = call.result()
         assert response.output_versions == (version,) * sampling.max_new_tokens
         wanted = references[name].logprobs((version, *PROMPT), response.output_ids)
-        torch.testing.assert_close(torch.tensor(response.output_logprobs), wanted, rtol=0, atol=2e-4)
+        close(response.output_logprobs, wanted, atol=2e-4)
 
 
 async def test_a_training_of_adapters_sees_the_samplers_logprobs_again(

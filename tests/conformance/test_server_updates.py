@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.conftest import Models
+from embedded_server import free_port
 from protocol_client import Client, fresh_rid, spans
+from reference import logprobs_of
 from safetensors.torch import load_file
-from servers import free_port
 
 from arl.engine.local.received_weights import GroupAddress, join_group
 
@@ -33,7 +34,7 @@ async def weights_of(client: Client, models: Models) -> str:
     """Which weights the server computes with, by the logprobs of what it says to a prompt that it has not seen."""
     prompt = torch.randint(256, (8,)).tolist()
     answer = await greedy(client, prompt)
-    told = torch.tensor([logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]])
+    told = torch.tensor(logprobs_of(answer))
     named = {"a": models.a, "b": models.b}
     fits = [n for n, r in named.items() if torch.allclose(told, r.logprobs(prompt, answer["output_ids"]), atol=1e-4)]
     return ", ".join(fits)

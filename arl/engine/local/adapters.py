@@ -1,9 +1,9 @@
-"""Low-rank adapters beside the model: read from peft's files, and added in the layers for the tokens that have them.
+"""Low-rank adapters beside the model: read from peft's files, and applied to the tokens of requests that name them.
 
     y = W x + alpha / rank * B A x        for a token whose request names the adapter, else y = W x
 
-A step computes tokens of many requests in one row. Each linear layer runs once over all of them, and then, for each
-adapter of the step, over those tokens that it belongs to. So requests of several adapters, and of none, share a batch.
+A step computes tokens of many requests in one row. Each linear layer runs once over all of them, and then once over
+the tokens of each adapter. So requests of several adapters, and of none, share a batch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _UNSUPPORTED = (
     "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern",
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
 )  # fmt: skip
-"""What peft's configuration can ask for beside A and B of one rank and scale."""
+"""What peft's configuration can ask for besides A and B of one rank and scale."""
 
 Tokens = Sequence[tuple["Adapter | None", int]]
-"""Runs of a step's tokens, in order: what they are adapted by, and how many they are."""
+"""Runs of a step's tokens, in order: their adapter, and how many they are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,23 +45,21 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adapter:
-    """An adapter that fits the model. layers: by the names of the model's modules.
-
-    key: names it among all that ever had its name, so that nobody finds keys and values of another.
-    """
+    """An adapter that fits the model."""
 
     name: str
     path: str
     layers: Mapping[str, Factors]
+    """By the names of the model's modules."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Unique, unlike its name: a later adapter of the same name finds none of its keys and values."""
 
 
 class Adapters:
-    """A model's adapters. `read` and `loaded` may be called from any thread, the rest belongs to the model's."""
+    """A model's adapters. Any thread may call `read` and `loaded`; the rest belongs to the model's thread."""
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        """head: what logits are made by, of some of a step's tokens; it is not adapted. Nor are experts, for the same
-        reason."""
+        """head: makes logits. It sees some of a step's tokens alone, as experts do, so neither is adapted."""
         self._linears = {
             name: module
             for name, module in model.named_modules()
@@ -80,7 +78,7 @@ class Adapters:
         return self._loaded.get(name)
 
     def read(self, name: str, directory: str) -> Adapter:
-        """Read peft's files. Raises WeightsError, saying what is missing, does not fit, or is not supported."""
+        """Read peft's files. Raises WeightsError for what is missing, does not fit, or is not supported."""
         if not os.path.isabs(directory) or not Path(directory).is_dir():
             raise WeightsError(f"lora_path is {directory!r}, which is not an absolute path of a directory here")
         scale = _scale(Path(directory, _CONFIG))
@@ -116,12 +114,12 @@ class Adapters:
         self._loaded[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Let no more requests name it; those that did keep it to their end. Raises WeightsError if there is none."""
+        """Let no more requests name it; those that did keep it. Raises WeightsError if it is not loaded."""
         if self._loaded.pop(name, None) is None:
             raise WeightsError(f"LoRA with name {name} does not exist. Loaded LoRAs: {', '.join(self._loaded)}")
 
     def use(self, tokens: Tokens, device: torch.device) -> None:
-        """Which adapters the tokens of the next step have."""
+        """Set the adapters of the next step's tokens."""
         self._groups = []
         present = dict.fromkeys(adapter for adapter, _ in tokens)
         if None not in present and len(present) == 1:
@@ -134,7 +132,7 @@ class Adapters:
     def _adapted(
         self, name: str, own: Callable[[torch.Tensor], torch.Tensor]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A layer's forward, `own`, followed by what the step's adapters add to it."""
+        """A layer's forward: its own, and what the step's adapters add to it."""
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             y = own(x)

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
@@ -77,11 +78,11 @@ class PromptBody(RequestBody):
     def _given(self) -> Any:
         return self.text if self.input_ids is None else self.input_ids
 
-    @property
+    @cached_property
     def is_batch(self) -> bool:
         return isinstance(self._given, list) and bool(self._given) and isinstance(self._given[0], str | list)
 
-    @property
+    @cached_property
     def prompts(self) -> Sequence[str | list[int]]:
         """Raises RequestError where there is none."""
         if self._given is None:

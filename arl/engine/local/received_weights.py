@@ -1,7 +1,7 @@
 """New weights, from a model directory or from a trainer's broadcasts: received aside, checked, then loaded whole.
 
-Nothing is applied until every tensor is here and fits the model, so that a failed update leaves the old weights as
-they were. The price is a second copy of the weights in memory while an update is under way.
+The model takes them once every tensor is here and fits, so a failed update leaves the old weights as they were. The
+price is a second copy of the weights in memory during an update.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class WeightsError(ArlError):
 
 
 class StoredForm:
-    """How the weights of a model are called in files and in what trainers send, and how they become its parameters.
+    """How files and trainers name the weights of a model, and how they become its parameters.
 
-    transformers fuses some tensors when it loads them: the experts of a layer, which are stored one by one, are one
-    parameter. shapes: by stored name; tied tensors once. is_tied: its output layer is its embedding, so that a file
-    may hold `lm_head.weight` once more.
+    transformers fuses some tensors when it loads them: the experts of a layer are stored one by one, and are one
+    parameter.
+
+    shapes: by stored name; tied tensors once.
+    is_tied: the output layer is the embedding, so a file may hold `lm_head.weight` besides.
     """
 
     def __init__(self, model: Any) -> None:
@@ -54,7 +56,7 @@ class StoredForm:
         self._class, self._config = type(model), model.config
 
     def parameters(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Stored tensors, which fit, as parameters. Raises WeightsError where a part of what is fused is missing."""
+        """The parameters of stored tensors that fit. Raises WeightsError where a part of a fused one is missing."""
         if self._is_own:
             return tensors
         try:
@@ -67,9 +69,9 @@ class StoredForm:
 
 
 def read_directory(directory: str, shapes: Shapes, is_tied: bool) -> dict[str, torch.Tensor]:
-    """The weights of a Hugging Face model directory (safetensors, one file or sharded), complete and of fitting shapes.
+    """The weights of a Hugging Face model directory (safetensors, one file or sharded).
 
-    shapes and is_tied: the served model's, as StoredForm has them. Raises WeightsError.
+    shapes and is_tied: the served model's. Raises WeightsError for weights that are not exactly of these shapes.
     """
     if not os.path.isabs(directory):
         raise WeightsError(f"model_path is {directory!r}; send the absolute path of a directory this server can read")
@@ -77,7 +79,7 @@ def read_directory(directory: str, shapes: Shapes, is_tied: bool) -> dict[str, t
     for file in _weight_files(Path(directory)):
         try:
             with safe_open(str(file), framework="pt") as opened:
-                # A clone reads the file now, on this thread; what safetensors gives is read page by page when used.
+                # A clone reads the file now, on this thread; safetensors reads page by page when a tensor is used.
                 tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"cannot read {file}: {error}") from error
@@ -124,7 +126,7 @@ def named(names: Iterable[str]) -> str:
 
 
 Expected = tuple[str, str, Sequence[int]]
-"""A tensor that is announced: its name, dtype and shape."""
+"""The name, dtype and shape of a tensor that the trainer announces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +163,8 @@ def join_group(at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
 def form_group(store: Store, at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
     """The process group of the ranks that meet in `store`, the one at the group's address; returns when all have met.
 
-    The names under which they find each other there are those of SGLang and of the trainers that speak to it, hence
-    the prefix, and the private function: torch has no public way to a group outside the default one.
+    SGLang and the trainers that speak to it find each other under these names, hence the prefix; and torch has no
+    public way to a group outside the default one, hence the private function.
     """
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
@@ -183,9 +185,9 @@ def form_group(store: Store, at: GroupAddress, timeout: timedelta) -> dist.Proce
 class WeightReceiver:
     """Joins trainers' groups and receives what they broadcast. Its calls block; make them all from one thread.
 
-    A trainer that dies or stalls costs `timeout_s` and an error, never the server. After a failed receive the group
-    is left, as a later broadcast could not be told from the one that failed, and the open transaction can only end
-    with that error. Joining or leaving a group discards a transaction that a former trainer left open.
+    A trainer that dies or stalls costs `timeout_s` and an error, never the server. A failed receive leaves the group,
+    because a later broadcast could not be told from the one that failed, and the open transaction then ends with that
+    error. Joining or leaving a group discards a transaction that a former trainer left open.
     """
 
     def __init__(self, parameters: Shapes, device: str, timeout_s: float) -> None:
@@ -266,7 +268,7 @@ class WeightReceiver:
 
 
 def _buffers(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """What to receive, and the tensors that it will hold: one for each."""
+    """The buffers to receive into, one for each tensor, and the tensors."""
     tensors = {
         name: torch.empty(tuple(shape), dtype=_dtype(name, dtype), device=device) for name, dtype, shape in expected
     }
@@ -274,7 +276,7 @@ def _buffers(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tens
 
 
 def _one_buffer(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """What to receive, and the tensors that it will hold: end to end in one buffer of bytes."""
+    """One buffer of bytes to receive into, and the tensors that lie in it end to end."""
     dtypes = [_dtype(name, dtype) for name, dtype, _ in expected]
     sizes = [math.prod(shape) * dtype.itemsize for (_, _, shape), dtype in zip(expected, dtypes, strict=True)]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -282,7 +284,7 @@ def _one_buffer(expected: Sequence[Expected], device: str) -> tuple[list[torch.T
     start = 0
     for (name, _, shape), dtype, size in zip(expected, dtypes, sizes, strict=True):
         if start % dtype.itemsize:
-            raise WeightsError(f"{name} would begin at byte {start}, which is no place for {dtype}: send it apart")
+            raise WeightsError(f"{name} would begin at byte {start}, where no {dtype} can: send it apart")
         tensors[name] = flat[start : start + size].view(dtype).view(tuple(shape))
         start += size
     return [flat], tensors
@@ -296,5 +298,5 @@ def _dtype(name: str, dtype: str) -> torch.dtype:
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, without torch's stack of native frames."""
+    """An error's message without torch's stack of native frames."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,8 @@
-"""The model: loaded from a directory, run over a step's tokens, and given new weights."""
+"""The model: loaded from a directory, run over a step's tokens, and given new weights.
+
+Its own code runs over the slot cache. The common decoder (Llama, Qwen2, Qwen3, Mistral, ...) takes a shorter way: its
+layers are called one after another.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _DEFAULT_CONTEXT = 4096
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
 _HEAD_ROWS = 256
-"""Rows of logits that are held at a time where logprobs of given tokens are wanted: a vocabulary is long."""
+"""Rows of logits held at a time to compute logprobs of given tokens: a vocabulary is long."""
 
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Yields (parameter name, tensor); called on the model thread."""
@@ -42,12 +46,12 @@ class StepInput:
 
 
 class ModelRunner:
-    """A Hugging Face causal language model over a slot cache. Belongs to one thread at a time.
+    """A Hugging Face model over a slot cache. Belongs to one thread at a time.
 
-    Or a reward model, where is_scorer: a sequence classifier, whose "logits" are the scores of its labels.
+    It is a causal language model, or (is_scorer) a sequence classifier, whose "logits" are the scores of its labels.
 
     Raises ModelError when the directory holds no such model or the model needs what the server cannot do, and
-    ConfigError for a device or dtype that there is not.
+    ConfigError for an unknown device or dtype.
     """
 
     def __init__(self, model_dir: str, *, device: str, dtype: str, max_rows: int, context_length: int | None) -> None:
@@ -69,9 +73,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _try(self) -> None:
-        """Compute a few tokens, so that a model that does not fit the slot cache is refused now.
+        """Compute a few tokens: refuse a model that does not fit the slot cache, and take the shorter way if it agrees.
 
-        Takes the short way through the layers if it leads to the same logits.
+        Raises ModelError.
         """
         if getattr(getattr(self.model.get_decoder(), "rotary_emb", None), "rope_type", None) == "longrope":
             raise ModelError("the model's rotary embedding (longrope) depends on how long its batch is; use another")
@@ -140,7 +144,7 @@ class ModelRunner:
     def load(self, tensors: NamedTensors) -> None:
         """Copy tensors into the parameters of their names; all of them, or none when one does not fit.
 
-        Raises ModelError naming what does not fit. Parameters that are not named stay as they are.
+        Raises ModelError that names the misfit. Parameters without a new tensor stay as they are.
         """
         parameters = self.model.state_dict()
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -168,7 +172,7 @@ def _read_config(model_dir: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_dir)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{model_dir} is no model directory, nor a model to be had from the hub: {error}") from error
+        raise ModelError(f"{model_dir} is neither a model directory nor a model on the hub: {error}") from error
 
 
 def _read_tokenizer(model_dir: str) -> Any | None:
@@ -180,7 +184,7 @@ def _read_tokenizer(model_dir: str) -> Any | None:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
-    if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes up of files that hold none
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one up from files of none
         raise ModelError(f"the tokenizer in {model_dir} knows no letter; save the model's own with save_pretrained")
     return tokenizer
 
@@ -252,9 +256,6 @@ def _cache_shape(config: Any, model: nn.Module) -> CacheShape:
     )
 
 
-# A shorter way through a Hugging Face decoder: its own layers, called one after another.
-
-
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend on the position alone, and not on how long the sequences are."""
 
@@ -262,7 +263,7 @@ _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 class DecoderStack:
     """Embedding, layers and norm of the common decoder (Llama, Qwen2, Qwen3, Mistral, ...), and the model's head.
 
-    Raises AttributeError if the model is not built so. That it computes what the model does is for the caller to try.
+    Raises AttributeError if the model is not built so. The caller has to compare it with the model.
     """
 
     def __init__(self, model: Any, head: nn.Module, context_length: int) -> None:
@@ -280,7 +281,7 @@ class DecoderStack:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, batch: SlotBatch
     ) -> torch.Tensor:
-        """token_ids and positions int64[1, N]; what `head` takes, [len(keep), hidden], at `keep`, or at all N."""
+        """The states [len(keep) or N, hidden] that `head` takes, of token_ids and positions int64[1, N]."""
         states = self._embed(token_ids)
         if self._table is not None:
             rotary = (self._table[0][positions], self._table[1][positions])
@@ -302,7 +303,7 @@ class DecoderStack:
 
 
 def quicken_norms(model: nn.Module) -> None:
-    """Give float32 RMSNorms a forward of five kernels in place of eight; those that it would change keep their own."""
+    """Give float32 RMSNorms a forward of five kernels in place of eight, where it computes the same."""
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)

@@ -33,7 +33,7 @@ class Computed:
 
 
 class Batch:
-    """Continuous batching on one thread: jobs go in, each step returns those that finished or (if streaming) grew.
+    """Continuous batching on one thread: jobs go in, and each step returns those that finished or, streaming, grew.
 
     prefill_tokens: most prompt tokens in a step, so that a long prompt does not hold up the others for long.
     prefix_cache_bytes: memory for the keys and values of finished sequences.
@@ -198,16 +198,16 @@ class Batch:
     # ---- who is in the batch ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give places to waiting sequences, and to each the keys and values of the longest prefix that is known.
+        """Give places to waiting sequences, and to each the keys and values of its longest known prefix.
 
-        One whose prefix is being computed by a row waits for that instead of computing it once more.
+        A sequence whose prefix another row is computing waits for that row.
         """
         deferred: list[Row] = []
         try:
             while self._waiting and len(self._rows) < self._max_rows:
                 row = self._waiting.popleft()
                 prefix, common = self._prefixes.find(row.tokens, row.extra_key) or (None, 0)
-                common = min(common, row.num_reusable)  # the last token's logits are needed in any case
+                common = min(common, row.num_reusable)  # beyond it, logits are needed
                 if prefix is not None and prefix.num_computed < min(common, len(prefix.tokens) - 1):
                     deferred.append(row)
                 else:
@@ -216,7 +216,7 @@ class Batch:
             self._waiting.extendleft(reversed(deferred))
 
     def _place(self, row: Row, prefix: Prefix | None, common: int) -> None:
-        """Append a row; the first `common` tokens of `prefix` are its own first, of which some are computed."""
+        """Append a row, with the keys and values of the first `common` tokens of `prefix`, as far as they are there."""
         length = min(common, prefix.num_computed) if prefix is not None else 0
         cache = self._runner.cache
         row.index = len(self._rows)
@@ -224,7 +224,7 @@ class Batch:
         row.num_computed = length
         row.is_mixed = False
         if row.job.lacks_input_logprobs:
-            row.job.input_logprobs.clear()  # those from before a retraction: it begins anew
+            row.job.input_logprobs.clear()  # a retraction left some; it begins anew
         if length:
             cache.reserve(len(self._rows), length)
             if isinstance(prefix, Retained):
@@ -256,7 +256,7 @@ class Batch:
     # ---- between steps ----------------------------------------------------------------------------------------
 
     def abort(self, rid: str | None, message: str = "Aborted by request") -> list[Job]:
-        """Finish a job, or all, with what was generated so far; returns them. Aborting all never touches the device."""
+        """Finish a job, or all, with their tokens so far; returns them. Aborting all never touches the device."""
         if rid is None:
             ended = [*self._take_out_all(), *self._waiting]
             self._waiting.clear()
@@ -298,7 +298,7 @@ class Batch:
         return rows
 
     def load(self, tensors: NamedTensors, weight_version: str | None) -> None:
-        """Change weights. No keys and values of the old ones are found by other sequences from here on."""
+        """Change weights. Other sequences find no keys and values of the old ones from here on."""
         self._runner.load(tensors)
         self.flush()
         for row in self._rows:

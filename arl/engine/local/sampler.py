@@ -1,7 +1,7 @@
 """From logits to tokens, vectorised over the batch.
 
-Each sequence draws from a random stream of its own, indexed by the token's position: what it samples depends on its
-seed and its text alone, not on who else is in the batch nor on how often it was interrupted.
+Each sequence draws from a random stream of its own, indexed by the token's position. So its samples depend on its
+seed and its text alone, and not on the rest of the batch or on interruptions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def random_stream(seed: int | None) -> int:
-    """The stream of a request's seed; a fresh one where it has none."""
+    """The stream of a request's seed; a fresh one without a seed."""
     if seed is None:
         return random.getrandbits(64)
     z = (seed + _GOLDEN) & (2**64 - 1)
@@ -73,13 +73,12 @@ class Filter:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchSampler:
-    """The sampling parameters of a batch, as columns; made anew when the batch's members change.
-
-    temperature: float32[B, 1], None where all are 1. greedy: bool[B], None where no sequence is.
-    """
+    """The sampling parameters of a batch, as columns; made anew when the batch's members change."""
 
     temperature: torch.Tensor | None
+    """float32[B, 1]; None where all are 1."""
     greedy: torch.Tensor | None
+    """bool[B]; None where no sequence is greedy."""
     is_all_greedy: bool
     filter: Filter | None
     streams: np.ndarray
@@ -118,13 +117,13 @@ class BatchSampler:
         return tokens.tolist(), chosen[:, 0].tolist()
 
     def _draw(self, probs: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-        """By inversion of the cumulative distribution, in token order: filters of other rows cannot change a draw."""
+        """Invert the cumulative distribution in token order, so that filters of other rows cannot change a draw."""
         if self.filter is not None:
             probs = self.filter.apply(probs)
         cumulative = probs.cumsum(-1, dtype=torch.float64)
         u = torch.from_numpy(uniforms(self.streams, np.array(positions, dtype=np.uint64)))
         targets = u.to(probs.device)[:, None] * cumulative[:, -1:]
-        # Logits that are not numbers land past the end; their logprob tells, but a GPU would not survive the index.
+        # NaN logits land past the end: their logprob reports them, but such an index would kill a GPU.
         return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)
 
 

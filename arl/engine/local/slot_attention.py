@@ -1,7 +1,8 @@
-"""Attention over slot caches, as a function registered with transformers: the models' own code stays as it is.
+"""The slot cache, and attention over it: a function registered with transformers, so that models run their own code.
 
-A forward pass takes all tokens of a step as one sequence [1, tokens]: first one token for each decoding sequence
-(cache rows 0, 1, ...), then the chunks of prompts. Linear layers see them together; here they part again.
+Each running sequence has one contiguous row of keys and values, so a batch is a view and needs no gather. A forward
+pass takes all tokens of a step as one sequence [1, tokens]: first one token of each decoding sequence (cache rows 0,
+1, ...), then the chunks of prompts. Linear layers see them together; attention parts them again.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ SLOT_ATTENTION = "arl_slot_attention"
 """The name under which transformers knows the function."""
 
 _BLOCK_ROWS = 16
-"""Rows that are taken together, at least, when a batch is split by length."""
+"""The fewest rows of a segment when a batch is split by length."""
 
 _FIRST_ROWS = 8
 _FIRST_CAPACITY = 256
-"""Rows, and positions of each, that a cache has at first. It doubles what it runs out of."""
+"""Rows, and positions of each, that a cache begins with. It doubles what it runs out of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What one position of one sequence takes: keys and values of every layer."""
+    """The size of one position of one sequence: keys and values of every layer."""
 
     num_layers: int
     num_kv_heads: int
@@ -51,7 +52,7 @@ class SlotCache:
         self._use(self._allocate(min(_FIRST_ROWS, max_rows), min(_FIRST_CAPACITY, max_length)))
 
     def _allocate(self, num_rows: int, capacity: int) -> torch.Tensor:
-        """Zeros: attention multiplies what lies beyond a sequence's end by 0, so it must be finite."""
+        """Zeros: attention multiplies everything beyond a sequence's end by 0, so it must be finite."""
         s = self.shape
         size = (2, s.num_layers, num_rows, s.num_kv_heads, capacity, s.head_dim)
         return torch.zeros(size, dtype=s.dtype, device=self._device)
@@ -119,31 +120,29 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """Decoding rows first..last-1, which attend to `context` positions together.
-
-    bias: [rows * kv heads, 1, context], 0 or -inf; None where all are of the same length.
-    """
+    """Decoding rows first..last-1, which attend to `context` positions together."""
 
     first: int
     last: int
     context: int
     bias: torch.Tensor | None
+    """[rows * kv heads, 1, context], 0 or -inf; None where all rows have the same length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotBatch:
-    """Where the tokens of one step belong.
-
-    rows: int64[D], 0..D-1, and positions: int64[D], of the D decoding sequences; segments cover them in order.
-    masks: for each chunk its bias [length, start + length], 0 or -inf; None where it begins its prompt.
-    """
+    """Where the tokens of one step belong."""
 
     cache: SlotCache
     rows: torch.Tensor
+    """int64[D], 0..D-1, of the D decoding sequences."""
     positions: torch.Tensor
+    """int64[D], of the D decoding sequences."""
     segments: Sequence[Segment]
+    """They cover the decoding sequences in order."""
     chunks: Sequence[Chunk]
     masks: Sequence[torch.Tensor | None]
+    """For each chunk its bias [length, start + length], 0 or -inf; None where it begins its prompt."""
 
     @classmethod
     def of(cls, cache: SlotCache, rows: torch.Tensor, positions: Sequence[int], chunks: Sequence[Chunk]) -> SlotBatch:
@@ -166,7 +165,7 @@ class SlotBatch:
 def _split(positions: Sequence[int]) -> list[tuple[int, int, int]]:
     """(first row, end, context) of runs of blocks whose contexts are within a factor of two.
 
-    All rows of a segment read as much of the cache as its longest: a long one must not make all others as slow.
+    All rows of a segment read as much of the cache as its longest, so one long row must not slow down all others.
     """
     segments: list[tuple[int, int, int]] = []
     for first in range(0, len(positions), _BLOCK_ROWS):
@@ -237,12 +236,12 @@ def _refuse_unknown(options: dict[str, Any], batch: SlotBatch) -> None:
     window = options.get("sliding_window")
     if window is not None and window < batch.cache.max_length:
         raise ModelError(
-            f"the model attends to a sliding window of {window} tokens, which the embedded server does not know; "
+            f"the model attends to a sliding window of {window} tokens, which the embedded server does not support; "
             f"set context_length to at most {window}"
         )
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise ModelError(f"the model's attention uses {name}, which the embedded server does not know")
+            raise ModelError(f"the model's attention uses {name}, which the embedded server does not support")
 
 
 def _decode(

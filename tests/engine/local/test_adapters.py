@@ -34,7 +34,7 @@ def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def references(adapters: Path, reference: Reference) -> dict[str, Reference]:
     """By adapter; of the empty name, the model alone."""
-    merged = {n: Reference(AutoModelForCausalLM.from_pretrained(adapters / f"merged-{n}")) for n in NAMES}
+    merged = {n: Reference(adapters / f"merged-{n}") for n in NAMES}
     return {"": reference, **merged}
 
 
@@ -145,7 +145,7 @@ def test_rank_stabilized_adapters_have_their_own_scale(batch: Batch, model_dir: 
     load(batch, "a", tmp_path / "a")
     job = job_under("a", prompt_of(20, 0))
     run_all(batch, [job])
-    Reference(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).check(job)
+    Reference(tmp_path / "merged").check(job)
 
 
 def configured(directory: Path, **changes: Any) -> None:

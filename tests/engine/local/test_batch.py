@@ -12,7 +12,6 @@ from tiny_qwen import SIZES, Reference, make_batch_of, make_job, prompt_of, run_
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from arl.engine.local.job import Job
-from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import Batch
 
 MakeBatch = Callable[..., Batch]
@@ -112,27 +111,6 @@ def test_samples_of_one_prompt_compute_it_once(make_batch: MakeBatch, reference:
         reference.check(job)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_logprobs_are_those_of_a_plain_forward_at_the_temperature(
-    batch: Batch, reference: Reference, temperature: float
-) -> None:
-    filters = [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}]
-    jobs = [
-        make_job(prompt_of(4 + 9 * i, i), temperature=temperature, max_new_tokens=20, **filters[i % 4])
-        for i in range(12)
-    ]
-    run_all(batch, jobs)
-    for job in jobs:
-        reference.check(job, temperature)
-
-
-def test_greedy_logprobs_are_at_temperature_one(batch: Batch, reference: Reference) -> None:
-    jobs = [make_job(prompt_of(9, i), temperature=0 if i else 2.0) for i in range(3)]
-    run_all(batch, jobs)
-    for job in jobs[1:]:
-        reference.check(job)
-
-
 def test_a_seeded_request_does_not_depend_on_its_company(make_batch: MakeBatch) -> None:
     def seeded() -> Job:
         return make_job(prompt_of(20, 1), seed=7, max_new_tokens=30, temperature=1.5)
@@ -199,40 +177,6 @@ def test_retained_prefixes_beyond_their_memory_are_evicted(make_batch: MakeBatch
         run_all(batch, [turn])
         assert turn.cached_tokens == num_cached
         reference.check(turn)
-
-
-def test_aborted_requests_return_what_they_have_and_the_others_go_on(batch: Batch, reference: Reference) -> None:
-    kept, gone = (make_job(prompt_of(10 + i, i), temperature=0, max_new_tokens=20) for i in range(2))
-    batch.add(gone)
-    batch.add(kept)
-    step_until_sampled(batch, gone, 4)
-    assert batch.abort(gone.rid) == [gone]
-    assert gone.finish_reason == {"type": "abort", "message": "Aborted by request"}
-    run_all(batch)
-    assert gone.output_ids == reference.greedy(gone.input_ids, 4, ignore_eos=True)
-    reference.check_greedy(kept)
-
-
-def test_a_step_that_fails_ends_its_requests_and_the_next_ones_are_served(
-    batch: Batch, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing, next_one = (make_job(prompt_of(20, 1), temperature=0) for _ in range(2))
-    batch.add(failing)
-    batch.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "forward", _raise)
-        with pytest.raises(RuntimeError, match="out of memory") as caught:
-            batch.step()
-    assert batch.fail(caught.value) == [failing]
-    assert failing.finish_reason is not None
-    assert failing.finish_reason["status_code"] == 500
-    assert "out of memory" in failing.finish_reason["message"]
-    run_all(batch, [next_one])
-    reference.check_greedy(next_one)
-
-
-def _raise(*_: object) -> None:
-    raise RuntimeError("out of memory")
 
 
 def test_streaming_jobs_are_delivered_at_every_step_and_others_at_their_end(batch: Batch) -> None:

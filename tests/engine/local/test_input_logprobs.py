@@ -32,16 +32,6 @@ def test_chunks_of_any_size_give_the_same_logprobs(
         assert job.output_ids == []
 
 
-def test_jobs_that_sample_and_jobs_that_are_scored_share_steps(make_batch: MakeBatch, reference: Reference) -> None:
-    sampling = [make_job(prompt_of(20 + i, i), temperature=0, max_new_tokens=12) for i in range(3)]
-    both = replace(make_job(prompt_of(50, 9), temperature=0, max_new_tokens=12), logprob_start=10)
-    only = [scored(prompt_of(70, 7)), scored(prompt_of(30, 8), 20)]
-    run_all(make_batch(prefill_tokens=16), [sampling[0], only[0], both, sampling[1], only[1], sampling[2]])
-    reference.check_greedy(*sampling, both)
-    for job in [both, *only]:
-        reference.check(job)
-
-
 def test_a_retraction_in_the_middle_of_a_prompt_begins_it_anew(make_batch: MakeBatch, reference: Reference) -> None:
     batch, job = make_batch(prefill_tokens=16), scored(prompt_of(60, 3), 5)
     batch.add(job)

@@ -74,27 +74,6 @@ def test_an_aborting_pause_returns_running_and_queued_requests(scheduler: Schedu
     deliveries.wait_done(*jobs, queued)
 
 
-@pytest.mark.parametrize("is_paused", [False, True])
-def test_new_weights_are_used_from_their_call_on(
-    scheduler: Scheduler,
-    deliveries: Deliveries,
-    other_weights: Weights,
-    other_reference: Reference,
-    is_paused: bool,
-) -> None:
-    if is_paused:
-        scheduler.pause("in_place").result(10)
-    loading = scheduler.load(other_weights.items, "1")
-    job = make_job(prompt_of(20, 1))
-    scheduler.submit(job)
-    loading.result(10)
-    assert scheduler.weight_version == "1"
-    scheduler.resume()
-    deliveries.wait_done(job)
-    assert job.versions == ["1"] * 8
-    other_reference.check(job)
-
-
 def test_a_failed_load_is_told_to_its_caller_and_generation_goes_on(
     scheduler: Scheduler, deliveries: Deliveries
 ) -> None:
@@ -104,15 +83,6 @@ def test_a_failed_load_is_told_to_its_caller_and_generation_goes_on(
         loading.result(10)
     deliveries.wait_done(*jobs)
     assert {version for job in jobs for version in job.versions} == {"0"}
-
-
-def test_one_aborted_request_leaves_the_others_alone(scheduler: Scheduler, deliveries: Deliveries) -> None:
-    gone, *kept = start_long(scheduler, deliveries)
-    scheduler.abort(gone.rid)
-    scheduler.abort("unknown")
-    deliveries.wait_done(gone, *kept)
-    assert gone.finish_reason == {"type": "abort", "message": "Aborted by request"}
-    assert all(len(job.output_ids) == 240 for job in kept)
 
 
 def test_a_step_that_raises_fails_its_requests_and_not_the_thread(

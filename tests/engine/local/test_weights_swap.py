@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_qwen import Reference, close, logprobs_across_swap, make_job, prompt_of, run_all, step_until_sampled
+from tiny_qwen import Reference, make_job, prompt_of, run_all, step_until_sampled
 
 from arl.api.errors import ModelError
-from arl.engine.local.job import Job
 from arl.engine.local.running_batch import Batch
 
 Weights = dict[str, torch.Tensor]
@@ -17,41 +16,6 @@ Weights = dict[str, torch.Tensor]
 
 def differs(logprobs: list[float], other: torch.Tensor) -> bool:
     return (torch.tensor(logprobs) - other).abs().max().item() > 1e-2
-
-
-def swapped_after_some_tokens(batch: Batch, other_weights: Weights, *, is_retracted: bool) -> list[tuple[Job, int]]:
-    """Jobs whose weights changed under way, each with its number of tokens of the old ones."""
-    jobs = [make_job(prompt_of(10 + 3 * i, i), max_new_tokens=20) for i in range(4)]
-    for job in jobs:
-        batch.add(job)
-    step_until_sampled(batch, jobs[0], 8)
-    if is_retracted:
-        batch.retract()
-    batch.load(other_weights.items, "1")
-    run_all(batch)
-    counts = [job.versions.count("0") for job in jobs]
-    for job, num_old in zip(jobs, counts, strict=True):
-        assert 0 < num_old < 20
-        assert job.versions == ["0"] * num_old + ["1"] * (20 - num_old)
-        assert job.num_retractions == is_retracted
-    return list(zip(jobs, counts, strict=True))
-
-
-def test_in_place_tokens_are_of_old_cache_and_new_weights(
-    batch: Batch, reference: Reference, other_reference: Reference, other_weights: Weights
-) -> None:
-    for job, num_old in swapped_after_some_tokens(batch, other_weights, is_retracted=False):
-        across = logprobs_across_swap(reference, other_reference, job.input_ids, job.output_ids, num_old)
-        close(job.output_logprobs, across)
-        assert differs(job.output_logprobs[num_old:], other_reference.logprobs(job.input_ids, job.output_ids)[num_old:])
-
-
-def test_retracted_tokens_are_recomputed_wholly_under_the_new_weights(
-    batch: Batch, reference: Reference, other_reference: Reference, other_weights: Weights
-) -> None:
-    for job, num_old in swapped_after_some_tokens(batch, other_weights, is_retracted=True):
-        close(job.output_logprobs[:num_old], reference.logprobs(job.input_ids, job.output_ids)[:num_old])
-        close(job.output_logprobs[num_old:], other_reference.logprobs(job.input_ids, job.output_ids)[num_old:])
 
 
 def test_a_prompt_that_was_half_computed_when_the_weights_changed_goes_on_with_what_it_has(

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import reference
 import torch
+from reference import close
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from arl.api.types import SamplingParams
 from arl.engine.local.job import Job
@@ -81,69 +83,22 @@ def make_batch_of(
     )
 
 
-class Reference:
-    """What plain transformers says, one sequence at a time."""
+class Reference(reference.Reference):
+    """What plain transformers says of jobs."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    @torch.no_grad()
-    def greedy(self, prompt: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-        """By `generate`; ends early with the end-of-sequence token, unless that is ignored."""
-        output = self.model.generate(
-            torch.tensor([list(prompt)]),
-            attention_mask=torch.ones(1, len(prompt)),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=None if ignore_eos else EOS,
-            pad_token_id=0,
-        )
-        return output[0, len(prompt) :].tolist()
-
-    @torch.no_grad()
-    def logprobs(self, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
-        """float32[len(output)]: of each output token, by one forward over everything."""
-        tokens = torch.tensor([*prompt, *output])
-        logits = self.model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        return (logits / temperature).log_softmax(-1).gather(1, tokens[len(prompt) :, None])[:, 0]
-
-    def check(self, job: Job, temperature: float = 1.0) -> None:
+    def check(self, job: Job) -> None:
         """The model says of the job's tokens, given and sampled, what the job was told."""
         if job.logprob_start is not None:
             first = job.logprob_start + 1
             close(job.input_logprobs, self.logprobs(job.input_ids[:first], job.input_ids[first:]))
         if job.output_ids:
-            close(job.output_logprobs, self.logprobs(job.input_ids, job.output_ids, temperature))
+            close(job.output_logprobs, self.logprobs(job.input_ids, job.output_ids))
         assert job.is_done
 
     def check_greedy(self, *jobs: Job) -> None:
         for job in jobs:
-            wanted = self.greedy(job.input_ids, job.sampling.max_new_tokens, ignore_eos=job.sampling.ignore_eos)
-            assert job.output_ids == wanted
-
-
-def close(logprobs: Sequence[float], wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-def logprobs_across_swap(
-    before: Reference, after: Reference, prompt: Sequence[int], output: Sequence[int], num_before: int
-) -> torch.Tensor:
-    """Logprobs of output tokens when the weights change after `num_before` of them and the cache is kept.
-
-    A DynamicCache is carried across: the tokens fed before the swap keep the keys and values of the old weights.
-    """
-    cache = DynamicCache()
-    tokens = [*prompt, *output]
-    fed, wanted = 0, []
-    for index in range(len(output)):
-        model = (before if index < num_before else after).model
-        end = len(prompt) + index
-        logits = model(torch.tensor([tokens[fed:end]]), past_key_values=cache, use_cache=True).logits[0, -1]
-        wanted.append(logits.float().log_softmax(-1)[tokens[end]])
-        fed = end
-    return torch.stack(wanted)
+            eos = None if job.sampling.ignore_eos else EOS
+            assert job.output_ids == self.greedy(job.input_ids, job.sampling.max_new_tokens, eos=eos)
 
 
 _rid = itertools.count()

@@ -55,7 +55,7 @@ async def test_a_stop_string_ends_the_text_and_is_never_streamed(client: Client)
     assert "".join(pieces) == expected
 
 
-async def test_n_choices_differ(client: Client) -> None:
+async def test_choices_differ(client: Client) -> None:
     choices = (await chat(client, n=2))["choices"]
     assert [choice["index"] for choice in choices] == [0, 1]
     assert choices[0]["message"] != choices[1]["message"]

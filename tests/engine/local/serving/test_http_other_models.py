@@ -11,26 +11,17 @@ import pytest
 import torch
 from embedded_server import server_here
 from protocol_client import Client
+from reference import Reference
 from safetensors.torch import load_file, save_file
-from tiny_qwen import Reference
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 PROMPT = [10, 11, 12, 13]
 GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
 CONFIG = Qwen3MoeConfig(
-    vocab_size=288,
-    hidden_size=32,
-    intermediate_size=64,
-    moe_intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_experts=4,
-    num_experts_per_tok=2,
-    max_position_embeddings=512,
-    initializer_range=0.3,
-)
+    vocab_size=288, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    max_position_embeddings=512, initializer_range=0.3,
+)  # fmt: skip
 
 
 def write_experts(directory: Path, seed: int) -> str:
@@ -60,9 +51,7 @@ async def client(experts_url: str, experts_a: str) -> AsyncIterator[Client]:
 async def check_served(client: Client, directory: str) -> None:
     """The server says what transformers does with the weights in `directory`."""
     answer = await client.generate(input_ids=PROMPT, sampling_params=GREEDY, return_logprob=True)
-    told = torch.tensor([logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]])
-    reference = Reference(AutoModelForCausalLM.from_pretrained(directory))
-    torch.testing.assert_close(told, reference.logprobs(PROMPT, answer["output_ids"]), atol=1e-4, rtol=0)
+    Reference(directory).check_answer(answer, PROMPT)
 
 
 async def test_experts_that_are_stored_one_by_one_are_loaded_into_the_fused_parameter(
