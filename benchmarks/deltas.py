@@ -136,7 +136,7 @@ def train(model: Path, lr: float, steps: Sequence[list[TrainSequence]], scratch:
             engine.export(scratch / "version-0")
             base = survey(scratch / "version-0", pool)
             for version, batch in enumerate(steps, start=1):
-                engine.train_batch([weigh_tokens([batch], "token_mean")], loss)
+                engine.train_batch([weigh_tokens(batch)], loss)
                 engine.export(scratch / f"version-{version}")
                 base, result = measured(base, scratch / f"version-{version}", pool)
                 out.append(result)

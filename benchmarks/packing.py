@@ -57,7 +57,7 @@ class Workload:
             prompt = _tokens(self.prompt, generator)
             for _ in range(self.group_size):
                 built += self._episode(prompt, generator)
-        return weigh_tokens([built], "token_mean")
+        return weigh_tokens(built)
 
     def _episode(self, prompt: torch.Tensor, generator: torch.Generator) -> Iterator[TrainSequence]:
         tokens, mask = [prompt], [torch.zeros(len(prompt))]

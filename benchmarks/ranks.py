@@ -113,7 +113,7 @@ def random_batch(groups: int, seed: int) -> list[TrainSequence]:
             length = int(MEDIAN_RESPONSE_TOKENS * torch.randn(1, generator=generator).mul(0.6).exp())
             length = min(max(length, 1), 2048)
             sequences.append(random_sequence(prompt, length, generator))
-    return weigh_tokens([sequences], "token_mean")
+    return weigh_tokens(sequences)
 
 
 def random_sequence(prompt: torch.Tensor, length: int, generator: torch.Generator) -> TrainSequence:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from arl.algorithm.batch import Batch, to_sequences
+from arl.algorithm.batch import Batch
 from arl.api.algorithm import AlgorithmConfig
-from arl.api.types import Group, TrainSequence, Trajectory, TurnSpan
+from arl.api.types import Group, Trajectory, TurnSpan
 
 VERSION, MAX_STALENESS = 4, 4
 """The trainer's; tokens are of versions 0 to 4."""
@@ -86,26 +86,25 @@ def _trajectory(prompt: list[int], role: str, generator: torch.Generator, vocabu
 
 
 def seen_by_the_trainer(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
-    """The groups' sequences with proximal and reference logprobs and values near to what a model would give them.
+    """The groups' batch with proximal and reference logprobs and values near to what a model would give them.
 
     All follow from a trajectory's tokens, so they are its own in whatever order groups and trajectories come.
     """
-    return [[_seen(sequence) for sequence in group] for group in to_sequences(groups, config.overlong)]
-
-
-def _seen(sequence: TrainSequence) -> TrainSequence:
-    generator = torch.Generator().manual_seed(zlib.crc32(str(sequence.token_ids.tolist()).encode()))
-
-    def noise() -> torch.Tensor:
-        return torch.randn(len(sequence), generator=generator) * sequence.loss_mask
-
-    behavior = sequence.behavior_logprobs
+    batch = Batch.of(groups, config.overlong)
+    rows = [_noise(t) for t in batch.trajectories]
+    proximal, reference, values = (torch.cat(column) * batch.loss_mask for column in zip(*rows, strict=True))
+    behavior = batch.behavior_logprobs
     return replace(
-        sequence,
-        proximal_logprobs=behavior + 0.5 * noise(),
-        reference_logprobs=behavior + 0.5 * noise(),
-        values=noise(),
+        batch,
+        proximal_logprobs=behavior + 0.5 * proximal,
+        reference_logprobs=behavior + 0.5 * reference,
+        values=values,
     )
+
+
+def _noise(trajectory: Trajectory) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(zlib.crc32(str(list(trajectory.token_ids)).encode()))
+    return tuple(torch.randn(len(trajectory.token_ids), generator=generator) for _ in range(3))
 
 
 def reordered(groups: Sequence[Group], seed: int) -> list[Group]:

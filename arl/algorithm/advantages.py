@@ -1,4 +1,4 @@
-"""What is learned from each token: advantages, by any of the estimators, from groups of trajectories.
+"""What is learned from each token: advantages, by any of the estimators, from a batch of trajectories.
 
 Each is computed among a group's trajectories of the same role, in float64, and is the same to the last bit in whatever
 order trajectories, groups and roles come. An episode that branched into several trajectories counts once.
@@ -6,88 +6,125 @@ order trajectories, groups and roles come. An episode that branched into several
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from arl.algorithm.baselines import (
-    RELATIVE,
-    centred,
-    divisor_of,
-    gigpo_advantages,
-    scaled_apart,
-)
-from arl.algorithm.batch import Batch, flat, regrouped
+from arl.algorithm.batch import Batch, joined
 from arl.algorithm.pass_at_k import SUCCESS, pass_at_k_advantages
-from arl.algorithm.peers import Peers, kl_penalties, peers_of, whitened
-from arl.algorithm.returns import gae_advantages, normalised_process_rewards, returns_to_go
+from arl.algorithm.peers import Peers, Spread, kl_penalties, peers_of, spread_of, whitened
+from arl.algorithm.returns import TrainedTokens, gae_advantages, process_rewards, returns_to_go, turn_advantages
 from arl.api.algorithm import (
-    AdvantageConfig,
     AlgorithmConfig,
     DistillationAdvantage,
     GAEAdvantage,
     GiGPOAdvantage,
-    KLConfig,
     PassAtKAdvantage,
     RejectionAdvantage,
     ReturnsAdvantage,
 )
-from arl.api.types import Group
+from arl.api.errors import TrajectoryError
 
 
-def with_advantages(groups: Sequence[Group], batch: Batch, config: AlgorithmConfig) -> Batch:
-    """The batch's sequences with their advantages (and, with a critic, returns) filled in: 0 where nothing is trained.
+def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """The batch with its advantages (and, with a critic, returns) filled in: 0 where nothing is trained.
 
-    `batch` holds the groups' sequences, with proximal and reference logprobs where a KL in the reward needs them, and
-    with values for GAE. A trajectory that is masked out counts in its group's statistics of rewards, but in none over
-    trained tokens. Raises TrajectoryError for rewards that the estimator needs and a group does not have.
+    It holds proximal and reference logprobs where a KL in the reward needs them, and values for GAE. A trajectory that
+    is masked out counts in its group's statistics of rewards, but in none over trained tokens. Raises TrajectoryError
+    for rewards that the estimator needs and a group does not have.
     """
-    sequences = flat(batch)
-    advantages = [torch.empty(0)] * len(sequences)
-    for peers in peers_of(groups, batch, config.overlong):
-        for place, values in zip(peers.places, _estimated(peers, config), strict=True):
-            advantages[place] = values.masked_fill(~sequences[place].loss_mask, 0.0)
-    if isinstance(config.advantage, GAEAdvantage):
-        pairs = zip(sequences, advantages, strict=True)
-        sequences = [replace(s, returns=torch.where(s.loss_mask, a + s.values, 0.0).float()) for s, a in pairs]
-    if _is_whitened(config.advantage):
-        masks = [s.loss_mask for s in sequences]
-        once = [(i, s.episode) for i, group in enumerate(batch) for s in group]
-        advantages = whitened(advantages, masks, once if _weighs_episodes(config.advantage) else None)
-    filled = [replace(s, advantages=a.float()) for s, a in zip(sequences, advantages, strict=True)]
-    return regrouped(filled, batch)
-
-
-def _estimated(peers: Peers, config: AlgorithmConfig) -> list[torch.Tensor]:
-    """float64[T] for each of the peers, before anything that looks at the whole batch."""
-    settings = config.advantage
-    if isinstance(settings, ReturnsAdvantage):
-        return returns_advantages(peers, settings, config.kl)
+    settings, returns = config.advantage, batch.returns
+    advantages = torch.where(batch.loss_mask, _estimated(batch, peers_of(batch, config.overlong), config), 0.0)
     if isinstance(settings, GAEAdvantage):
-        return gae_advantages(peers, settings, config.kl)
-    if isinstance(settings, GiGPOAdvantage):
-        return gigpo_advantages(peers, settings)
-    if isinstance(settings, DistillationAdvantage):
-        return distillation_advantages(peers, settings)
-    if isinstance(settings, PassAtKAdvantage):
-        return _over_tokens(peers, _one_success(peers, settings.k))
-    return _over_tokens(peers, rejection_advantages(peers.totals, settings))
+        returns = torch.where(batch.loss_mask, advantages + batch.values, 0.0).float()
+        advantages = whitened(batch, advantages) if settings.whiten else advantages
+    elif isinstance(settings, ReturnsAdvantage) and settings.scale == "batch_std":
+        # REINFORCE++ subtracts the mean (2501.03262, as do OpenRLHF and verl), and so does its variant with the group's
+        # mean as a baseline: longer trajectories weigh more, so the mean over tokens is not 0 there either, and a group
+        # of equal rewards comes out at -mean / std.
+        advantages = whitened(batch, advantages)
+    elif isinstance(settings, ReturnsAdvantage) and settings.separate_rewards:
+        advantages = whitened(batch, advantages, by_episode=True)  # GDPO, 2601.05242, as in TRL
+    return replace(batch, advantages=advantages.float(), returns=returns)
 
 
-def distillation_advantages(peers: Peers, settings: DistillationAdvantage) -> list[torch.Tensor]:
+def _estimated(batch: Batch, peers: Sequence[Peers], config: AlgorithmConfig) -> torch.Tensor:
+    """float64[T], before anything that looks at the whole batch."""
+    match config.advantage:
+        case ReturnsAdvantage() as settings:
+            return returns_advantages(batch, peers, settings, config)
+        case GAEAdvantage() as settings:
+            outcomes = _of_each(batch, peers, lambda one: one.outcomes)
+            return gae_advantages(batch, outcomes, settings, config.kl)
+        case GiGPOAdvantage() as settings:
+            standing = _of_each(batch, peers, lambda one: scaled(one.totals, one, "group_mean", settings.scale))
+            return batch.over_tokens(standing) + settings.step_weight * turn_advantages(batch, peers, settings)
+        case DistillationAdvantage() as settings:
+            return distillation_advantages(batch, settings)
+        case PassAtKAdvantage() as settings:
+            return batch.over_tokens(_of_each(batch, peers, lambda one: _one_success(one, settings.k)))
+        case RejectionAdvantage() as settings:
+            # RAFT (2304.06767) and RAFT++ (2504.11343): 1 for what is kept, and 0 for what is not.
+            kept = _of_each(batch, peers, lambda one: [float(total > settings.threshold) for total in one.totals])
+            return batch.over_tokens(kept)
+
+
+def _of_each(batch: Batch, peers: Sequence[Peers], estimate: Callable[[Peers], Sequence[float]]) -> list[float]:
+    """[N] What `estimate` says of each trajectory among its peers."""
+    values = [0.0] * len(batch)
+    for one in peers:
+        for i, value in zip(one.members, estimate(one), strict=True):
+            values[i] = value
+    return values
+
+
+def returns_advantages(
+    batch: Batch, peers: Sequence[Peers], settings: ReturnsAdvantage, config: AlgorithmConfig
+) -> torch.Tensor:
+    """float64[T]: (R - baseline) / scale, the same for each token, and the process rewards from each token on.
+
+    Outcome and process rewards are normalised apart and added (PRIME, 2502.01456). A KL in the reward is part
+    of a trajectory's outcome where the baseline is the peers' (RLOO, 2402.14740): R is R less the penalties of all its
+    episode's tokens. Else it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The
+    scale is that of R itself: in a group of equal rewards, penalties would be scaled up to 1.
+    """
+    penalties = kl_penalties(batch, config.kl)
+    sums = batch.sums(penalties) if penalties is not None and settings.is_relative else None
+
+    def outcomes(one: Peers) -> list[float]:
+        if settings.separate_rewards:
+            return scaled_apart(one, settings)
+        penalised = one.outcomes
+        if sums is not None:
+            own = one.summed([sums[i] for i in one.members])
+            penalised = [r - p for r, p in zip(penalised, own, strict=True)]
+        divisor = divisor_of(one.outcomes, one, settings.scale)
+        return [c / divisor for c in centred(penalised, one, settings.baseline)]
+
+    advantages = batch.over_tokens(_of_each(batch, peers, outcomes))
+    has_process = any(any(t.token_rewards or ()) or any(turn.reward for turn in t.turns) for t in batch.trajectories)
+    has_penalties = penalties is not None and not settings.is_relative
+    if not has_process and not has_penalties:
+        return advantages
+    trained = TrainedTokens.of(batch)
+    rewards = process_rewards(batch, peers, settings, trained)
+    if penalties is not None and has_penalties:
+        divisors = _of_each(batch, peers, lambda one: [divisor_of(one.outcomes, one, settings.scale)] * len(one))
+        rewards = rewards - penalties / batch.over_tokens(divisors)
+    return advantages + returns_to_go(rewards, batch, settings, trained)
+
+
+def distillation_advantages(batch: Batch, settings: DistillationAdvantage) -> torch.Tensor:
     """float64[T]: coefficient (teacher logprob - p), each trained token's own, from what the workflow saw of it.
 
     The reverse KL(student || teacher) of a policy pi has the gradient E[(log pi - log teacher) grad log pi], with pi
     the policy that learns. The workflow could only compare the teacher with the sampler b: b - p is added, or stale
     tokens would be pushed on after the student has reached its teacher.
     """
-    advantages: list[torch.Tensor] = []
-    for trajectory, sequence in zip(peers.trajectories, peers.sequences, strict=True):
-        given = torch.tensor(trajectory.token_rewards or [0.0] * len(sequence), dtype=torch.float64)
-        moved = sequence.behavior_logprobs.double() - sequence.proximal_logprobs.double()
-        advantages.append(settings.coefficient * (given + moved))
-    return advantages
+    given = joined("d", (t.token_rewards or (0.0,) * len(t.token_ids) for t in batch.trajectories))
+    return settings.coefficient * (given + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double()))
 
 
 def _one_success(peers: Peers, k: int) -> list[float]:
@@ -97,57 +134,104 @@ def _one_success(peers: Peers, k: int) -> list[float]:
     return [known.get(total > SUCCESS, 0.0) for total in peers.totals]
 
 
-def rejection_advantages(rewards: Sequence[float], settings: RejectionAdvantage) -> list[float]:
-    """RAFT (2304.06767) and RAFT++ (2504.11343): 1 for what is kept, and 0 for what is not."""
-    return [1.0 if reward > settings.threshold else 0.0 for reward in rewards]
+# One number for each trajectory, from its reward and those of its peers' episodes.
 
 
-def returns_advantages(peers: Peers, settings: ReturnsAdvantage, kl: KLConfig) -> list[torch.Tensor]:
-    """float64[T]: (R - baseline) / scale, the same for each token, and the process rewards from each token on.
+def scaled(rewards: Sequence[float], peers: Peers, baseline: str, scale: str) -> list[float]:
+    """(R - baseline) / scale, for each of the peers; batch_std is left to whoever sees the batch."""
+    divisor = divisor_of(rewards, peers, scale)
+    return [c / divisor for c in centred(rewards, peers, baseline)]
 
-    Outcome and process rewards are normalised apart and added (PRIME, 2502.01456). A KL in the reward is part
-    of a trajectory's outcome where the baseline is the peers' (RLOO, 2402.14740): R is R less the penalties of all its
-    episode's tokens. Else it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The
-    scale is that of R itself: in a group of equal rewards, penalties would be scaled up to 1.
+
+def divisor_of(rewards: Sequence[float], peers: Peers, scale: str) -> float:
+    """group_std: the sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) of n episodes' rewards + 1e-6;
+    else 1.
+
+    Trajectories of one episode that have rewards of their own (debaters, say) are a part of an episode each, which
+    counts by its own distance from the mean: where episodes are alike, what is different within them is not scaled up.
+    Where all are equal it is 1 too: nothing is scaled up to where a rounding error would count.
     """
-    penalties = kl_penalties(peers.sequences, kl)
-    rewards = peers.outcomes
-    totals = rewards
-    if penalties is not None:
-        sums = peers.summed([float(p.sum()) for p in penalties])
-        totals = [r - p for r, p in zip(rewards, sums, strict=True)]
-    divisor = divisor_of(rewards, peers, settings.scale)
-    is_relative = settings.baseline in RELATIVE
-    if settings.separate_rewards:
-        outcomes = scaled_apart(peers, settings)
-    else:
-        outcomes = [c / divisor for c in centred(totals if is_relative else rewards, peers, settings.baseline)]
-    advantages = _over_tokens(peers, outcomes)
-    process = normalised_process_rewards(peers, settings)
-    if penalties is not None and not is_relative:
-        process = [-p / divisor + (process[i] if process else 0.0) for i, p in enumerate(penalties)]
-    for i, later in enumerate(process or ()):
-        advantages[i] += returns_to_go(later, peers.sequences[i].loss_mask, peers.trajectories[i], settings)
-    return advantages
+    if scale != "group_std":
+        return 1.0
+    between = spread_of(peers.of_episodes(rewards))
+    spreads = [spread_of([rewards[i] for i in members]) for members in peers.episodes]
+    within = [s.std**2 * (len(of) - 1) / len(of) for s, of in zip(spreads, peers.episodes, strict=True)]
+    if not any(within):
+        return between.divisor
+    variance = between.std**2 + math.fsum(within) / max(len(within) - 1, 1)
+    return Spread(between.mean, math.sqrt(variance)).divisor
 
 
-def _over_tokens(peers: Peers, values: Sequence[float]) -> list[torch.Tensor]:
-    pairs = zip(peers.trajectories, values, strict=True)
-    return [torch.full((len(t.token_ids),), value, dtype=torch.float64) for t, value in pairs]
+def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float]:
+    """R - baseline, for n episodes, each with one reward, the mean over its trajectories', and l_i trained tokens.
 
+        none (REINFORCE):                       R_i
+        greedy (ReMax, 2310.10505):             R_i - the reward of the episode that was decoded greedily
+        group_mean (GRPO, 2402.03300, 4.1.2):   R_i - mean(R)
+        leave_one_out (RLOO, 2402.14740):       R_i - mean of the others' R = (R_i - mean(R)) n / (n - 1)
+        length_weighted (OPO, 2505.23585):      R_i - sum(l R) / sum(l); the plain mean where nothing is trained
 
-def _is_whitened(settings: AdvantageConfig) -> bool:
-    """Whether the batch's mean is subtracted and its standard deviation divided by, once all else is done.
-
-    REINFORCE++ subtracts the mean (2501.03262, as do OpenRLHF and verl), and so does its variant with the
-    group's mean as a baseline: longer trajectories weigh more, so that the mean over tokens is not 0 there either, and
-    a group of equal rewards comes out at -mean / std.
+    Trajectories of one episode may have rewards of their own: the R_i that something is subtracted from is then the
+    trajectory's. Raises TrajectoryError where a greedy baseline is asked for and the group has none for the role.
     """
-    if isinstance(settings, ReturnsAdvantage):
-        return settings.scale == "batch_std" or settings.separate_rewards
-    return isinstance(settings, GAEAdvantage) and settings.whiten
+    if baseline == "none":
+        return list(rewards)
+    if baseline == "greedy":
+        return [r - _greedy_reward(peers) for r in rewards]
+    if spread_of(rewards).std == 0:
+        return [0.0] * len(rewards)
+    values = peers.of_episodes(rewards)
+    middle = spread_of(values).mean
+    if baseline == "leave_one_out":
+        return _less_the_others(rewards, values, middle, peers)
+    if baseline == "length_weighted":
+        lengths = [sum(peers.trajectories[i].num_trained_tokens for i in members) for members in peers.episodes]
+        if sum(lengths):
+            middle = math.fsum(n * r for n, r in zip(lengths, values, strict=True)) / sum(lengths)
+    return [r - middle for r in rewards]
 
 
-def _weighs_episodes(settings: AdvantageConfig) -> bool:
-    """GDPO's mean and standard deviation are over episodes (2601.05242, as in TRL); all others are over tokens."""
-    return isinstance(settings, ReturnsAdvantage) and settings.scale != "batch_std"
+def _less_the_others(rewards: Sequence[float], values: Sequence[float], mean: float, peers: Peers) -> list[float]:
+    """Each reward less the mean of the other episodes' values; 0 where there is no other episode."""
+    centred = [0.0] * len(rewards)
+    if len(values) == 1:
+        return centred
+    factor = len(values) / (len(values) - 1)
+    for members, value in zip(peers.episodes, values, strict=True):
+        for i in members:
+            centred[i] = (value - mean) * factor + (rewards[i] - value)
+    return centred
+
+
+def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
+    """The sum of each named reward's own advantage (GDPO, 2601.05242), which is then whitened.
+
+    `rewards` take the place of `reward`. A penalty for length is one more of them.
+    Raises TrajectoryError where the peers have not all the same names, or have none.
+    """
+    parts = [[t.rewards[name] for t in peers.trajectories] for name in _reward_names(peers)]
+    parts.append([-p for p in peers.overlong])
+    columns = (scaled(part, peers, settings.baseline, settings.scale) for part in parts)
+    return [math.fsum(column) for column in zip(*columns, strict=True)]
+
+
+def _reward_names(peers: Peers) -> list[str]:
+    first = peers.trajectories[0].rewards.keys()
+    where = f"in group {peers.group.group_id}, role {peers.role!r}"
+    if not first:
+        raise TrajectoryError(f"rewards is empty {where}; advantage.separate_rewards needs each trajectory's parts")
+    for trajectory in peers.trajectories:
+        if different := first ^ trajectory.rewards.keys():
+            name = min(different)
+            raise TrajectoryError(f"rewards[{name!r}] is there for some trajectories {where} and not for others")
+    return sorted(first)
+
+
+def _greedy_reward(peers: Peers) -> float:
+    rewards = peers.group.greedy_rewards
+    if peers.role not in rewards:
+        raise TrajectoryError(
+            f"group {peers.group.group_id} has no greedy reward for role {peers.role!r}, only for "
+            f"{sorted(rewards) or 'no role'}; the greedy episode has to return a trajectory of each role"
+        )
+    return rewards[peers.role]

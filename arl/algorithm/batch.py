@@ -1,70 +1,166 @@
-"""Groups of trajectories as training sequences, and back to one flat list."""
+"""A batch as one flat record: the tokens of all its trajectories end to end, and columns that say whose they are.
+
+    groups          g0                g1
+    trajectories    0     1    2      3       4        columns: group, episode, trajectories[i].role
+    tokens          .....|....|......|.......|....     one tensor for each field, T tokens long
+
+The algorithm works on these tensors by index. A train engine takes `sequences`: views of them.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, repeat
+from typing import Literal
 
 import torch
 
 from arl.api.algorithm import Aggregation, OverlongConfig
-from arl.api.types import Group, TrainSequence, Trajectory
+from arl.api.types import TOKEN_FIELDS, Group, TrainSequence, Trajectory
 
-Batch = list[list[TrainSequence]]
-"""For each group the training sequences of its trajectories, in the order of `group.trajectories`."""
+_TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
 
 
-def to_sequences(groups: Sequence[Group], overlong: OverlongConfig) -> Batch:
-    """The training sequences of each group's trajectories, with what the sampler said of them and nothing else yet.
-
-    With overlong.mask_truncated, those that a length limit ended train no token, and count in no denominator.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """N trajectories with T tokens together. The tensors are TrainSequence's fields, [T] each, and are never changed in
+    place: what is not known yet is 0, and several fields may share these zeros.
     """
-    return [[_sequence(t, n, overlong) for t, n in zip(g.trajectories, _episodes(g), strict=True)] for g in groups]
+
+    groups: tuple[Group, ...]
+    trajectories: tuple[Trajectory, ...]
+    """Those of the groups, in their order; N."""
+    group: tuple[int, ...]
+    """[N] The place of each trajectory's group in `groups`."""
+    episode: tuple[int, ...]
+    """[N] A number for each episode and role. An episode that branched has several trajectories with its number."""
+    lengths: tuple[int, ...]
+    """[N] Tokens of each trajectory."""
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    proximal_logprobs: torch.Tensor
+    """The behavior logprobs, until a forward pass has filled them in."""
+    reference_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    values: torch.Tensor
+    returns: torch.Tensor
+    selected: torch.Tensor
+    loss_weights: torch.Tensor
+    versions: torch.Tensor
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], overlong: OverlongConfig = OverlongConfig()) -> Batch:  # noqa: B008 - frozen
+        """The groups' trajectories with what the sampler said of them.
+
+        With overlong.mask_truncated, those that a length limit ended train no token and count in no denominator.
+        """
+        trajectories = tuple(t for group in groups for t in group.trajectories)
+        lengths = tuple(len(t.token_ids) for t in trajectories)
+        numbers: dict[tuple[int, int, str], int] = {}
+        members = [
+            (place, episode, t.role)
+            for place, group in enumerate(groups)
+            for t, episode in zip(group.trajectories, group.episode_indices, strict=True)
+        ]
+        behavior = joined("f", (t.behavior_logprobs for t in trajectories))
+        unknown = torch.zeros(sum(lengths))
+        return cls(
+            groups=tuple(groups),
+            trajectories=trajectories,
+            group=tuple(place for place, _, _ in members),
+            episode=tuple(numbers.setdefault(member, len(numbers)) for member in members),
+            lengths=lengths,
+            token_ids=joined("q", (t.token_ids for t in trajectories)),
+            loss_mask=joined("b", (_mask(t, overlong) for t in trajectories)).bool(),
+            behavior_logprobs=behavior,
+            proximal_logprobs=behavior,
+            reference_logprobs=unknown,
+            advantages=unknown,
+            values=unknown,
+            returns=unknown,
+            selected=unknown.bool(),
+            loss_weights=unknown,
+            versions=joined("q", (t.versions for t in trajectories)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def starts(self) -> list[int]:
+        """[N + 1] Where each trajectory's tokens begin, and T."""
+        return list(accumulate(self.lengths, initial=0))
+
+    @property
+    def owners(self) -> torch.Tensor:
+        """int64[T]: which trajectory each token is of."""
+        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+
+    @property
+    def counts(self) -> list[int]:
+        """[N] Trained tokens of each trajectory."""
+        return torch.zeros(len(self), dtype=torch.int64).index_add_(0, self.owners, self.loss_mask.long()).tolist()
+
+    def sums(self, values: torch.Tensor) -> list[float]:
+        """[N] The sum of float[T] values over each trajectory's tokens, from its first to its last."""
+        return torch.zeros(len(self), dtype=values.dtype).index_add_(0, self.owners, values).tolist()
+
+    def over_tokens(self, values: Sequence[float]) -> torch.Tensor:
+        """float64[T]: for each token the value of its trajectory."""
+        return torch.tensor(values, dtype=torch.float64)[self.owners]
+
+    def split(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of [T] values, one for each trajectory."""
+        return values.split(self.lengths)
+
+    def take(self, groups: Sequence[int]) -> Batch:
+        """The groups at these places, in this order, as a batch of their own."""
+        if list(groups) == list(range(len(self.groups))):
+            return self
+        members: list[list[int]] = [[] for _ in self.groups]
+        for i, group in enumerate(self.group):
+            members[group].append(i)
+        rows, starts = [i for group in groups for i in members[group]], self.starts
+        pieces = [torch.arange(starts[row[0]], starts[row[-1] + 1]) for group in groups if (row := members[group])]
+        places = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+        return Batch(
+            groups=tuple(self.groups[group] for group in groups),
+            trajectories=tuple(self.trajectories[i] for i in rows),
+            group=tuple(chain.from_iterable(repeat(new, len(members[group])) for new, group in enumerate(groups))),
+            episode=tuple(self.episode[i] for i in rows),
+            lengths=tuple(self.lengths[i] for i in rows),
+            **{name: getattr(self, name)[places] for name in _TENSORS},
+        )
+
+    def sequences(self) -> list[TrainSequence]:
+        """[N] The trajectories as a train engine takes them; their tensors are views."""
+        columns = [getattr(self, name).split(self.lengths) for name in _TENSORS]
+        return [
+            TrainSequence(temperature=t.temperature, **dict(zip(_TENSORS, row, strict=True)))
+            for t, *row in zip(self.trajectories, *columns, strict=True)
+        ]
 
 
-def flat(batch: Sequence[Sequence[TrainSequence]]) -> list[TrainSequence]:
-    return [sequence for group in batch for sequence in group]
+def joined(kind: Literal["b", "q", "f", "d"], rows: Iterable[Iterable[float]]) -> torch.Tensor:
+    """One flat tensor of all rows; kind: int8, int64, float32 or float64, as the array module calls them."""
+    values = array(kind, chain.from_iterable(rows))
+    dtype = {"b": torch.int8, "q": torch.int64, "f": torch.float32, "d": torch.float64}[kind]
+    return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
 
 
-def regrouped(sequences: Sequence[TrainSequence], like: Sequence[Sequence[TrainSequence]]) -> Batch:
-    """`sequences`, which are as many as `like` holds, in groups of its sizes."""
-    rest = iter(sequences)
-    return [[next(rest) for _ in group] for group in like]
+def _mask(trajectory: Trajectory, overlong: OverlongConfig) -> Iterable[int]:
+    is_left_out = overlong.mask_truncated and trajectory.is_truncated
+    return repeat(0, len(trajectory.loss_mask)) if is_left_out else trajectory.loss_mask
 
 
-def _episodes(group: Group) -> list[int]:
-    """For each trajectory a number that those of the same episode and role have in common."""
-    numbers: dict[tuple[int, str], int] = {}
-    pairs = zip(group.episode_indices, group.trajectories, strict=True)
-    return [numbers.setdefault((episode, t.role), len(numbers)) for episode, t in pairs]
+def loss_weights(batch: Batch, aggregation: Aggregation, *, sequence_tokens: int = 1) -> torch.Tensor:
+    """float32[T]: each token's share, so that the loss of `batch`, a minibatch, is sum(loss_weights * token loss).
 
-
-def _sequence(trajectory: Trajectory, episode: int, overlong: OverlongConfig) -> TrainSequence:
-    loss_mask = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
-    if overlong.mask_truncated and trajectory.is_truncated:
-        loss_mask = torch.zeros_like(loss_mask)
-    behavior = torch.tensor(trajectory.behavior_logprobs, dtype=torch.float32)
-    return TrainSequence(
-        token_ids=torch.tensor(trajectory.token_ids, dtype=torch.int64),
-        loss_mask=loss_mask,
-        behavior_logprobs=behavior,
-        proximal_logprobs=behavior,
-        versions=torch.tensor(trajectory.versions, dtype=torch.int64),
-        temperature=trajectory.temperature,
-        episode=episode,
-    )
-
-
-# How token losses become one number: each token's share of a minibatch's loss.
-
-
-def weigh_tokens(
-    minibatch: Sequence[Sequence[TrainSequence]], aggregation: Aggregation, *, sequence_tokens: int = 1
-) -> list[TrainSequence]:
-    """The sequences of all groups with loss_weights, so that the minibatch's loss is sum(loss_weights * token loss).
-
-    With N trained tokens in the minibatch, n_i of them in an episode's sequences of one role, N_g in group g, and
+    With N trained tokens in the minibatch, n_i of them in an episode's trajectories of one role, N_g in group g, and
     counting only episodes (S, apart for each role) and groups (G) that have any:
 
         token_mean (DAPO, 2503.14476, eq. 8):                    1 / N
@@ -76,32 +172,25 @@ def weigh_tokens(
     ranks: call this before any split. Untrained tokens weigh 0; an episode without trained tokens counts nowhere,
     and a minibatch of such episodes has loss 0.
     """
-    counts = [_trained_tokens(group) for group in minibatch]
-    totals = [sum(group.values()) for group in counts]
-    num_episodes = sum(count > 0 for group in counts for count in group.values())
-    num_groups = sum(total > 0 for total in totals)
-    weighed: list[TrainSequence] = []
-    for group, group_counts, total in zip(minibatch, counts, totals, strict=True):
-        for place, sequence in enumerate(group):
-            share = {
-                "token_mean": sum(totals),
-                "sequence_mean": num_episodes * group_counts[_episode(sequence, place)],
-                "sequence_sum": num_episodes * sequence_tokens,
-                "group_mean": num_groups * total,
-            }[aggregation]
-            weights = sequence.loss_mask.to(torch.float32) / max(share, 1)
-            weighed.append(replace(sequence, loss_weights=weights))
-    return weighed
+    of_episodes, of_groups = Counter[int](), Counter[int]()
+    for group, episode, count in zip(batch.group, batch.episode, batch.counts, strict=True):
+        of_episodes[episode] += count
+        of_groups[group] += count
+    num_episodes = sum(count > 0 for count in of_episodes.values())
+    num_groups = sum(count > 0 for count in of_groups.values())
+    match aggregation:
+        case "token_mean":
+            shares = [of_groups.total()] * len(batch)
+        case "sequence_mean":
+            shares = [num_episodes * of_episodes[episode] for episode in batch.episode]
+        case "sequence_sum":
+            shares = [num_episodes * sequence_tokens] * len(batch)
+        case "group_mean":
+            shares = [num_groups * of_groups[group] for group in batch.group]
+    return batch.loss_mask.float() / batch.over_tokens(shares).float().clamp(min=1)
 
 
-def _trained_tokens(group: Sequence[TrainSequence]) -> Counter[tuple[int, int]]:
-    """Of each episode of the group."""
-    counts: Counter[tuple[int, int]] = Counter()
-    for place, sequence in enumerate(group):
-        counts[_episode(sequence, place)] += int(sequence.loss_mask.sum())
-    return counts
-
-
-def _episode(sequence: TrainSequence, place: int) -> tuple[int, int]:
-    """What sequences of one episode and role have in common; one that has no episode is one of its own."""
-    return (sequence.episode, -1 if sequence.episode >= 0 else place)
+def weigh_tokens(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """The sequences of a minibatch with loss_weights 1 / N on each of their N trained tokens."""
+    count = max(sum(int(s.loss_mask.sum()) for s in sequences), 1)
+    return [replace(s, loss_weights=s.loss_mask.float() / count) for s in sequences]

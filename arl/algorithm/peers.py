@@ -1,43 +1,44 @@
-"""Who is compared with whom, and the rewards that are compared."""
+"""Who is compared with whom, the rewards that are compared, and their mean and spread."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from arl.algorithm.batch import Batch, flat
+from arl.algorithm.batch import Batch
 from arl.api.algorithm import KLConfig, OverlongConfig
-from arl.api.types import Group, TrainSequence, Trajectory
+from arl.api.types import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The trajectories of a group with the same role, as many as there are: who is compared with whom.
+    """The trajectories of a group with the same role, however many there are.
 
     Agents of different roles have rewards of their own, and a group from which episodes were dropped is normalised by
-    those that remain. places: where each lies in the flat batch. episodes: for each episode, which of the trajectories
-    are its own. One that branched has several, and counts once: in every statistic it is their mean. outcomes: each
-    trajectory's reward less the penalty for its length; overlong: those penalties. Those that are masked out train
-    nothing, but count in here as the others do.
+    those that remain. Trajectories that are masked out train nothing, but count in here as the others do.
     """
 
     group: Group
     role: str
-    places: tuple[int, ...]
+    members: tuple[int, ...]
+    """Places of the trajectories in the batch."""
     episodes: tuple[tuple[int, ...], ...]
+    """For each episode, which of the peers are its own. One that branched has several, and counts once: in every
+    statistic it is their mean."""
     trajectories: tuple[Trajectory, ...]
-    sequences: tuple[TrainSequence, ...]
     overlong: tuple[float, ...]
+    """Each trajectory's penalty for its length."""
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.members)
 
     @property
     def outcomes(self) -> list[float]:
+        """Each trajectory's reward less the penalty for its length."""
         return [t.reward - p for t, p in zip(self.trajectories, self.overlong, strict=True)]
 
     @property
@@ -66,32 +67,27 @@ class Peers:
         return sums
 
 
-def peers_of(groups: Sequence[Group], batch: Batch, overlong: OverlongConfig) -> Iterator[Peers]:
-    sequences, first = flat(batch), 0
-    for group in groups:
-        places: dict[str, list[int]] = defaultdict(list)
-        for i, trajectory in enumerate(group.trajectories):
-            places[trajectory.role].append(i)
-        for role, members in places.items():
-            trajectories = tuple(group.trajectories[i] for i in members)
-            episodes: dict[int, list[int]] = defaultdict(list)
-            for place, i in enumerate(members):
-                episodes[group.episode_indices[i]].append(place)
-            yield Peers(
-                group=group,
+def peers_of(batch: Batch, overlong: OverlongConfig) -> list[Peers]:
+    members: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for i, (group, trajectory) in enumerate(zip(batch.group, batch.trajectories, strict=True)):
+        members[group, trajectory.role].append(i)
+    peers: list[Peers] = []
+    for (group, role), places in members.items():
+        episodes: defaultdict[int, list[int]] = defaultdict(list)
+        for peer, i in enumerate(places):
+            episodes[batch.episode[i]].append(peer)
+        trajectories = tuple(batch.trajectories[i] for i in places)
+        peers.append(
+            Peers(
+                group=batch.groups[group],
                 role=role,
+                members=tuple(places),
                 episodes=tuple(map(tuple, episodes.values())),
-                places=tuple(first + i for i in members),
                 trajectories=trajectories,
-                sequences=tuple(sequences[first + i] for i in members),
                 overlong=tuple(length_penalty(t.num_trained_tokens, overlong) for t in trajectories),
             )
-        first += len(group.trajectories)
-
-
-def mean(values: Sequence[float]) -> float:
-    """Exact where all are equal: the rounded mean of equal numbers may be another."""
-    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+        )
+    return peers
 
 
 def length_penalty(num_tokens: int, config: OverlongConfig) -> float:
@@ -107,8 +103,8 @@ def length_penalty(num_tokens: int, config: OverlongConfig) -> float:
     return config.penalty * min(over / config.buffer_tokens, 1.0) if config.buffer_tokens else config.penalty
 
 
-def kl_penalties(sequences: Sequence[TrainSequence], kl: KLConfig) -> list[torch.Tensor] | None:
-    """What the KL takes off each token's reward, float64[T], 0 where nothing is trained; None: it is no part of it.
+def kl_penalties(batch: Batch, kl: KLConfig) -> torch.Tensor | None:
+    """What the KL takes off each token's reward, float64[T], 0 where nothing is trained; None: no KL in the reward.
 
     coefficient * k(d) with d = proximal - reference logprob, and k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d at
     least -20, so that one token that the policy all but excludes does not outweigh everything. A trajectory that is
@@ -116,14 +112,12 @@ def kl_penalties(sequences: Sequence[TrainSequence], kl: KLConfig) -> list[torch
     """
     if kl.coefficient == 0 or kl.place == "loss":
         return None
-    return [torch.where(s.loss_mask, kl.coefficient * _estimate(s, kl.estimator), 0.0) for s in sequences]
-
-
-def _estimate(sequence: TrainSequence, estimator: str) -> torch.Tensor:
-    distance = sequence.proximal_logprobs.double() - sequence.reference_logprobs.double()
-    if estimator == "k1":
-        return distance
-    return distance**2 / 2 if estimator == "k2" else torch.expm1(-(d := distance.clamp(min=-20.0))) + d
+    estimate = batch.proximal_logprobs.double() - batch.reference_logprobs.double()
+    if kl.estimator == "k2":
+        estimate = estimate**2 / 2
+    elif kl.estimator == "k3":
+        estimate = torch.expm1(-(d := estimate.clamp(min=-20.0))) + d
+    return torch.where(batch.loss_mask, kl.coefficient * estimate, 0.0)
 
 
 # Mean and standard deviation, the same to the last bit in whatever order the numbers come.
@@ -146,13 +140,18 @@ class Spread:
         return self.std + EPSILON if self.std > 0 else 1.0
 
 
+def mean(values: Sequence[float]) -> float:
+    """Exact where all are equal: the rounded mean of equal numbers may be another."""
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+
+
 def spread_of(numbers: Sequence[float]) -> Spread:
     if not numbers or _are_equal(min(numbers), max(numbers)):
         return Spread(min(numbers, default=0.0), 0.0)
     # fsum is exact, so the result does not depend on the order in which episodes finished.
-    mean = math.fsum(numbers) / len(numbers)
-    squares = math.fsum((n - mean) * (n - mean) for n in numbers)
-    return Spread(mean, math.sqrt(squares / (len(numbers) - 1)))
+    middle = math.fsum(numbers) / len(numbers)
+    squares = math.fsum((n - middle) * (n - middle) for n in numbers)
+    return Spread(middle, math.sqrt(squares / (len(numbers) - 1)))
 
 
 def _are_equal(low: float, high: float) -> bool:
@@ -164,47 +163,21 @@ def _are_equal(low: float, high: float) -> bool:
     return high - low <= 4 * math.ulp(max(abs(low), abs(high)))
 
 
-def pooled_spread(parts: Sequence[torch.Tensor], *, each_part_once: bool = False) -> Spread:
-    """The spread of all numbers of some 1-D tensors, whose order does not matter; empty ones count nowhere.
+def whitened(batch: Batch, values: torch.Tensor, *, by_episode: bool = False) -> torch.Tensor:
+    """(values - mean) / (std + 1e-6) of float64[T] values over the trained tokens, and 0 elsewhere.
 
-    each_part_once: a tensor weighs the same however long it is, as if it were one number.
+    Numbers that are all equal, and one that is alone, become 0 exactly. by_episode: for mean and std each episode
+    weighs as much as another, however many tokens it trains.
     """
-    parts = [part for part in parts if len(part)]
-    if not parts:
-        return Spread(0.0, 0.0)
-    low, high = min(float(part.min()) for part in parts), max(float(part.max()) for part in parts)
-    count = len(parts) if each_part_once else sum(map(len, parts))
-    if _are_equal(low, high):
-        return Spread(low, 0.0)
-
-    def total(values: Sequence[torch.Tensor]) -> float:
-        return math.fsum(float(v.mean() if each_part_once else v.sum()) for v in values)
-
-    mean = total(parts) / count
-    squares = total([(part - mean) ** 2 for part in parts])
-    return Spread(mean, math.sqrt(squares / (count - 1)) if count > 1 else 0.0)
-
-
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One 1-D tensor of all numbers, the same in whatever order the parts come."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts)).sort().values
-
-
-def whitened(
-    values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], once: Sequence[Hashable] | None = None
-) -> list[torch.Tensor]:
-    """(values - mean) / (std + 1e-6) over everything that is masked in, and 0 elsewhere.
-
-    Numbers that are all equal, and one that is alone, become 0 exactly. once: for each sequence of what it is a part;
-    for mean and std those with the same weigh as much together as others do, however many numbers are masked in.
-    """
-    parts = [v[m] for v, m in zip(values, masks, strict=True)]
-    if once is not None:
-        whole: defaultdict[Hashable, list[torch.Tensor]] = defaultdict(list)
-        for part, of in zip(parts, once, strict=True):
-            whole[of].append(part)
-        parts = [joined(members) for members in whole.values()]
-    spread = pooled_spread(parts, each_part_once=once is not None)
-    if spread.std == 0:
-        return [torch.zeros_like(v) for v in values]
-    return [torch.where(m, (v - spread.mean) / spread.divisor, 0.0) for v, m in zip(values, masks, strict=True)]
+    trained, weights = values[batch.loss_mask], torch.ones(int(batch.loss_mask.sum()), dtype=torch.float64)
+    if by_episode:
+        episodes = torch.tensor(batch.episode, dtype=torch.int64)[batch.owners[batch.loss_mask]]
+        weights = weights / episodes.bincount()[episodes]
+    count = round(math.fsum(weights.tolist()))
+    if count < 2 or _are_equal(float(trained.min()), float(trained.max())):
+        return torch.zeros_like(values)
+    # fsum is exact here too.
+    middle = math.fsum((weights * trained).tolist()) / count
+    squares = math.fsum((weights * (trained - middle) ** 2).tolist())
+    divisor = Spread(middle, math.sqrt(squares / (count - 1))).divisor
+    return torch.where(batch.loss_mask, (values - middle) / divisor, 0.0)

@@ -3,53 +3,69 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from arl.algorithm.baselines import RELATIVE
-from arl.algorithm.peers import Peers, joined, kl_penalties, pooled_spread
-from arl.api.algorithm import GAEAdvantage, KLConfig, ReturnsAdvantage
-from arl.api.types import TrainSequence, Trajectory
+from arl.algorithm.batch import Batch, joined
+from arl.algorithm.peers import Peers, Spread, kl_penalties, spread_of
+from arl.api.algorithm import GAEAdvantage, GiGPOAdvantage, KLConfig, ReturnsAdvantage
+from arl.api.types import Trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Where trained tokens lie. mask bool[T]; last int64[T]: the last one at or before each token, -1: none is."""
+    """Where the M trained tokens of a batch's T lie, those of masked-out trajectories included."""
 
-    mask: torch.Tensor
+    places: torch.Tensor
+    """int64[M], ascending."""
+    owners: torch.Tensor
+    """int64[M]: which trajectory each is of."""
     last: torch.Tensor
+    """int64[T]: the last trained token at or before each token of its trajectory; -1: there is none."""
+    starts: list[int]
+    """[N + 1] Where each trajectory's tokens begin, and T."""
 
     @classmethod
-    def of(cls, mask: torch.Tensor) -> TrainedTokens:
-        places = torch.arange(len(mask))
-        return cls(mask=mask, last=torch.where(mask, places, -1).cummax(0).values)
+    def of(cls, batch: Batch) -> TrainedTokens:
+        mask = joined("b", (t.loss_mask for t in batch.trajectories)).bool()
+        owners, starts = batch.owners, batch.starts
+        last = torch.where(mask, torch.arange(len(mask)), -1).cummax(0).values
+        is_own = last >= torch.tensor(starts, dtype=torch.int64)[owners]
+        places = mask.nonzero().flatten()
+        return cls(places=places, owners=owners[places], last=torch.where(is_own, last, -1), starts=starts)
+
+    @property
+    def goes_on(self) -> torch.Tensor:
+        """bool[M - 1]: whether the next trained token is of the same trajectory."""
+        return self.owners[1:] == self.owners[:-1]
 
     def credited(self, places: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
         """float64[T]: rewards of the tokens at `places`, each given to the last trained token at or before it.
 
-        One that comes before every trained token is left out: nothing that is trained led to it.
+        A reward that comes before every trained token is left out: nothing that is trained led to it.
         """
-        owners = self.last[places]
-        is_earned = owners >= 0
-        return torch.zeros(len(self.mask), dtype=torch.float64).index_add_(0, owners[is_earned], rewards[is_earned])
+        earners = self.last[places]
+        is_earned = earners >= 0
+        return torch.zeros(len(self.last), dtype=torch.float64).index_add_(0, earners[is_earned], rewards[is_earned])
+
+    def token_rewards(self, batch: Batch) -> torch.Tensor:
+        """float64[T]: what each trained token has of the trajectories' token_rewards."""
+        rows = (t.token_rewards or (0.0,) * len(t.token_ids) for t in batch.trajectories)
+        return self.credited(torch.arange(len(self.last)), joined("d", rows))
+
+    def turn_rewards(self, batch: Batch, rewards: torch.Tensor) -> torch.Tensor:
+        """float64[T]: one reward for each turn of the batch, given at the turn's last token."""
+        pairs = zip(self.starts, batch.trajectories, strict=False)
+        return self.credited(joined("q", ([start + turn.stop - 1 for turn in t.turns] for start, t in pairs)), rewards)
 
 
-def token_rewards(trajectory: Trajectory, tokens: TrainedTokens) -> torch.Tensor:
-    """float64[T]: what each trained token has of its trajectory's token_rewards."""
-    rewards = trajectory.token_rewards or (0.0,) * len(tokens.mask)
-    return tokens.credited(torch.arange(len(tokens.mask)), torch.tensor(rewards, dtype=torch.float64))
-
-
-def turn_rewards(trajectory: Trajectory, tokens: TrainedTokens, rewards: torch.Tensor) -> torch.Tensor:
-    """float64[T]: rewards of the trajectory's turns, each at the turn's last token."""
-    ends = torch.tensor([turn.stop - 1 for turn in trajectory.turns], dtype=torch.int64)
-    return tokens.credited(ends, rewards)
-
-
-def normalised_process_rewards(peers: Peers, settings: ReturnsAdvantage) -> list[torch.Tensor] | None:
-    """float64[T] for each of the peers: its process rewards as `settings` normalise them; None: there are none.
+def process_rewards(
+    batch: Batch, peers: Sequence[Peers], settings: ReturnsAdvantage, trained: TrainedTokens
+) -> torch.Tensor:
+    """float64[T]: process rewards as `settings` normalise them among peers; 0 where there are none.
 
     Rewards of tokens are normalised among the peers' trained tokens, and those of turns among their turns, apart from
     each other and from the outcome (PRIME, 2502.01456; GRPO's process supervision, 2402.03300, 4.1.3):
@@ -62,41 +78,66 @@ def normalised_process_rewards(peers: Peers, settings: ReturnsAdvantage) -> list
     A trajectory without token_rewards or turns has none and counts in no mean. With a baseline of the peers' they are
     0 where all are equal, and for an episode that is alone.
     """
-    of_tokens = any(any(t.token_rewards or ()) for t in peers.trajectories)
-    of_turns = any(turn.reward for t in peers.trajectories for turn in t.turns)
-    if not of_tokens and not of_turns:
-        return None
-    trained = [TrainedTokens.of(torch.tensor(t.loss_mask, dtype=torch.bool)) for t in peers.trajectories]
-    places = [torch.zeros(len(tokens.mask), dtype=torch.float64) for tokens in trained]
-    if of_tokens:
-        given = [token_rewards(t, tokens)[tokens.mask] for t, tokens in zip(peers.trajectories, trained, strict=True)]
-        rewarded = [v if t.token_rewards else v[:0] for t, v in zip(peers.trajectories, given, strict=True)]
-        for place, tokens, values in zip(places, trained, _normalised(rewarded, peers, settings), strict=True):
-            if len(values):
-                place[tokens.mask] = values
-    if of_turns:
-        rewarded = [torch.tensor([turn.reward for turn in t.turns], dtype=torch.float64) for t in peers.trajectories]
-        for i, values in enumerate(_normalised(rewarded, peers, settings)):
-            places[i] += turn_rewards(peers.trajectories[i], trained[i], values)
-    return places
+    rewards = torch.zeros(len(trained.last), dtype=torch.float64)
+    if any(any(t.token_rewards or ()) for t in batch.trajectories):
+        given = trained.token_rewards(batch)
+        rows = trained.places.split(torch.bincount(trained.owners, minlength=len(batch)).tolist())
+        has = [row if t.token_rewards else row[:0] for row, t in zip(rows, batch.trajectories, strict=True)]
+        values = _normalised([given[row].tolist() for row in has], peers, settings)
+        rewards[torch.cat(has)] = joined("d", values)
+    if any(turn.reward for t in batch.trajectories for turn in t.turns):
+        values = _normalised([[turn.reward for turn in t.turns] for t in batch.trajectories], peers, settings)
+        rewards += trained.turn_rewards(batch, joined("d", values))
+    return rewards
+
+
+def _normalised(
+    rewards: Sequence[list[float]], peers: Sequence[Peers], settings: ReturnsAdvantage
+) -> list[list[float]]:
+    """Process rewards of one kind, a list for each trajectory of the batch, less their baseline, over their scale."""
+    normalised: list[list[float]] = [[]] * len(rewards)
+    for one in peers:
+        episodes = [[r for i in members for r in rewards[one.members[i]]] for members in one.episodes]
+        spread = spread_of([r for row in episodes for r in row])
+        divisor = spread.divisor if settings.scale == "group_std" else 1.0
+        for members, baseline in zip(one.episodes, _baselines(episodes, spread, settings), strict=True):
+            for i in members:
+                row = rewards[one.members[i]]
+                normalised[one.members[i]] = [0.0 if baseline is None else (r - baseline) / divisor for r in row]
+    return normalised
+
+
+def _baselines(episodes: Sequence[list[float]], spread: Spread, settings: ReturnsAdvantage) -> list[float | None]:
+    """What is subtracted from each episode's process rewards. None: they are 0."""
+    if not settings.is_relative:
+        return [0.0] * len(episodes)
+    if spread.std == 0 or len(episodes) == 1:
+        return [None] * len(episodes)
+    if settings.baseline != "leave_one_out":
+        return [spread.mean] * len(episodes)
+    means = [math.fsum(row) / len(row) if row else None for row in episodes]
+    known = [m for m in means if m is not None]
+    if len(known) < 2:
+        return [None] * len(episodes)
+    return [None if m is None else (math.fsum(known) - m) / (len(known) - 1) for m in means]
 
 
 def returns_to_go(
-    rewards: torch.Tensor, mask: torch.Tensor, trajectory: Trajectory, settings: ReturnsAdvantage
+    rewards: torch.Tensor, batch: Batch, settings: ReturnsAdvantage, trained: TrainedTokens
 ) -> torch.Tensor:
-    """float64[T]: for each trained token the sum of its and all later rewards.
+    """float64[T]: for each trained token the sum of its and all later rewards of its trajectory.
 
     One of n trained tokens and m turns later counts token_discount^n turn_discount^m. A trained token outside every
     turn belongs to the turn before it.
     """
-    places = mask.nonzero().flatten()
-    kept = torch.full((max(len(places) - 1, 0),), settings.token_discount, dtype=torch.float64)
-    if settings.turn_discount < 1 and trajectory.turns:
-        starts = torch.tensor([turn.start for turn in trajectory.turns])
-        turn_numbers = torch.searchsorted(starts, places, right=True)
+    kept = settings.token_discount * trained.goes_on.double()
+    if settings.turn_discount < 1:
+        pairs = zip(trained.starts, batch.trajectories, strict=False)
+        starts = joined("q", ([start + turn.start for turn in t.turns] for start, t in pairs))
+        turn_numbers = torch.searchsorted(starts, trained.places, right=True)
         kept = kept * settings.turn_discount ** turn_numbers.diff().double()
     sums = torch.zeros_like(rewards)
-    sums[places] = discounted_sums(rewards[places], kept)
+    sums[trained.places] = discounted_sums(rewards[trained.places], kept)
     return sums
 
 
@@ -106,44 +147,15 @@ def discounted_sums(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     By doubling: after the k-th round y_t holds the terms of 2^k tokens, and `kept` what reaches t from the one after.
     """
     sums, kept, reach = rewards.clone(), kept.clone(), 1
-    while reach < len(sums):
+    while kept.any():
         sums[:-reach] += kept * sums[reach:]
         kept = kept[: max(len(kept) - reach, 0)] * kept[reach:]
         reach *= 2
     return sums
 
 
-def _normalised(rewards: Sequence[torch.Tensor], peers: Peers, settings: ReturnsAdvantage) -> list[torch.Tensor]:
-    """Each trajectory's process rewards of one kind, less their baseline, over their scale."""
-    spread = pooled_spread(rewards)
-    is_relative = settings.baseline in RELATIVE
-    if is_relative and (spread.std == 0 or len(peers.episodes) == 1):
-        return [torch.zeros_like(r) for r in rewards]
-    divisor = spread.divisor if settings.scale == "group_std" else 1.0
-    if settings.baseline == "leave_one_out":
-        return [(r - other) / divisor for r, other in zip(rewards, _means_of_others(rewards, peers), strict=True)]
-    mean = spread.mean if is_relative else 0.0
-    return [(r - mean) / divisor for r in rewards]
-
-
-def _means_of_others(rewards: Sequence[torch.Tensor], peers: Peers) -> list[torch.Tensor | float]:
-    """For each trajectory the mean of the other episodes' means; its own rewards where no other has any."""
-    pooled = [joined([rewards[i] for i in members]) for members in peers.episodes]
-    means = [float(r.mean()) for r in pooled if len(r)]
-    if len(means) < 2:
-        return list(rewards)
-    total, others = math.fsum(means), list[torch.Tensor | float](rewards)
-    for members, own in zip(peers.episodes, pooled, strict=True):
-        for i in members:
-            others[i] = (total - float(own.mean())) / (len(means) - 1) if len(own) else 0.0
-    return others
-
-
-# Generalised advantage estimation over the trained tokens of a trajectory (1506.02438).
-
-
-def gae_advantages(peers: Peers, settings: GAEAdvantage, kl: KLConfig) -> list[torch.Tensor]:
-    """float64[T] for each of the peers, who do not see each other. With t over its trained tokens alone (eq. 11, 16):
+def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvantage, kl: KLConfig) -> torch.Tensor:
+    """float64[T]: generalised advantage estimation (1506.02438, eq. 11, 16), with t over a trajectory's trained tokens:
 
         delta_t = r_t + discount V_{t+1} - V_t        A_t = delta_t + discount lam A_{t+1}
 
@@ -151,29 +163,64 @@ def gae_advantages(peers: Peers, settings: GAEAdvantage, kl: KLConfig) -> list[t
     process rewards since t, less the KL in the reward; the last token has the outcome too. After it V is 0, also where
     a length limit ended the trajectory, as in verl and TRL: its reward says what being cut off is worth.
     """
-    penalties = kl_penalties(peers.sequences, kl) or [torch.zeros(len(s)) for s in peers.sequences]
-    rows = zip(peers.trajectories, peers.sequences, peers.outcomes, penalties, strict=True)
-    return [_of_one(_rewards(t, s, outcome) - penalty, s, settings) for t, s, outcome, penalty in rows]
-
-
-def _rewards(trajectory: Trajectory, sequence: TrainSequence, outcome: float) -> torch.Tensor:
-    """float64[T]: what each trained token is given."""
-    tokens = TrainedTokens.of(sequence.loss_mask)
-    rewards = tokens.credited(tokens.last[-1:].clamp(min=0), torch.tensor([outcome], dtype=torch.float64))
-    if trajectory.token_rewards:
-        rewards += token_rewards(trajectory, tokens)
-    if trajectory.turns:
-        of_turns = torch.tensor([turn.reward for turn in trajectory.turns], dtype=torch.float64)
-        rewards += turn_rewards(trajectory, tokens, of_turns)
-    return rewards
-
-
-def _of_one(rewards: torch.Tensor, sequence: TrainSequence, settings: GAEAdvantage) -> torch.Tensor:
-    places = sequence.loss_mask.nonzero().flatten()
-    values = sequence.values[places].double()
-    following = torch.cat((values[1:], values.new_zeros(min(len(values), 1))))
-    deltas = rewards[places] + settings.discount * following - values
-    kept = torch.full((max(len(places) - 1, 0),), settings.discount * settings.lam, dtype=torch.float64)
-    advantages = torch.zeros(len(sequence), dtype=torch.float64)
-    advantages[places] = discounted_sums(deltas, kept)
+    trained = TrainedTokens.of(batch)
+    ends = torch.tensor(trained.starts[1:], dtype=torch.int64) - 1
+    rewards = trained.credited(ends, torch.tensor(outcomes, dtype=torch.float64)) + trained.token_rewards(batch)
+    rewards += trained.turn_rewards(batch, joined("d", ([turn.reward for turn in t.turns] for t in batch.trajectories)))
+    penalties = kl_penalties(batch, kl)
+    if penalties is not None:
+        rewards -= penalties
+    values, goes_on = batch.values[trained.places].double(), trained.goes_on.double()
+    following = torch.cat((goes_on * values[1:], values.new_zeros(min(len(values), 1))))
+    deltas = rewards[trained.places] + settings.discount * following - values
+    advantages = torch.zeros_like(rewards)
+    advantages[trained.places] = discounted_sums(deltas, settings.discount * settings.lam * goes_on)
     return advantages
+
+
+def turn_advantages(batch: Batch, peers: Sequence[Peers], settings: GiGPOAdvantage) -> torch.Tensor:
+    """float64[T]: GiGPO's A_step (2505.10978, eq. 5 and 7), which compares turns that peers took in the same state.
+
+        A_step = (Q - mean) / scale over all turns in the state     scale: the sample standard deviation + 1e-6, or 1
+        Q = sum over this and later turns j of turn_discount^j r_j; the outcome is the last turn's
+
+    0 for a turn whose state is None, or that is alone in its state, and for tokens outside every turn.
+    """
+    advantages, starts = torch.zeros(sum(batch.lengths), dtype=torch.float64), batch.starts
+    for one in peers:
+        pairs = zip(one.trajectories, one.outcomes, strict=True)
+        returns = [turn_returns(t, outcome, settings.turn_discount) for t, outcome in pairs]
+        for state in _states(one):
+            spread = spread_of([returns[i][j] for i, j in state])
+            divisor = spread.divisor if settings.scale == "group_std" else 1.0
+            for i, j in state:
+                start, turn = starts[one.members[i]], one.trajectories[i].turns[j]
+                if spread.std:
+                    advantages[start + turn.start : start + turn.stop] = (returns[i][j] - spread.mean) / divisor
+    return advantages
+
+
+def turn_returns(trajectory: Trajectory, outcome: float, discount: float) -> list[float]:
+    """The discounted sum of each turn's and all later turns' rewards.
+
+    A turn's rewards are its own and those of all tokens from its first up to the next turn's first; the last turn has
+    the outcome too.
+    """
+    turns, stop = trajectory.turns, len(trajectory.token_ids)
+    returns = [0.0] * len(turns)
+    later = outcome
+    for j in range(len(turns) - 1, -1, -1):
+        rewards = (trajectory.token_rewards or ())[turns[j].start : stop]
+        returns[j] = math.fsum((turns[j].reward, *rewards, later))
+        later, stop = discount * returns[j], turns[j].start
+    return returns
+
+
+def _states(peers: Peers) -> list[list[tuple[int, int]]]:
+    """(peer, turn) of the turns in each state."""
+    states: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for i, trajectory in enumerate(peers.trajectories):
+        for j, turn in enumerate(trajectory.turns):
+            if turn.state is not None:
+                states[turn.state].append((i, j))
+    return list(states.values())

@@ -157,7 +157,7 @@ class AlgorithmConfig(Section):
     def is_group_relative(self) -> bool:
         """Whether a trajectory's advantage comes from others of its group, so that one alone learns nothing."""
         if isinstance(self.advantage, ReturnsAdvantage):
-            return self.advantage.baseline in ("group_mean", "leave_one_out", "length_weighted")
+            return self.advantage.is_relative
         return isinstance(self.advantage, PassAtKAdvantage | GiGPOAdvantage)
 
     @property

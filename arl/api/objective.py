@@ -32,6 +32,11 @@ class ReturnsAdvantage(Section):
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """What a later process reward is worth, per turn in between: of both discounts, the product counts."""
 
+    @property
+    def is_relative(self) -> bool:
+        """Whether the baseline comes from the peers themselves: one alone, or among equals, has advantage 0 exactly."""
+        return self.baseline in ("group_mean", "leave_one_out", "length_weighted")
+
 
 class PassAtKAdvantage(Section):
     """Rewards a group for one success in k, for rewards of 0 and 1: the analytic form, which needs no subgroups.

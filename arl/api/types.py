@@ -283,7 +283,7 @@ def fill_unset(record: object, names: Sequence[str], length: int, device: torch.
     import torch
 
     for name in names:
-        given = len(getattr(record, name))
+        given = getattr(record, name).shape[0]
         if given not in (0, length):
             raise ValueError(f"{name} has {given} entries for {length} tokens; they must be equal")
         if given == 0:
@@ -303,7 +303,6 @@ class TrainSequence:
     loss_weights: the share of each token in the minibatch's loss (aggregation and global denominators are in it
     already), so that loss = sum over all tokens of loss_weights * token loss, however the batch is split.
     unit: sequences with the same number lie in one microbatch, for a loss that compares them; -1: with none.
-    episode: sequences of a group with the same number are of one episode and role; -1: of none but their own.
     """
 
     token_ids: torch.Tensor
@@ -319,7 +318,6 @@ class TrainSequence:
     versions: torch.Tensor = field(default_factory=unset)
     temperature: float = 1.0
     unit: int = -1
-    episode: int = -1
 
     def __post_init__(self) -> None:
         fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)

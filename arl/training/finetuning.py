@@ -45,7 +45,7 @@ def finetune(
         raise DatasetError("there are no demonstrations to fine-tune on")
     metrics: dict[str, float] = {}
     for step, batch in enumerate(shuffled_batches(sequences, epochs, batch_size, seed), start=1):
-        metrics = engine.train_batch([weigh_tokens([batch], "token_mean")], SFTLoss())
+        metrics = engine.train_batch([weigh_tokens(batch)], SFTLoss())
         if on_step is not None:
             on_step(step, metrics)
     return metrics

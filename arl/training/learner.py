@@ -9,30 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
+import torch
+
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.batch import Batch, flat, regrouped, to_sequences, weigh_tokens
+from arl.algorithm.batch import Batch, loss_weights
 from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
-from arl.algorithm.losses.selection import select_tokens
+from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig
-from arl.api.engine import Output, Saving, TokenLoss, TrainEngine
+from arl.api.engine import Saving, TokenLoss, TrainEngine
 from arl.api.errors import CheckpointError
 from arl.api.types import Group, TrainSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedBatch:
-    """minibatches: what each optimizer step trains. advantages: of each trajectory of each new group, the mean over its
-    trained tokens; None where there are none."""
+    """A batch that is ready to be trained."""
 
     minibatches: list[list[TrainSequence]]
-    advantages: list[list[float | None]]
+    """What each optimizer step trains."""
+    advantages: list[float | None]
+    """For each trajectory of the new groups the mean over its trained tokens; None where there are none."""
 
 
 class Learner:
@@ -67,14 +70,17 @@ class Learner:
 
         replayed: groups of earlier batches, dealt out over the minibatches of the new ones.
         """
-        together = [*groups, *replayed]
-        batch = to_sequences(together, self._config.overlong)
-        batch = self._with_forward_passes(batch)
-        batch = with_advantages(together, batch, self._config)
-        return PreparedBatch(
-            minibatches=self._minibatches(batch, num_new=len(groups)),
-            advantages=[[_mean_advantage(sequence) for sequence in group] for group in batch[: len(groups)]],
-        )
+        config = self._config
+        batch = Batch.of([*groups, *replayed], config.overlong)
+        batch = with_advantages(self._with_forward_passes(batch), config)
+        minibatches: list[list[TrainSequence]] = []
+        for indices in self._minibatches(len(groups), len(replayed)):
+            part = batch.take(indices)
+            part = replace(part, selected=selected_tokens(part, config.selection, seed=self._seed + self.version))
+            weights = loss_weights(part, config.aggregation, sequence_tokens=config.sequence_tokens)
+            minibatches.append(replace(part, loss_weights=weights).sequences())
+        num_new = sum(len(group.trajectories) for group in groups)
+        return PreparedBatch(minibatches=minibatches, advantages=_mean_advantages(batch)[:num_new])
 
     def train(self, batch: PreparedBatch) -> dict[str, float]:
         """One optimizer step for each of the batch's minibatches, then version += 1. Returns metrics."""
@@ -121,32 +127,30 @@ class Learner:
 
     def _with_forward_passes(self, batch: Batch) -> Batch:
         """Logprobs and values before any update on the batch: what the algorithm needs of them."""
-        config = self._config
+        config, known = self._config, dict[str, torch.Tensor]()
+        if not (config.needs_proximal_forward or config.kl.coefficient > 0 or config.critic):
+            return batch
+        sequences = batch.sequences()
         if config.needs_proximal_forward:
-            batch = _filled(batch, "proximal_logprobs", self.engine, "logprobs")
+            known["proximal_logprobs"] = torch.cat(self.engine.forward(sequences, "logprobs"))
         if config.kl.coefficient > 0:
-            batch = _filled(batch, "reference_logprobs", self.engine, "reference_logprobs")
+            known["reference_logprobs"] = torch.cat(self.engine.forward(sequences, "reference_logprobs"))
         if config.critic:
-            batch = _filled(batch, "values", self._critic or self.engine, "values")
-        return batch
+            known["values"] = torch.cat((self._critic or self.engine).forward(sequences, "values"))
+        return replace(batch, **known)
 
-    def _minibatches(self, batch: Batch, num_new: int) -> list[list[TrainSequence]]:
-        """Each of equally many new groups, and of replayed ones as nearly as it goes: in the batch's order in the first
-        epoch, then in another each time."""
-        config, version, minibatches = self._config, self.version, list[list[TrainSequence]]()
-        size = num_new // config.minibatches
+    def _minibatches(self, num_new: int, num_replayed: int) -> Iterator[list[int]]:
+        """The groups of each minibatch: equally many new ones, and replayed ones as nearly as it goes; in the batch's
+        order in the first epoch, then in another each time."""
+        config, size = self._config, num_new // self._config.minibatches
         for epoch in range(config.epochs):
-            new, replayed = list(range(num_new)), list(range(num_new, len(batch)))
+            new, replayed = list(range(num_new)), list(range(num_new, num_new + num_replayed))
             if epoch:
-                shuffle = random.Random(f"{self._seed}-{version}-{epoch}")
+                shuffle = random.Random(f"{self._seed}-{self.version}-{epoch}")
                 shuffle.shuffle(new)
                 shuffle.shuffle(replayed)
             for i in range(config.minibatches):
-                part = [batch[j] for j in (*new[i * size : (i + 1) * size], *replayed[i :: config.minibatches])]
-                chosen = select_tokens(flat(part), config.selection, seed=self._seed + version)
-                part = regrouped(chosen, part)
-                minibatches.append(weigh_tokens(part, config.aggregation, sequence_tokens=config.sequence_tokens))
-        return minibatches
+                yield [*new[i * size : (i + 1) * size], *replayed[i :: config.minibatches]]
 
     def _loss(self, version: int) -> TokenLoss:
         loss = PolicyLoss.of(self._config, version=version, max_staleness=self._max_staleness)
@@ -176,16 +180,10 @@ class _BothSavings:
             self.critic.wait()
 
 
-def _mean_advantage(sequence: TrainSequence) -> float | None:
-    of_trained = sequence.advantages[sequence.loss_mask]
-    return float(of_trained.mean()) if len(of_trained) else None
-
-
-def _filled(batch: Batch, field: str, engine: TrainEngine, output: Output) -> Batch:
-    sequences = flat(batch)
-    outputs = engine.forward(sequences, output)
-    # Not by keyword, which is one of several.
-    return regrouped([replace(s, **{field: o}) for s, o in zip(sequences, outputs, strict=True)], batch)
+def _mean_advantages(batch: Batch) -> list[float | None]:
+    """[N] The mean over each trajectory's trained tokens; None where there are none."""
+    sums = batch.sums(batch.advantages.double())
+    return [total / count if count else None for total, count in zip(sums, batch.counts, strict=True)]
 
 
 # TrainThread: the one thread on which the train engine lives, seen from the event loop.

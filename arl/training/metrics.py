@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -74,8 +74,8 @@ class RunLog:
         rows = read_jsonl(self._paths["evaluations"])
         self.evaluations = {row["version"]: Evaluation(**row) for row in rows}
 
-    def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]) -> None:
-        """advantages: of each trajectory of each group, the mean over its trained tokens; None where there are none."""
+    def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
+        """advantages: of each trajectory of the groups, the mean over its trained tokens; None where there are none."""
         self._append("metrics", [dict(stats.metrics)])
         self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages))
         if self._table:
@@ -100,30 +100,24 @@ class RunLog:
             self._table.close()
 
     def _trajectory_rows(
-        self, version: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
-    ) -> list[dict[str, Any]]:
-        members = [
-            (group, i, advantage)
-            for group, of_group in zip(groups, advantages, strict=True)
-            for i, advantage in enumerate(of_group)
-        ]
-        rows: list[dict[str, Any]] = []
-        for group, i, advantage in members[: self._config.trajectories]:
+        self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
+    ) -> Iterator[dict[str, Any]]:
+        members = [(group, i) for group in groups for i in range(len(group.trajectories))]
+        pairs = zip(members, advantages, strict=True)
+        for (group, i), advantage in islice(pairs, self._config.trajectories):
+            trajectory = group.trajectories[i]
             row = {
                 "version": version,
                 "group_id": group.group_id,
                 "example_id": group.example_id,
                 "episode": group.episode_indices[i],
-                **asdict(group.trajectories[i]),
+                **asdict(trajectory),
                 "greedy_rewards": dict(group.greedy_rewards),
                 "advantage": advantage,
             }
-            if self._decode:
-                row["text"] = self._decode(group.trajectories[i].token_ids)
-            rows.append(row)
-        return rows
+            yield row | ({"text": self._decode(trajectory.token_ids)} if self._decode else {})
 
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         with _usable(self._paths[name]), self._paths[name].open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 

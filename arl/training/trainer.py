@@ -61,7 +61,7 @@ class _Step:
 
     groups: Sequence[Group]
     replayed: Sequence[Group]
-    advantages: Sequence[Sequence[float | None]]
+    advantages: Sequence[float | None]
     began: float
     taken: float
     call: asyncio.Future[dict[str, float]]

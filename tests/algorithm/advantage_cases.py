@@ -4,11 +4,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.batch import Batch, to_sequences
+from arl.algorithm.batch import Batch
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.types import Group, Trajectory, TurnSpan
 
@@ -62,8 +63,15 @@ def returns(baseline: str = "none", scale: str = "none", **others: Any) -> Setti
 def advantages_of(groups: Sequence[Group], advantage: Settings, **others: Any) -> list[list[list[float]]]:
     """For each group and each of its trajectories its tokens' advantages, with nothing forwarded beforehand."""
     config = config_of(advantage, **others)
-    batch = with_advantages(groups, to_sequences(groups, config.overlong), config)
-    return [[sequence.advantages.tolist() for sequence in sequences] for sequences in batch]
+    return rows_of(with_advantages(Batch.of(groups, config.overlong), config))
+
+
+def rows_of(batch: Batch, field: str = "advantages") -> list[list[list[float]]]:
+    """For each group and each of its trajectories the field of each token."""
+    rows: list[list[list[float]]] = [[] for _ in batch.groups]
+    for group, values in zip(batch.group, batch.split(getattr(batch, field)), strict=True):
+        rows[group].append(values.tolist())
+    return rows
 
 
 def one_each(groups: Sequence[Group], advantage: Settings, **others: Any) -> list[list[float]]:
@@ -75,19 +83,19 @@ def one_each(groups: Sequence[Group], advantage: Settings, **others: Any) -> lis
     ]
 
 
-def forwarded(batch: Batch, seed: int = 0) -> Batch:
-    """The batch with logprobs and values as forward passes would have filled them in: 0 where nothing is trained."""
-    filled: Batch = []
-    for group_index, sequences in enumerate(batch):
-        rows = []
-        for index, sequence in enumerate(sequences):
-            generator = torch.Generator().manual_seed(seed + 1000 * group_index + index)
-            noise = torch.rand(3, len(sequence), generator=generator) * sequence.loss_mask
-            rows.append(
-                replace(sequence, proximal_logprobs=-noise[0], reference_logprobs=-2 * noise[1], values=noise[2])
-            )
-        filled.append(rows)
-    return filled
+def taken(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
+    """The batch as it is when advantages are estimated, with logprobs and values as forward passes would fill them in:
+    0 where nothing is trained. They follow from a trajectory's tokens and turns, whatever its reward and place."""
+    batch = Batch.of(groups, config.overlong)
+    noise = torch.cat([torch.zeros(3, 0), *map(_noise, batch.trajectories)], dim=1) * batch.loss_mask
+    return replace(batch, proximal_logprobs=-noise[0], reference_logprobs=-2 * noise[1], values=noise[2])
+
+
+def _noise(t: Trajectory) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(
+        crc32(repr((t.token_ids, t.loss_mask, t.token_rewards, t.turns)).encode())
+    )
+    return torch.rand(3, len(t.token_ids), generator=generator)
 
 
 def random_groups(

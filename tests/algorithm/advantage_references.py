@@ -6,6 +6,7 @@ An episode counts once among its peers, with the mean of its trajectories of the
 import itertools
 import math
 import statistics
+from collections.abc import Sequence
 
 from arl.algorithm.batch import Batch
 from arl.api.algorithm import (
@@ -25,24 +26,30 @@ Member = tuple[Group, Trajectory, TrainSequence, int]
 Numbers = list[float]
 
 
-def reference_advantages(groups: list[Group], batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
+def reference_advantages(batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
     """For each group and trajectory its tokens' advantages."""
+    groups, sequences = batch.groups, by_group(batch)
     members = [
-        [(g, t, s, e) for t, s, e in zip(g.trajectories, sequences, g.episode_indices, strict=True)]
-        for g, sequences in zip(groups, batch, strict=True)
+        [(g, t, s, e) for t, s, e in zip(g.trajectories, row, g.episode_indices, strict=True)]
+        for g, row in zip(groups, sequences, strict=True)
     ]
     raw = [[_of_one(member, peers, config) for member in peers] for peers in members]
     masked = [
         [[a if m else 0.0 for a, m in zip(row, member[2].loss_mask.tolist(), strict=True)] for row, member in pairs]
         for pairs in (zip(rows, peers, strict=True) for rows, peers in zip(raw, members, strict=True))
     ]
-    return _whitened(masked, groups, batch, config)
+    return _whitened(masked, groups, sequences, config)
 
 
-def reference_returns(groups: list[Group], batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
+def by_group(batch: Batch) -> list[list[TrainSequence]]:
+    rest = iter(batch.sequences())
+    return [[next(rest) for _ in group.trajectories] for group in batch.groups]
+
+
+def reference_returns(batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
     """What the critic learns of each token, by GAE."""
     rows = []
-    for g, sequences in zip(groups, batch, strict=True):
+    for g, sequences in zip(batch.groups, by_group(batch), strict=True):
         row = []
         for t, s in zip(g.trajectories, sequences, strict=True):
             advantages, values = _gae(t, s, config), s.values.tolist()
@@ -321,7 +328,10 @@ def _gae(me: Trajectory, sequence: TrainSequence, config: AlgorithmConfig) -> Nu
 
 
 def _whitened(
-    rows: list[list[Numbers]], groups: list[Group], batch: Batch, config: AlgorithmConfig
+    rows: list[list[Numbers]],
+    groups: Sequence[Group],
+    batch: Sequence[Sequence[TrainSequence]],
+    config: AlgorithmConfig,
 ) -> list[list[Numbers]]:
     settings = config.advantage
     is_returns = isinstance(settings, ReturnsAdvantage)

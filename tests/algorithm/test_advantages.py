@@ -10,13 +10,14 @@ from advantage_cases import (
     Settings,
     advantages_of,
     config_of,
-    forwarded,
     group,
     name_of,
     of_rewards,
     one_each,
     random_groups,
     returns,
+    rows_of,
+    taken,
     trajectory,
 )
 from advantage_references import reference_advantages, reference_returns
@@ -24,24 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.batch import Batch, to_sequences
-from arl.api.algorithm import AlgorithmConfig
-from arl.api.types import Group
 
 seeds = st.integers(0, 2**20)
 every_estimator = pytest.mark.parametrize(("advantage", "others"), ESTIMATORS, ids=name_of)
 SHIFTED = [
     (a, o) for a, o in ESTIMATORS if a["kind"] in ("returns", "gigpo") and a.get("baseline") not in ("none", "greedy")
 ]
-
-
-def taken(groups: list[Group], config: AlgorithmConfig) -> Batch:
-    """The batch as it is when advantages are estimated."""
-    return forwarded(to_sequences(groups, config.overlong))
-
-
-def rows_of(batch: Batch, field: str = "advantages") -> list[list[list[float]]]:
-    return [[getattr(sequence, field).tolist() for sequence in sequences] for sequences in batch]
 
 
 def close(numbers: list[float]) -> object:
@@ -54,8 +43,8 @@ def close(numbers: list[float]) -> object:
 def test_an_estimator_agrees_with_its_definition(advantage: Settings, others: Settings, seed: int, has_branches: bool):
     groups, config = random_groups(seed, has_branches=has_branches), config_of(advantage, **others)
     batch = taken(groups, config)
-    found = rows_of(with_advantages(groups, batch, config))
-    expected = reference_advantages(groups, batch, config)
+    found = rows_of(with_advantages(batch, config))
+    expected = reference_advantages(batch, config)
     for rows, references in zip(found, expected, strict=True):
         for row, reference in zip(rows, references, strict=True):
             assert row == close(reference)
@@ -67,8 +56,8 @@ def test_an_estimator_agrees_with_its_definition(advantage: Settings, others: Se
 def test_returns_agree_with_their_definition(advantage: Settings, others: Settings, seed: int):
     groups, config = random_groups(seed), config_of(advantage, **others)
     batch = taken(groups, config)
-    found = rows_of(with_advantages(groups, batch, config), "returns")
-    for rows, references in zip(found, reference_returns(groups, batch, config), strict=True):
+    found = rows_of(with_advantages(batch, config), "returns")
+    for rows, references in zip(found, reference_returns(batch, config), strict=True):
         for row, reference in zip(rows, references, strict=True):
             assert row == close(reference)
 
@@ -84,8 +73,7 @@ def test_the_order_of_groups_and_trajectories_changes_no_bit(
         config_of(advantage, **others),
         random.Random(seed),
     )
-    batch = taken(groups, config)
-    there = with_advantages(groups, batch, config)
+    there = rows_of(with_advantages(taken(groups, config), config))
     order = rng.sample(range(len(groups)), len(groups))
     within = [rng.sample(range(len(g.trajectories)), len(g.trajectories)) for g in groups]
     shuffled = [
@@ -97,19 +85,17 @@ def test_the_order_of_groups_and_trajectories_changes_no_bit(
         )
         for i in order
     ]
-    here = with_advantages(shuffled, [[batch[i][j] for j in within[i]] for i in order], config)
-    assert rows_of(here) == [[there[i][j].advantages.tolist() for j in within[i]] for i in order]
+    here = rows_of(with_advantages(taken(shuffled, config), config))
+    assert here == [[there[i][j] for j in within[i]] for i in order]
 
 
 @every_estimator
 def test_only_trained_tokens_have_advantages(advantage: Settings, others: Settings):
     groups, config = random_groups(3), config_of(advantage, **others)
-    for sequences in with_advantages(groups, taken(groups, config), config):
-        for sequence in sequences:
-            assert sequence.advantages.dtype == sequence.returns.dtype == torch.float32
-            assert len(sequence.advantages) == len(sequence)
-            assert not sequence.advantages[~sequence.loss_mask].any()
-            assert not sequence.returns[~sequence.loss_mask].any()
+    batch = with_advantages(taken(groups, config), config)
+    for values in (batch.advantages, batch.returns):
+        assert (values.dtype, values.shape) == (torch.float32, batch.token_ids.shape)
+        assert not values[~batch.loss_mask].any()
 
 
 @pytest.mark.parametrize(("advantage", "others"), SHIFTED, ids=name_of)
@@ -119,7 +105,6 @@ def test_a_constant_added_to_all_rewards_of_a_group_changes_nothing(
     advantage: Settings, others: Settings, seed: int, shift: float
 ):
     groups, config = random_groups(seed, has_process=False), config_of(advantage | {"turn_discount": 1.0}, **others)
-    batch = taken(groups, config)
     shifted = [
         replace(
             g,
@@ -130,8 +115,8 @@ def test_a_constant_added_to_all_rewards_of_a_group_changes_nothing(
         )
         for g in groups
     ]
-    here, there = with_advantages(shifted, batch, config), with_advantages(groups, batch, config)
-    for rows, references in zip(rows_of(here), rows_of(there), strict=True):
+    here, there = (rows_of(with_advantages(taken(g, config), config)) for g in (shifted, groups))
+    for rows, references in zip(here, there, strict=True):
         for row, reference in zip(rows, references, strict=True):
             assert row == pytest.approx(reference, rel=1e-5, abs=1e-5)
 
@@ -143,8 +128,9 @@ def test_a_constant_added_to_all_rewards_of_a_group_changes_nothing(
 def test_extreme_rewards_give_finite_advantages(advantage: Settings, others: Settings, rewards: tuple[float, ...]):
     members = [trajectory(r, rewards={"right": r}, token_rewards=(r, -r, r, -r)) for r in rewards]
     groups, config = [group(*members, greedy_rewards={"agent": 0.0})], config_of(advantage, **others)
-    filled = with_advantages(groups, taken(groups, config), config)
-    assert all(s.advantages.isfinite().all() and s.returns.isfinite().all() for row in filled for s in row)
+    filled = with_advantages(taken(groups, config), config)
+    assert filled.advantages.isfinite().all()
+    assert filled.returns.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -164,12 +150,12 @@ def test_a_batch_in_which_nothing_is_trained_has_no_advantages(advantage: Settin
         [group(trajectory(1.0, (0, 0), rewards={"right": 1.0}), greedy_rewards={"agent": 0.0})],
         config_of(advantage, **others),
     )
-    assert rows_of(with_advantages(groups, taken(groups, config), config)) == [[[0.0, 0.0]]]
+    assert rows_of(with_advantages(taken(groups, config), config)) == [[[0.0, 0.0]]]
 
 
 @every_estimator
 def test_an_empty_batch_stays_empty(advantage: Settings, others: Settings):
-    assert with_advantages([], [], config_of(advantage, **others)) == []
+    assert advantages_of([], advantage, **others) == []
 
 
 def test_rejection_keeps_what_is_above_the_threshold_and_not_what_is_at_it():

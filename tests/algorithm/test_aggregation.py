@@ -3,13 +3,12 @@
 from typing import get_args
 
 import pytest
-import torch
+from advantage_cases import group, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.algorithm.batch import weigh_tokens
+from arl.algorithm.batch import Batch, loss_weights
 from arl.api.algorithm import Aggregation
-from arl.api.types import TrainSequence
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 Masks = list[list[list[int]]]
@@ -18,27 +17,19 @@ masks = st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), m
 """Of groups of sequences."""
 
 
-def minibatch(groups: Masks) -> list[list[TrainSequence]]:
-    return [
-        [
-            TrainSequence(token_ids=torch.zeros(len(m), dtype=torch.int64), loss_mask=torch.tensor(m).bool())
-            for m in group
-        ]
-        for group in groups
-    ]
-
-
 def weighed(groups: Masks, aggregation: Aggregation, sequence_tokens: int = 8) -> list[list[float]]:
-    sequences = weigh_tokens(minibatch(groups), aggregation, sequence_tokens=sequence_tokens)
-    return [sequence.loss_weights.tolist() for sequence in sequences]
+    """Of each trajectory of groups whose masks these are, after an untrained first token."""
+    batch = Batch.of([group(*(trajectory(0.0, (0, *mask)) for mask in masks)) for masks in groups])
+    weights = loss_weights(batch, aggregation, sequence_tokens=sequence_tokens)
+    return [row.tolist()[1:] for row in batch.split(weights)]
 
 
 def reference(groups: Masks, aggregation: Aggregation, sequence_tokens: int) -> list[list[float]]:
     """Each token's weight, found by counting for it alone."""
-    trained = [[sum(mask) for mask in group] for group in groups]
+    trained = [[sum(mask) for mask in row] for row in groups]
     weights = []
-    for group, counts in zip(groups, trained, strict=True):
-        for mask, count in zip(group, counts, strict=True):
+    for masks_, counts in zip(groups, trained, strict=True):
+        for mask, count in zip(masks_, counts, strict=True):
             row = []
             for token in mask:
                 weight = 0.0

@@ -1,29 +1,29 @@
 """An episode that branched into several trajectories counts once, however it branched."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from advantage_cases import (
     ESTIMATORS,
     Settings,
     config_of,
-    forwarded,
     group,
     name_of,
     one_each,
     random_groups,
     returns,
+    taken,
     trajectory,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.batch import Batch, to_sequences, weigh_tokens
+from arl.algorithm.batch import Batch, loss_weights
 from arl.api.algorithm import AlgorithmConfig
-from arl.api.types import Group, TrainSequence, Trajectory
+from arl.api.types import Trajectory
 
 # What looks at a trajectory's own tokens in their order, or at its own length, sees another trajectory after a split:
 # process rewards that reach back, turns that are discounted, GAE, and a penalty for length.
@@ -36,7 +36,7 @@ BLIND_TO_SPLITS = [
 ]
 
 
-def split(whole: Trajectory, sequence: TrainSequence, rng: random.Random) -> list[tuple[Trajectory, TrainSequence]]:
+def split(whole: Trajectory, rng: random.Random) -> list[Trajectory]:
     """The episode as two branches with all its tokens, each of which trains a part of them and has their rewards."""
     length = len(whole.token_ids)
     inside = {i for turn in whole.turns for i in range(turn.start + 1, turn.stop)}
@@ -48,60 +48,44 @@ def split(whole: Trajectory, sequence: TrainSequence, rng: random.Random) -> lis
             r if start <= i < stop else 0.0 for i, r in enumerate(whole.token_rewards)
         )
         turns = tuple(turn for turn in whole.turns if start <= turn.stop - 1 < stop)
-        branch = replace(whole, loss_mask=mask, token_rewards=rewards, turns=turns)
-        kept = to_sequences([group(branch)], config_of(returns()).overlong)[0][0].loss_mask
-        branches.append(
-            (
-                branch,
-                replace(
-                    sequence,
-                    loss_mask=sequence.loss_mask & kept,
-                    proximal_logprobs=sequence.proximal_logprobs * kept,
-                    reference_logprobs=sequence.reference_logprobs * kept,
-                ),
-            )
-        )
+        branches.append(replace(whole, loss_mask=mask, token_rewards=rewards, turns=turns))
     return branches
 
 
-def with_a_split(groups: Sequence[Group], batch: Batch, rng: random.Random) -> tuple[list[Group], Batch]:
-    """The same groups, in which some episodes branched."""
-    branched, sequences = [], []
-    for g, row in zip(groups, batch, strict=True):
-        members, episodes, of = [], [], []
-        for episode, (t, s) in enumerate(zip(g.trajectories, row, strict=True)):
-            parts = split(t, s, rng) if rng.random() < 0.6 else [(t, s)]
-            for part, sequence in parts:
-                members.append(part)
-                of.append(replace(sequence, episode=episode))
-                episodes.append(episode)
-        branched.append(replace(g, trajectories=tuple(members), episode_indices=tuple(episodes)))
-        sequences.append(of)
-    return branched, sequences
+def with_a_split(batch: Batch, config: AlgorithmConfig, rng: random.Random) -> Batch:
+    """The same batch, in which some episodes branched."""
+    branched, origins = [], []
+    first = iter(range(len(batch)))
+    for g in batch.groups:
+        parts = [split(t, rng) if rng.random() < 0.6 else [t] for t in g.trajectories]
+        episodes = [episode for episode, branches in enumerate(parts) for _ in branches]
+        origins += [i for branches, i in zip(parts, first, strict=False) for _ in branches]
+        members = tuple(t for branches in parts for t in branches)
+        branched.append(replace(g, trajectories=members, episode_indices=tuple(episodes)))
+    made = Batch.of(branched, config.overlong)
+    known = {}
+    for name in ("proximal_logprobs", "reference_logprobs"):
+        rows = batch.split(getattr(batch, name))
+        known[name] = torch.cat([torch.zeros(0), *(rows[i] for i in origins)]) * made.loss_mask
+    return replace(made, **known)
 
 
-def by_token(groups: Sequence[Group], batch: Batch, field: str) -> list[list[list[float]]]:
+def by_token(batch: Batch, field: str) -> list[float]:
     """For each group and episode the field of each token, from the branch in which it is trained."""
-    rows = []
-    for g, sequences in zip(groups, batch, strict=True):
-        episodes: dict[int, list[float]] = {}
-        for index, s in zip(g.episode_indices, sequences, strict=True):
-            values = (getattr(s, field) * s.loss_mask).tolist()
-            known = episodes.setdefault(index, [0.0] * len(values))
-            episodes[index] = [a + b for a, b in zip(known, values, strict=True)]
-        rows.append(list(episodes.values()))
-    return rows
+    episodes: dict[tuple[int, int], list[float]] = {}
+    numbers = [episode for g in batch.groups for episode in g.episode_indices]
+    for key, s in zip(zip(batch.group, numbers, strict=True), batch.sequences(), strict=True):
+        values = (getattr(s, field) * s.loss_mask).tolist()
+        known = episodes.setdefault(key, [0.0] * len(values))
+        episodes[key] = [a + b for a, b in zip(known, values, strict=True)]
+    return [value for values in episodes.values() for value in values]
 
 
-def flat(rows: list[list[list[float]]]) -> list[float]:
-    return [value for row in rows for values in row for value in values]
-
-
-def prepared(seed: int, config: AlgorithmConfig) -> tuple[list[Group], Batch, list[Group], Batch]:
-    has_process = config.advantage.kind not in ("returns", "gigpo")
-    groups = random_groups(seed, has_process=has_process)
-    batch = forwarded(to_sequences(groups, config.overlong))
-    return groups, batch, *with_a_split(groups, batch, random.Random(seed))
+def prepared(seed: int, config: AlgorithmConfig) -> tuple[Batch, Batch]:
+    """A batch, and the same with branches."""
+    groups = random_groups(seed, has_process=config.advantage.kind not in ("returns", "gigpo"))
+    batch = taken(groups, config)
+    return batch, with_a_split(batch, config, random.Random(seed))
 
 
 @pytest.mark.parametrize(("advantage", "others"), BLIND_TO_SPLITS, ids=name_of)
@@ -109,10 +93,8 @@ def prepared(seed: int, config: AlgorithmConfig) -> tuple[list[Group], Batch, li
 @given(seed=st.integers(0, 2**20))
 def test_advantages_are_those_of_the_same_episodes_unbranched(advantage: Settings, others: Settings, seed: int):
     config = config_of(advantage, **others)
-    groups, batch, branched, parts = prepared(seed, config)
-    whole = by_token(groups, with_advantages(groups, batch, config), "advantages")
-    apart = by_token(branched, with_advantages(branched, parts, config), "advantages")
-    assert flat(apart) == pytest.approx(flat(whole), rel=1e-5, abs=1e-6)
+    whole, apart = (by_token(with_advantages(batch, config), "advantages") for batch in prepared(seed, config))
+    assert apart == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "group_mean"])
@@ -120,17 +102,11 @@ def test_advantages_are_those_of_the_same_episodes_unbranched(advantage: Setting
 @given(seed=st.integers(0, 2**20))
 def test_tokens_weigh_as_much_as_if_their_episode_had_not_branched(aggregation: str, seed: int):
     config = config_of(returns(), aggregation=aggregation)
-    groups, batch, branched, parts = prepared(seed, config)
-    whole = weigh_tokens(batch, config.aggregation, sequence_tokens=8)
-    apart = weigh_tokens(parts, config.aggregation, sequence_tokens=8)
-    rows = (by_token(g, _like(b, w), "loss_weights") for g, b, w in ((groups, batch, whole), (branched, parts, apart)))
-    first, second = map(flat, rows)
-    assert second == pytest.approx(first, rel=1e-6)
-
-
-def _like(batch: Batch, sequences: list[TrainSequence]) -> Batch:
-    rest = iter(sequences)
-    return [[next(rest) for _ in row] for row in batch]
+    whole, apart = (
+        by_token(replace(b, loss_weights=loss_weights(b, config.aggregation, sequence_tokens=8)), "loss_weights")
+        for b in prepared(seed, config)
+    )
+    assert apart == pytest.approx(whole, rel=1e-6)
 
 
 FIVE_AND_ONE = group(*[trajectory(1.0)] * 5, trajectory(0.0), episodes=(0, 0, 0, 0, 0, 1))
@@ -180,8 +156,7 @@ def test_branches_of_one_episode_in_different_roles_are_apart():
     members = [trajectory(r, role=role) for r, role in ((1.0, "a"), (3.0, "b"), (0.0, "a"), (5.0, "b"))]
     mixed = group(*members, episodes=(0, 0, 1, 1))
     assert one_each([mixed], returns("group_mean")) == [[0.5, -1.0, -0.5, 1.0]]
-    (sequences,) = to_sequences([mixed], config_of(returns()).overlong)
-    assert [s.episode for s in sequences] == [0, 1, 2, 3]
+    assert Batch.of([mixed]).episode == (0, 1, 2, 3)
 
 
 def test_process_rewards_of_all_branches_belong_to_the_episodes_total():

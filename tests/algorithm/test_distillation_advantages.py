@@ -1,14 +1,16 @@
 """Distillation's advantages give the gradient of KL(student || teacher), however stale the tokens are."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from advantage_cases import trajectory
+from advantage_cases import group, trajectory
 
 from arl.algorithm.advantages import with_advantages
+from arl.algorithm.batch import Batch
 from arl.algorithm.losses import PolicyLoss
-from arl.api import Group, PackedTokens, TokenOutputs, TrainSequence, preset
+from arl.api import PackedTokens, TokenOutputs, preset
 
 SAMPLER, TEACHER = (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4)
 ALGORITHM = preset("distillation", correction={"kind": "none"}, minibatches=2)
@@ -18,14 +20,9 @@ def advantage(token: int, student: tuple[float, ...]) -> float:
     """Of a token that the sampler drew and the teacher was asked about, when the student has come to `student`."""
     gain = math.log(TEACHER[token]) - math.log(SAMPLER[token])
     drawn = trajectory(0.0, (0, 1), token_rewards=(0.0, gain))
-    group = Group(group_id=0, example_id=(0, 0), stamp=0, trajectories=(drawn,), episode_indices=(0,))
-    sequence = TrainSequence(
-        token_ids=torch.tensor([0, token]),
-        loss_mask=torch.tensor([False, True]),
-        behavior_logprobs=torch.tensor([0.0, math.log(SAMPLER[token])]),
-        proximal_logprobs=torch.tensor([0.0, math.log(student[token])]),
-    )
-    return float(with_advantages([group], [[sequence]], ALGORITHM)[0][0].advantages[1])
+    log_prob = [torch.tensor([0.0, math.log(policy[token])]) for policy in (SAMPLER, student)]
+    batch = replace(Batch.of([group(drawn)]), behavior_logprobs=log_prob[0], proximal_logprobs=log_prob[1])
+    return float(with_advantages(batch, ALGORITHM).advantages[1])
 
 
 @pytest.mark.parametrize("student", [SAMPLER, TEACHER, (0.05, 0.15, 0.3, 0.5)], ids=["fresh", "there", "beyond"])

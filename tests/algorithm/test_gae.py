@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.batch import to_sequences
+from arl.algorithm.batch import Batch
 from arl.algorithm.returns import discounted_sums
 from arl.api.types import TrainSequence, Trajectory, TurnSpan
 
@@ -22,12 +22,9 @@ MASK = (0, 1, 0, 1, 0, 1)
 def estimated(*members: Trajectory, **changes: object) -> list[TrainSequence]:
     """The trajectories' sequences with advantages and returns, and VALUES for the first of their tokens."""
     config = config_of({"kind": "gae", "whiten": False} | changes)
-    groups = [group(*members)]
-    batch = [
-        [replace(s, values=torch.tensor(VALUES[: len(s)])) for s in sequences]
-        for sequences in to_sequences(groups, config.overlong)
-    ]
-    return with_advantages(groups, batch, config)[0]
+    batch = Batch.of([group(*members)], config.overlong)
+    values = torch.tensor([v for length in batch.lengths for v in VALUES[:length]])
+    return with_advantages(replace(batch, values=values), config).sequences()
 
 
 def close(*numbers: float) -> object:

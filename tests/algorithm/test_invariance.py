@@ -11,14 +11,14 @@ import torch
 from random_groups import MAX_STALENESS, VERSION, random_groups, reordered, seen_by_the_trainer
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.batch import flat, regrouped, weigh_tokens
+from arl.algorithm.batch import loss_weights
 from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
-from arl.algorithm.losses.selection import select_tokens
+from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig, PPOLossConfig, preset
 from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
 from arl.api.presets import PRESETS
-from arl.api.types import TOKEN_FIELDS, Group, TrainSequence
+from arl.api.types import TOKEN_FIELDS, Group, TrainSequence, Trajectory
 
 Metrics = dict[str, float]
 Gradients = dict[tuple[int, ...], list[torch.Tensor]]
@@ -33,9 +33,10 @@ def config_of(name: str) -> AlgorithmConfig:
 
 def minibatch_of(groups: Sequence[Group], config: AlgorithmConfig) -> list[TrainSequence]:
     """As a Learner makes it of a batch that is one minibatch."""
-    batch = with_advantages(groups, seen_by_the_trainer(groups, config), config)
-    chosen = regrouped(select_tokens(flat(batch), config.selection, seed=0), batch)
-    return weigh_tokens(chosen, config.aggregation, sequence_tokens=config.sequence_tokens)
+    batch = with_advantages(seen_by_the_trainer(groups, config), config)
+    weights = loss_weights(batch, config.aggregation, sequence_tokens=config.sequence_tokens)
+    chosen = selected_tokens(batch, config.selection, seed=0)
+    return replace(batch, selected=chosen, loss_weights=weights).sequences()
 
 
 def loss_of(config: AlgorithmConfig) -> TokenLoss:
@@ -172,21 +173,26 @@ def has_a_trust_region(config: AlgorithmConfig) -> bool:
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
 def test_which_tokens_are_selected_does_not_hang_on_how_logprobs_were_rounded(name: str) -> None:
-    config, groups = config_of(name), random_groups(seed=3)
-    sequences = flat(with_advantages(groups, seen_by_the_trainer(groups, config), config))
-    rounded = [replace(s, proximal_logprobs=s.proximal_logprobs * (1 + 1e-6)) for s in sequences]
-    expected = [s.selected.tolist() for s in select_tokens(sequences, config.selection, seed=0)]
-    assert any(map(any, expected))
-    assert [s.selected.tolist() for s in select_tokens(rounded, config.selection, seed=0)] == expected
+    config = config_of(name)
+    batch = with_advantages(seen_by_the_trainer(random_groups(seed=3), config), config)
+    rounded = replace(batch, proximal_logprobs=batch.proximal_logprobs * (1 + 1e-6))
+    expected = selected_tokens(batch, config.selection, seed=0)
+    assert expected.any()
+    assert torch.equal(selected_tokens(rounded, config.selection, seed=0), expected)
 
 
-def test_sequences_that_were_sampled_the_same_may_come_in_any_order() -> None:
+def test_trajectories_that_were_sampled_the_same_may_come_in_any_order() -> None:
     """Though their advantages differ, as those of answers to an environment that throws dice."""
-    config = config_of("clip_cov")
     groups = random_groups(seed=3)
-    sequences = flat(with_advantages(groups, seen_by_the_trainer(groups, config), config))
-    twins = [replace(sequences[0], advantages=sequences[0].advantages + shift) for shift in (0.5, 0.0)]
-    orders = [[*twins, *sequences[1:]], [*sequences[1:], *reversed(twins)]]
-    first, second = (select_tokens(order, config.selection, seed=0) for order in orders)
-    assert first[0].selected.tolist() == second[-1].selected.tolist()
-    assert first[1].selected.tolist() == second[-2].selected.tolist()
+    first = groups[0].trajectories[0]
+    twins, config = (replace(first, reward=-9.0), replace(first, reward=9.0)), config_of("clip_cov")
+
+    def selected(pair: Sequence[Trajectory]) -> tuple[torch.Tensor, ...]:
+        members = (*pair, *groups[0].trajectories[1:])
+        together = replace(groups[0], trajectories=members, episode_indices=tuple(range(len(members))))
+        batch = with_advantages(seen_by_the_trainer([together, *groups[1:]], config), config)
+        return batch.split(selected_tokens(batch, config.selection, seed=0))
+
+    one, other = selected(twins), selected(twins[::-1])
+    assert torch.equal(one[0], other[1])
+    assert torch.equal(one[1], other[0])

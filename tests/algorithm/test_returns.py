@@ -15,13 +15,14 @@ from advantage_cases import (
     one_each,
     random_groups,
     returns,
+    rows_of,
     trajectory,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
-from arl.algorithm.batch import to_sequences
+from arl.algorithm.batch import Batch
 from arl.api.errors import TrajectoryError
 from arl.api.types import Group, Trajectory, TurnSpan
 
@@ -285,15 +286,11 @@ def penalised(advantage: dict[str, object], *distances: tuple[float, ...]) -> li
     Their untrained tokens have others, which nobody should look at.
     """
     members = [trajectory(1.0, (0, *[1] * len(d))) for d in distances]
-    config = config_of(advantage, kl=KL)
-    (sequences,) = to_sequences([group(*members)], config.overlong)
-    batch = [
-        [
-            replace(s, proximal_logprobs=-torch.ones(len(s)), reference_logprobs=-1 - torch.tensor([9.0 * i, *d]))
-            for i, (s, d) in enumerate(zip(sequences, distances, strict=True))
-        ]
-    ]
-    return [s.advantages.tolist() for s in with_advantages([group(*members)], batch, config)[0]]
+    batch = Batch.of([group(*members)])
+    log_ratios = torch.tensor([r for i, d in enumerate(distances) for r in (9.0 * i, *d)])
+    proximal = -torch.ones(len(log_ratios))
+    batch = replace(batch, proximal_logprobs=proximal, reference_logprobs=proximal - log_ratios)
+    return rows_of(with_advantages(batch, config_of(advantage, kl=KL)))[0]
 
 
 def test_without_a_baseline_each_token_answers_for_its_own_and_later_penalties():

@@ -2,22 +2,17 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from advantage_cases import group, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arl.algorithm.losses.selection import select_tokens
-from arl.api.algorithm import (
-    ClipCovSelection,
-    KLCovSelection,
-    NoSelection,
-    SecondMomentSelection,
-    SelectionConfig,
-    preset,
-)
-from arl.api.types import TrainSequence
+from arl.algorithm.batch import Batch
+from arl.algorithm.losses.selection import selected_tokens
+from arl.api.algorithm import ClipCovSelection, KLCovSelection, NoSelection, SecondMomentSelection, SelectionConfig
 
 SECOND_MOMENT = SecondMomentSelection(limit=0.04)
 CLIP_COV = ClipCovSelection(share=0.1, low=0.2, high=2.0)
@@ -25,47 +20,63 @@ KL_COV = KLCovSelection(share=0.1)
 every_selection = pytest.mark.parametrize("config", [SECOND_MOMENT, CLIP_COV, KL_COV], ids=lambda c: c.kind)
 
 
-def sequence(
-    *, proximal: Sequence[float], behavior: Sequence[float], advantages: Sequence[float], loss_mask: Sequence[int] = ()
-) -> TrainSequence:
-    length = len(proximal)
-    return TrainSequence(
-        token_ids=torch.arange(length),
-        loss_mask=torch.tensor(list(loss_mask) or [1] * length, dtype=torch.bool),
-        proximal_logprobs=torch.tensor(proximal),
-        behavior_logprobs=torch.tensor(behavior),
-        advantages=torch.tensor(advantages),
+@dataclass(kw_only=True)
+class Row:
+    """One trajectory, of which all is trained where no mask is given."""
+
+    proximal: Sequence[float]
+    behavior: Sequence[float]
+    advantages: Sequence[float]
+    loss_mask: Sequence[int] = ()
+
+    @property
+    def mask(self) -> Sequence[int]:
+        return self.loss_mask or [1] * len(self.proximal)
+
+
+def batch_of(*rows: Row) -> Batch:
+    def joined(values: Sequence[Sequence[float]]) -> torch.Tensor:
+        return torch.tensor([value for row in values for value in row])
+
+    return replace(
+        Batch.of([group(*(trajectory(0.0, [0] * len(row.proximal)) for row in rows))]),
+        loss_mask=joined([row.mask for row in rows]).bool(),
+        proximal_logprobs=joined([row.proximal for row in rows]),
+        behavior_logprobs=joined([row.behavior for row in rows]),
+        advantages=joined([row.advantages for row in rows]),
     )
 
 
-def random_minibatch(seed: int, count: int = 12) -> list[TrainSequence]:
+def random_rows(seed: int, count: int = 12) -> list[Row]:
     """One advantage per trajectory, prompts, and one trajectory in which nothing is trained."""
-    rng, sequences = random.Random(seed), []
+    rng, rows = random.Random(seed), []
     for index in range(count):
         length = rng.randrange(2, 12)
         mask = [0] + [rng.randrange(2) if index else 0 for _ in range(length - 1)]
         behavior = [-rng.uniform(0.05, 3) for _ in range(length)]
-        sequences.append(
-            sequence(
-                proximal=[b + rng.gauss(0, 0.3) for b in behavior],
-                behavior=behavior,
-                advantages=[rng.gauss(0, 1)] * length,
-                loss_mask=mask,
-            )
-        )
-    return sequences
+        proximal = [b + rng.gauss(0, 0.3) for b in behavior]
+        advantages = [rng.gauss(0, 1)] * length
+        rows.append(Row(proximal=proximal, behavior=behavior, advantages=advantages, loss_mask=mask))
+    return rows
 
 
-def selected(sequences: Sequence[TrainSequence], config: SelectionConfig, seed: int = 0) -> list[list[bool]]:
-    return [s.selected.tolist() for s in select_tokens(sequences, config, seed=seed)]
+def selected(rows: Sequence[Row], config: SelectionConfig, seed: int = 0) -> list[list[bool]]:
+    batch = batch_of(*rows)
+    return [flags.tolist() for flags in batch.split(selected_tokens(batch, config, seed=seed))]
 
 
-def trained(sequences: Sequence[TrainSequence], name: str) -> list[float]:
-    return [value for s in sequences for value in getattr(s, name)[s.loss_mask].tolist()]
+def trained_flags(rows: Sequence[Row], config: SelectionConfig, seed: int = 0) -> list[bool]:
+    """Of the trained tokens alone."""
+    flags = selected(rows, config, seed)
+    return [f for row, own in zip(rows, flags, strict=True) for f, m in zip(own, row.mask, strict=True) if m]
 
 
-def covariances(sequences: Sequence[TrainSequence]) -> list[float]:
-    p, a = trained(sequences, "proximal_logprobs"), trained(sequences, "advantages")
+def trained(rows: Sequence[Row], name: str) -> list[float]:
+    return [v for row in rows for v, m in zip(getattr(row, name), row.mask, strict=True) if m]
+
+
+def covariances(rows: Sequence[Row]) -> list[float]:
+    p, a = trained(rows, "proximal"), trained(rows, "advantages")
     mean_p, mean_a = sum(p) / len(p), sum(a) / len(a)
     return [(x - mean_p) * (y - mean_a) for x, y in zip(p, a, strict=True)]
 
@@ -75,53 +86,44 @@ def covariances(sequences: Sequence[TrainSequence]) -> list[float]:
 
 @every_selection
 @pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_the_sequences_changes_nothing(config: SelectionConfig, seed: int):
-    sequences = random_minibatch(seed)
-    there = selected(sequences, config)
+def test_the_order_of_the_trajectories_changes_nothing(config: SelectionConfig, seed: int):
+    rows = random_rows(seed)
+    there = selected(rows, config)
     assert any(any(tokens) for tokens in there)
-    order = random.Random(seed).sample(range(len(sequences)), len(sequences))
-    assert selected([sequences[i] for i in order], config) == [there[i] for i in order]
+    order = random.Random(seed).sample(range(len(rows)), len(rows))
+    assert selected([rows[i] for i in order], config) == [there[i] for i in order]
 
 
 @every_selection
 def test_only_trained_tokens_are_selected(config: SelectionConfig):
-    sequences = random_minibatch(5)
-    for chosen, s in zip(selected(sequences, config), sequences, strict=True):
-        assert not (torch.tensor(chosen) & ~s.loss_mask).any()
+    rows = random_rows(5)
+    for chosen, row in zip(selected(rows, config), rows, strict=True):
+        assert not any(flag and not m for flag, m in zip(chosen, row.mask, strict=True))
 
 
 @every_selection
 def test_a_minibatch_in_which_nothing_is_trained_has_nothing_to_select(config: SelectionConfig):
-    untrained = sequence(proximal=[-1.0], behavior=[-1.0], advantages=[1.0], loss_mask=[0])
+    untrained = Row(proximal=[-1.0], behavior=[-1.0], advantages=[1.0], loss_mask=[0])
     assert selected([untrained], config) == [[False]]
     assert selected([], config) == []
 
 
-def test_without_a_selection_sequences_are_as_they_were():
-    sequences = random_minibatch(0)
-    assert select_tokens(sequences, NoSelection(), seed=0) == sequences
-
-
-@every_selection
-def test_nothing_but_the_selection_changes(config: SelectionConfig):
-    (given_one,) = random_minibatch(1, count=1)
-    (returned,) = select_tokens([given_one], config, seed=0)
-    for name in ("token_ids", "loss_mask", "proximal_logprobs", "behavior_logprobs", "advantages", "loss_weights"):
-        assert getattr(returned, name) is getattr(given_one, name)
+def test_without_a_selection_nothing_is_selected():
+    assert not any(map(any, selected(random_rows(0), NoSelection())))
 
 
 @every_selection
 def test_logprobs_and_advantages_may_be_extreme(config: SelectionConfig):
-    far = sequence(proximal=[-1e4, -1e-6, -20.0], behavior=[-1e-6, -1e4, -1.0], advantages=[1e6, -1e6, 1e6])
+    far = Row(proximal=[-1e4, -1e-6, -20.0], behavior=[-1e-6, -1e4, -1.0], advantages=[1e6, -1e6, 1e6])
     assert len(selected([far], config)[0]) == 3
 
 
 # M2PO -----------------------------------------------------------------------------------------------------------------
 
 
-def masked_one_by_one(sequences: Sequence[TrainSequence], limit: float) -> set[int]:
+def masked_one_by_one(rows: Sequence[Row], limit: float) -> set[int]:
     """Algorithm 1 of 2510.01161: while the mean over remaining trust-region tokens is too large, drop the largest."""
-    p, b, a = (trained(sequences, name) for name in ("proximal_logprobs", "behavior_logprobs", "advantages"))
+    p, b, a = (trained(rows, name) for name in ("proximal", "behavior", "advantages"))
     moments = [(x - y) ** 2 for x, y in zip(p, b, strict=True)]
     remaining = [i for i in range(len(p)) if (a[i] > 0 and p[i] > b[i]) or (a[i] < 0 and p[i] < b[i])]
     dropped: set[int] = set()
@@ -135,32 +137,31 @@ def masked_one_by_one(sequences: Sequence[TrainSequence], limit: float) -> set[i
 @pytest.mark.parametrize("limit", [0.005, 0.04, 0.1, 10.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_second_moment_leaves_out_what_the_papers_algorithm_does(seed: int, limit: float):
-    sequences = random_minibatch(seed)
-    chosen = select_tokens(sequences, SecondMomentSelection(limit=limit), seed=0)
-    flags = trained(chosen, "selected")
-    assert {i for i, flag in enumerate(flags) if flag} == masked_one_by_one(sequences, limit)
+    rows = random_rows(seed)
+    flags = trained_flags(rows, SecondMomentSelection(limit=limit))
+    assert {i for i, flag in enumerate(flags) if flag} == masked_one_by_one(rows, limit)
 
 
 def test_second_moment_leaves_tokens_alone_that_no_clip_would_concern():
     """However far: a good token that became less likely, or a bad one that became likelier, pulls back by itself."""
-    s = sequence(proximal=[-4.0, -1.0, -1.0], behavior=[-1.0, -4.0, -4.0], advantages=[1.0, -1.0, 0.0])
+    s = Row(proximal=[-4.0, -1.0, -1.0], behavior=[-1.0, -4.0, -4.0], advantages=[1.0, -1.0, 0.0])
     assert selected([s], SECOND_MOMENT) == [[False, False, False]]
 
 
 def test_second_moment_treats_equal_tokens_alike():
     """Dropping one of the two would be enough; which one would depend on the order."""
-    s = sequence(proximal=[-0.75, -0.75, -1.0625], behavior=[-1.0, -1.0, -1.125], advantages=[1.0] * 3)
+    s = Row(proximal=[-0.75, -0.75, -1.0625], behavior=[-1.0, -1.0, -1.125], advantages=[1.0] * 3)
     assert selected([s], SecondMomentSelection(limit=0.04)) == [[True, True, False]]
 
 
 def test_second_moment_leaves_all_out_where_the_smallest_is_too_large():
-    s = sequence(proximal=[-0.5, -0.4], behavior=[-1.0, -1.0], advantages=[1.0, 1.0])
+    s = Row(proximal=[-0.5, -0.4], behavior=[-1.0, -1.0], advantages=[1.0, 1.0])
     assert selected([s], SECOND_MOMENT) == [[True, True]]
 
 
 @given(st.lists(st.tuples(st.integers(-8, 8), st.sampled_from([-1.0, 1.0])), min_size=1, max_size=20))
 def test_second_moment_ends_below_the_limit_and_leaves_no_more_out_than_it_must(pairs: list[tuple[int, float]]):
-    s = sequence(proximal=[d / 16 for d, _ in pairs], behavior=[0.0] * len(pairs), advantages=[a for _, a in pairs])
+    s = Row(proximal=[d / 16 for d, _ in pairs], behavior=[0.0] * len(pairs), advantages=[a for _, a in pairs])
     ((*flags,),) = selected([s], SECOND_MOMENT)
     concerned = [(d / 16) ** 2 for d, a in pairs if d * a > 0]
     kept = [(d / 16) ** 2 for (d, a), flag in zip(pairs, flags, strict=True) if d * a > 0 and not flag]
@@ -176,59 +177,54 @@ def test_second_moment_ends_below_the_limit_and_leaves_no_more_out_than_it_must(
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 1.0])
 def test_kl_cov_selects_the_largest_covariances(share: float):
-    sequences = random_minibatch(2)
-    values = covariances(sequences)
-    flags = trained(select_tokens(sequences, KLCovSelection(share=share), seed=0), "selected")
+    rows = random_rows(2)
+    values = covariances(rows)
+    flags = trained_flags(rows, KLCovSelection(share=share))
     count = int(share * len(values))
     largest = sorted(range(len(values)), key=lambda i: -values[i])[:count]
     assert {i for i, flag in enumerate(flags) if flag} == set(largest)
 
 
 def test_kl_cov_selects_at_least_one_token():
-    assert sum(map(sum, selected(random_minibatch(2), KLCovSelection(share=1e-6)))) == 1
+    assert sum(map(sum, selected(random_rows(2), KLCovSelection(share=1e-6)))) == 1
 
 
 def test_kl_cov_selects_as_many_where_all_are_equal():
     """Advantages without spread have covariance 0 everywhere, which is no reason to select everything."""
-    s = sequence(proximal=[-1.0] * 10, behavior=[-1.0] * 10, advantages=[1.0] * 10)
+    s = Row(proximal=[-1.0] * 10, behavior=[-1.0] * 10, advantages=[1.0] * 10)
     assert sum(selected([s], KLCovSelection(share=0.2))[0]) == 2
-
-
-def test_kl_cov_with_one_update_per_batch_would_change_nothing_and_is_refused():
-    with pytest.raises(ValueError, match="c - p is 0; use minibatches=2"):
-        preset("decoupled_ppo", selection={"kind": "kl_cov"})
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_clip_cov_draws_among_the_tokens_in_its_range(seed: int):
-    sequences = random_minibatch(3)
-    values = covariances(sequences)
-    flags = trained(select_tokens(sequences, CLIP_COV, seed=seed), "selected")
+    rows = random_rows(3)
+    values = covariances(rows)
+    flags = trained_flags(rows, CLIP_COV, seed)
     inside = [CLIP_COV.low <= v <= CLIP_COV.high for v in values]
     assert sum(flags) == int(CLIP_COV.share * len(values)) < sum(inside)
     assert all(is_inside for is_inside, flag in zip(inside, flags, strict=True) if flag)
 
 
 def test_clip_cov_selects_none_where_none_is_in_its_range():
-    assert not any(map(any, selected(random_minibatch(3), ClipCovSelection(share=0.5, low=50.0, high=60.0))))
+    assert not any(map(any, selected(random_rows(3), ClipCovSelection(share=0.5, low=50.0, high=60.0))))
 
 
 def test_clip_cov_selects_all_in_its_range_where_these_are_fewer_than_its_share():
-    sequences = random_minibatch(3)
-    inside = [CLIP_COV.low <= v <= CLIP_COV.high for v in covariances(sequences)]
+    rows = random_rows(3)
+    inside = [CLIP_COV.low <= v <= CLIP_COV.high for v in covariances(rows)]
     everything = ClipCovSelection(share=1.0, low=CLIP_COV.low, high=CLIP_COV.high)
-    assert trained(select_tokens(sequences, everything, seed=0), "selected") == inside
+    assert trained_flags(rows, everything) == inside
 
 
 def test_clip_covs_choice_follows_from_the_seed():
-    sequences = random_minibatch(3)
-    assert selected(sequences, CLIP_COV, seed=1) == selected(sequences, CLIP_COV, seed=1)
-    assert len({str(selected(sequences, CLIP_COV, seed=seed)) for seed in range(5)}) > 1
+    rows = random_rows(3)
+    assert selected(rows, CLIP_COV, seed=1) == selected(rows, CLIP_COV, seed=1)
+    assert len({str(selected(rows, CLIP_COV, seed=seed)) for seed in range(5)}) > 1
 
 
 def test_clip_cov_draws_every_token_of_its_range_alike():
     """400 draws of one among four candidates: 100 for each, with a standard deviation of 8.7."""
-    s = sequence(proximal=[-1.0, -1.0, -1.0, -1.0, -2.0], behavior=[-1.0] * 5, advantages=[2.0] * 4 + [0.0])
+    s = Row(proximal=[-1.0, -1.0, -1.0, -1.0, -2.0], behavior=[-1.0] * 5, advantages=[2.0] * 4 + [0.0])
     config = ClipCovSelection(share=0.2, low=0.01, high=0.1)
     counts = torch.tensor([selected([s], config, seed=seed)[0] for seed in range(400)]).sum(0).tolist()
     assert sum(counts) == 400
@@ -238,6 +234,6 @@ def test_clip_cov_draws_every_token_of_its_range_alike():
 
 def test_copies_of_a_sequence_are_drawn_apart():
     """Answers that are the same word for word do not all lose the same token."""
-    copies = [sequence(proximal=[-1.0] * 10, behavior=[-1.0] * 10, advantages=[1.0] * 10) for _ in range(4)]
+    copies = [Row(proximal=[-1.0] * 10, behavior=[-1.0] * 10, advantages=[1.0] * 10) for _ in range(4)]
     chosen = selected(copies, KLCovSelection(share=0.2))
     assert len({tuple(flags) for flags in chosen}) > 1

@@ -69,7 +69,7 @@ def stats(version: int) -> StepStats:
 
 def write(log: RunLog, version: int, *groups: Group) -> None:
     """Log a step; a trajectory's advantage is its reward less 0.5."""
-    log.step(stats(version), groups, [[t.reward - 0.5 for t in group.trajectories] for group in groups])
+    log.step(stats(version), groups, [t.reward - 0.5 for group in groups for t in group.trajectories])
 
 
 def evaluation(version: int) -> Evaluation:
@@ -105,7 +105,7 @@ def test_trajectories_are_written_with_their_turns_and_their_groups_baseline(tmp
 def test_trajectories_are_written_with_the_advantage_that_they_were_trained_with(tmp_path: Path) -> None:
     masked = group(trajectory(), trajectory())
     log = RunLog(tmp_path, QUIET)
-    log.step(stats(1), [group(trajectory()), masked], [[0.25], [None, -0.25]])
+    log.step(stats(1), [group(trajectory()), masked], [0.25, None, -0.25])
     assert [row["advantage"] for row in read_jsonl(tmp_path / "trajectories.jsonl")] == [0.25, None, -0.25]
 
 

@@ -6,17 +6,15 @@ import hashlib
 import math
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
+from arl.algorithm.batch import Batch
 from arl.api.algorithm import ClipCovSelection, KLCovSelection, SecondMomentSelection, SelectionConfig
-from arl.api.types import TrainSequence
 
 
-def select_tokens(sequences: Sequence[TrainSequence], config: SelectionConfig, *, seed: int) -> list[TrainSequence]:
-    """The minibatch's sequences, with `selected` set on the tokens that `config` chooses among the trained ones.
+def selected_tokens(batch: Batch, config: SelectionConfig, *, seed: int) -> torch.Tensor:
+    """bool[T]: the tokens that `config` chooses among the trained ones of `batch`, a minibatch.
 
     It looks at proximal_logprobs p, behavior_logprobs b and advantages A: at what is known before any update on the
     batch. Where the papers look at the current logprobs, this looks at p, which is what those are before the first
@@ -24,21 +22,19 @@ def select_tokens(sequences: Sequence[TrainSequence], config: SelectionConfig, *
     have no policy gradient under second_moment and clip_cov, and coefficient * |c - p| more loss under kl_cov. With one
     update per batch c is p, and what kl_cov adds has no gradient.
 
-    The choice is a function of the set of sequences, whatever their order, and of `seed` where it is random.
+    The choice is a function of the set of trajectories, whatever their order, and of `seed` where it is random.
     """
     if config.kind == "none":
-        return list(sequences)
-    advantages, proximal, behavior = (
-        torch.cat([getattr(s, name)[s.loss_mask] for s in sequences] or [torch.empty(0)]).double()
-        for name in ("advantages", "proximal_logprobs", "behavior_logprobs")
-    )
+        return batch.selected
+    mask = batch.loss_mask
+    fields = (batch.advantages, batch.proximal_logprobs, batch.behavior_logprobs)
+    advantages, proximal, behavior = (values[mask].double() for values in fields)
     if config.kind == "second_moment":
         chosen = largest_moments(proximal - behavior, advantages, config)
     else:
         covariances = _centred(proximal) * _centred(advantages)
-        chosen = extreme_covariances(covariances, _random_keys(sequences, seed), config)
-    parts = chosen.split([int(s.loss_mask.sum()) for s in sequences])
-    return [_with_selected(s, part) for s, part in zip(sequences, parts, strict=True)]
+        chosen = extreme_covariances(covariances, _random_keys(batch, seed)[mask], config)
+    return torch.zeros_like(mask).masked_scatter(mask, chosen)
 
 
 def largest_moments(log_ratio: torch.Tensor, advantages: torch.Tensor, config: SecondMomentSelection) -> torch.Tensor:
@@ -87,33 +83,27 @@ def _centred(values: torch.Tensor) -> torch.Tensor:
     return values - math.fsum(values.tolist()) / max(len(values), 1)
 
 
-def _random_keys(sequences: Sequence[TrainSequence], seed: int) -> torch.Tensor:
-    """A number in [0, 1) for each trained token, float64[N], that follows from seed, sequence and place in it.
+def _random_keys(batch: Batch, seed: int) -> torch.Tensor:
+    """A number in [0, 1) for each token, float64[T], that follows from the seed, its trajectory and its place in it.
 
-    What a model computed plays no part, as it is rounded otherwise in other packings. Sequences that were sampled the
-    same are told apart by number, in the order of their advantages.
+    What a model computed plays no part, as it is rounded otherwise in other packings. Trajectories that were sampled
+    the same are told apart by number, in the order of their advantages.
     """
-    contents = [_sampled(sequence) for sequence in sequences]
-    order = sorted(range(len(sequences)), key=lambda i: (contents[i], sequences[i].advantages.tolist()))
-    keys, seen = [torch.empty(0)] * len(sequences), Counter[bytes]()
-    for i in order:
-        seen[contents[i]] += 1
-        origin = hashlib.sha256(contents[i] + f"{seed} {seen[contents[i]]}".encode()).digest()
+    columns = (batch.token_ids, batch.behavior_logprobs, batch.loss_mask, batch.advantages)
+    contents = [(_digest(*row), of.tolist()) for *row, of in zip(*map(batch.split, columns), strict=True)]
+    keys, seen = [torch.empty(0, dtype=torch.float64)] * len(batch), Counter[bytes]()
+    for i in sorted(range(len(batch)), key=contents.__getitem__):
+        content, _ = contents[i]
+        seen[content] += 1
+        origin = hashlib.sha256(content + f"{seed} {seen[content]}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(origin[:8], "little", signed=True))
-        row = torch.rand(len(sequences[i]), dtype=torch.float64, generator=generator)
-        keys[i] = row[sequences[i].loss_mask]
-    return torch.cat(keys or [torch.empty(0, dtype=torch.float64)])
+        keys[i] = torch.rand(batch.lengths[i], dtype=torch.float64, generator=generator)
+    return torch.cat([torch.empty(0, dtype=torch.float64), *keys])
 
 
-def _sampled(sequence: TrainSequence) -> bytes:
-    """A digest of what was sampled, and what of it is trained."""
-    content = hashlib.sha256(array("q", sequence.token_ids.tolist()))
-    for values in (sequence.behavior_logprobs, sequence.loss_mask):
+def _digest(token_ids: torch.Tensor, behavior: torch.Tensor, loss_mask: torch.Tensor) -> bytes:
+    """Of what was sampled, and what of it is trained."""
+    content = hashlib.sha256(array("q", token_ids.tolist()))
+    for values in (behavior, loss_mask):
         content.update(array("d", values.tolist()))
     return content.digest()
-
-
-def _with_selected(sequence: TrainSequence, chosen: torch.Tensor) -> TrainSequence:
-    selected = torch.zeros_like(sequence.loss_mask)
-    selected[sequence.loss_mask] = chosen
-    return replace(sequence, selected=selected)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from random_groups import MAX_STALENESS, VERSION
 from safetensors.torch import load_file
 
-from arl.algorithm.batch import flat, to_sequences
-from arl.api.algorithm import AlgorithmConfig, OverlongConfig, preset
+from arl.algorithm.batch import Batch
+from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import Output, Saving, Snapshot, TokenLoss, TrainEngine
 from arl.api.types import NOT_SAMPLED, Group, TrainSequence
@@ -38,7 +38,7 @@ def config_of(name: str) -> AlgorithmConfig:
 def near_to_the_model(groups: Sequence[Group], model: Path) -> list[Group]:
     """The groups as if they had been sampled by the model, or by one that is a little different."""
     engine = FSDPTrainEngine(model, TRAIN)
-    logprobs = iter(engine.forward(flat(to_sequences(groups, OverlongConfig()))))
+    logprobs = iter(engine.forward(Batch.of(groups).sequences()))
     engine.close()
     generator = torch.Generator().manual_seed(3)
 

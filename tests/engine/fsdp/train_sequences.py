@@ -24,7 +24,10 @@ OF_WORK = {"microbatches", "packing_efficiency"}
 def random_sequences(count: int, seed: int = 0, aggregation: Aggregation = "token_mean") -> list[TrainSequence]:
     """Sequences of 2 to 24 tokens with random masks, advantages, logprobs and temperatures, weighed as a minibatch."""
     generator = torch.Generator().manual_seed(seed)
-    return weigh_tokens([[_random_sequence(generator) for _ in range(count)]], aggregation)
+    sequences = weigh_tokens([_random_sequence(generator) for _ in range(count)])
+    if aggregation == "sequence_mean":
+        sequences = [replace(s, loss_weights=s.loss_mask / s.loss_mask.sum() / count) for s in sequences]
+    return sequences
 
 
 def family_sequences(seed: int = 0) -> list[TrainSequence]:
@@ -38,7 +41,7 @@ def family_sequences(seed: int = 0) -> list[TrainSequence]:
         prompt, turn = (torch.randint(0, VOCABULARY, (count,), generator=generator).tolist() for count in (20, 18))
         sequences += [_random_sequence(generator, stem) for stem in [prompt] * 3 + [prompt + turn] * 2]
     again = replace(sequences[0], advantages=-2 * sequences[0].advantages, temperature=0.9)
-    return weigh_tokens([[*sequences, again]], "token_mean")
+    return weigh_tokens([*sequences, again])
 
 
 def _random_sequence(generator: torch.Generator, stem: Sequence[int] = ()) -> TrainSequence:
