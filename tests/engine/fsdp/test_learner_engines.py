@@ -126,12 +126,12 @@ def test_a_policy_and_a_critic_of_two_ranks_each_train_as_one_process_does(
     make_learner: Make, monkeypatch: pytest.MonkeyPatch
 ):
     alone = make_learner()
-    expected = [alone.train(groups(seed)) for seed in range(2)]
+    expected = [alone.train(alone.prepare(groups(seed))) for seed in range(2)]
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:  # whose name is short, as Ray wants it
         monkeypatch.setattr(tempfile, "tempdir", directory)
         ranks = make_learner(train={"num_ranks": 2})
         for seed in range(2):
-            metrics = ranks.train(groups(seed))
+            metrics = ranks.train(ranks.prepare(groups(seed)))
             assert metrics.keys() == expected[seed].keys()
             for name, value in expected[seed].items():
                 if not name.endswith(DIVIDED):
