@@ -1,22 +1,17 @@
 """How sequences are grouped: into microbatches under a token budget, and into balanced shares for data-parallel ranks.
 
-Both count the tokens that are forwarded, so they keep together what shares a prefix; and whatever it costs, they keep
-units of sequences together. Both are deterministic functions of the token ids and units alone, so every rank and every
-rerun groups alike.
+Both count the tokens that are forwarded, so they keep together what shares a prefix. They never part a unit of
+sequences. Both are deterministic functions of the token ids and units alone, so every rank and every rerun groups
+alike.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arl.algorithm.prefix_tree import PrefixOrder, prefix_order
 from arl.api.types import TrainSequence
-
-_GRAINS = (math.inf, 0.25, 0.0)
-"""What families are cut to when shares are balanced, in parts of a rank's ideal share: from not at all to sequences."""
 
 _TOLERANCE = 0.01
 """How closely the smallest budget that gives few enough bins is searched for."""
@@ -43,27 +38,24 @@ def balanced_shares(
 ) -> list[list[int]]:
     """Indices into `sequences` in `num_shares` shares that forward nearly equal numbers of tokens; some may be empty.
 
-    Sequences of one unit are in one share.
-
-    share_prefixes: whether the tokens that sequences begin with are forwarded once in each share, as
-    TrainConfig.share_prefixes says. Of several splits the one with the smallest largest share is taken: families whole
-    and cut into ever smaller pieces, each dealt out largest first to the share that then has the fewest tokens (Graham
-    1969: at most 4/3 of the smallest possible maximum, where nothing is shared), and the bins of the smallest budget
-    that gives no more of them than shares (MULTIFIT: Coffman, Garey & Johnson 1978). Indices within a share are
-    ascending.
+    The shares are the bins of the smallest budget that gives no more of them than shares (MULTIFIT: Coffman, Garey &
+    Johnson 1978; at most 13/11 of the smallest possible maximum where nothing is shared). So sequences of one unit are
+    in one share, and a family is cut only where it is too large. share_prefixes: as TrainConfig.share_prefixes.
+    Indices within a share are ascending.
     """
     if num_shares < 1:
         raise ValueError(f"num_shares is {num_shares}; it must be at least 1")
     order = prefix_order(sequences, share_prefixes=share_prefixes)
     parts = _Parts.of(order, [sequence.unit for sequence in sequences])
-    ideal = order.num_tokens / num_shares
-    cuts = [_pieces(parts, max(grain * ideal, 1)) for grain in _GRAINS]
-    # A finer grain that cuts nothing more needs no second look.
-    splits = [_dealt(pieces, order, num_shares) for pieces in {len(pieces): pieces for pieces in cuts}.values()]
-    splits.append(_fitted(parts, num_shares))
-    # min takes the first of equals: the one that cuts least.
-    best = min(splits, key=lambda shares: max(order.only(share).num_tokens for share in shares))
-    return [sorted(share) for share in best]
+    too_small, enough = 0.0, float(parts.num_tokens)
+    while enough - too_small > enough * _TOLERANCE:
+        budget = (too_small + enough) / 2
+        if len(_bins(parts, budget)) > num_shares:
+            too_small = budget
+        else:
+            enough = budget
+    bins = [sorted(piece.indices) for piece in _bins(parts, enough)]
+    return bins + [[]] * (num_shares - len(bins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +93,7 @@ class _Parts:
 
 
 def _bins(parts: _Parts, budget: float) -> list[_Piece]:
-    return _first_fit_decreasing(_pieces(parts, budget), 0, budget)
-
-
-def _pieces(parts: _Parts, budget: float) -> list[_Piece]:
-    return [*parts.units, *_families(parts.others, budget)]
+    return _first_fit_decreasing([*parts.units, *_families(parts.others, budget)], 0, budget)
 
 
 def _families(order: PrefixOrder, budget: float) -> list[_Piece]:
@@ -147,40 +135,3 @@ def _first_fit_decreasing(pieces: Sequence[_Piece], depth: int, budget: float) -
 def _joined(parts: Sequence[_Piece], depth: int) -> _Piece:
     num_tokens = depth + sum(part.num_tokens - depth for part in parts)
     return _Piece(num_tokens, tuple(index for part in parts for index in part.indices))
-
-
-def _dealt(pieces: Sequence[_Piece], order: PrefixOrder, num_shares: int) -> list[list[int]]:
-    """Longest first, each to the share that then has the fewest tokens, given what the share has of its prefix."""
-    place = {index: k for k, index in enumerate(order.indices)}
-    shares: list[list[int]] = [[] for _ in range(num_shares)]  # places, ascending
-    loads = [0] * num_shares
-    for piece in sorted(pieces, key=lambda piece: (-piece.num_tokens, min(piece.indices))):
-        at = place[piece.indices[0]]
-        new_loads = [
-            load + piece.num_tokens - _in_common(order, at, share) for load, share in zip(loads, shares, strict=True)
-        ]
-        chosen = min(range(num_shares), key=new_loads.__getitem__)
-        loads[chosen] = new_loads[chosen]
-        for index in piece.indices:
-            bisect.insort(shares[chosen], place[index])
-    return [[order.indices[k] for k in share] for share in shares]
-
-
-def _fitted(parts: _Parts, num_shares: int) -> list[list[int]]:
-    """The bins of about the smallest budget at which there are few enough of them."""
-    too_small, enough = 0, parts.num_tokens
-    while enough - too_small > enough * _TOLERANCE:
-        budget = (too_small + enough) / 2
-        if len(_bins(parts, budget)) > num_shares:
-            too_small = budget
-        else:
-            enough = budget
-    bins = [list(piece.indices) for piece in _bins(parts, enough)]
-    return bins + [[]] * (num_shares - len(bins))
-
-
-def _in_common(order: PrefixOrder, at: int, places: Sequence[int]) -> int:
-    """How many first tokens the sequence at a place has in common with any at `places`: its neighbours have most."""
-    beyond = bisect.bisect(places, at)
-    neighbours = places[max(beyond - 1, 0) : beyond + 1]
-    return max((order.common(at, place) for place in neighbours), default=0)

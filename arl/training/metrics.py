@@ -63,16 +63,17 @@ class RunLog:
         self._config = config
         self._decode = decode
         self._table = StepTable(steps) if config.console else None
-        self.evaluations: dict[int, Evaluation] = {}
 
     def resume(self, version: int) -> None:
-        """Drop what was written after `version`, and read back the evaluations up to it; torn lines are dropped."""
+        """Drop what was written after `version`, and torn lines."""
         for path in self._paths.values():
             with _usable(path):
                 rows = [row for row in read_jsonl(path) if row["version"] <= version]
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
-        rows = read_jsonl(self._paths["evaluations"])
-        self.evaluations = {row["version"]: Evaluation(**row) for row in rows}
+
+    def evaluations(self) -> dict[int, Evaluation]:
+        """Those that are in the file, by version."""
+        return {row["version"]: Evaluation(**row) for row in read_jsonl(self._paths["evaluations"])}
 
     def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
         """advantages: of each trajectory of the groups, the mean over its trained tokens; None where there are none."""
@@ -82,7 +83,6 @@ class RunLog:
             self._table.step(stats)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self.evaluations[evaluation.version] = evaluation
         self._append("evaluations", [asdict(evaluation)])
         if self._table:
             self._table.say(

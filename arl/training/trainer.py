@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -96,6 +96,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.version = self.learner.version
+        self.evaluations = self.log.evaluations()
+        """Those made so far in this run directory, by version; also those from before a resume."""
         self._tasks = asyncio.TaskGroup()
         self._rollout_task: asyncio.Task[None] | None = None
         self._undelivered: _Snapshot | None = None
@@ -242,12 +244,8 @@ class Trainer:
         await self._served(self.version)
         evaluation = await self.evaluator.evaluate()
         await self.thread(self.log.evaluation, evaluation)
+        self.evaluations[evaluation.version] = evaluation
         return evaluation
-
-    @property
-    def evaluations(self) -> dict[int, Evaluation]:
-        """Evaluations made so far in this run directory, by version; also those from before a resume."""
-        return self.log.evaluations
 
     async def save(self) -> None:
         """Write a checkpoint of the last trained version, between steps. What is in flight will run again.
@@ -313,50 +311,25 @@ class Trainer:
     # Numbers ----------------------------------------------------------------------------------------------------
 
     async def _record(self) -> StepStats:
-        """Log the step that was trained, once."""
+        """Log the step that was trained, once. All that the loop knows of it is taken here; a thread does the rest."""
         step, self._open_step = self._open_step, None
         if step is None:
             raise RuntimeError("there is no trained step to record")
-        return await self.thread(self._record_now, step, step.call.result())
-
-    def _record_now(self, step: _Step, metrics: dict[str, float]) -> StepStats:
-        stats = self._stats(step, metrics)
-        self.totals.max_staleness_seen = max(self.totals.max_staleness_seen, stats.max_staleness_seen)
-        self.log.step(stats, step.groups, step.advantages)
-        return stats
-
-    def _stats(self, step: _Step, metrics: dict[str, float]) -> StepStats:
-        now, rewards = time.monotonic(), episode_rewards(step.groups)
+        now = time.monotonic()
         interval_s, self._recorded_at = now - self._recorded_at, now
-        numbers = batch_metrics(
-            step.groups,
-            self.version - 1,
-            step.replayed,
-            mask_truncated=self.config.algorithm.overlong.mask_truncated,
-        )
-        wait_s, train_s = step.taken - step.began, (step.trained or now) - step.taken
-        everything = {
-            "version": self.version,
+        known = {
             "time_s": self._wall_s(),
-            **reward_metrics(rewards),
-            "samples_per_s": len(rewards) / max(interval_s, 1e-9),
-            "time/wait_s": wait_s,
-            "time/train_s": train_s,
-            **numbers,
-            **metrics,
+            "time/wait_s": step.taken - step.began,
+            "time/train_s": (step.trained or now) - step.taken,
+            "samples_per_s": sum(group.num_episodes for group in step.groups) / max(interval_s, 1e-9),
+            **step.call.result(),
             **publish_metrics(self._published),
             **self.rollout.counters(),
         }
-        return StepStats(
-            version=self.version,
-            reward=everything["reward"],
-            num_episodes=len(rewards),
-            mean_staleness=numbers["staleness/mean"],
-            max_staleness_seen=int(numbers["staleness/max"]),
-            wait_s=wait_s,
-            train_s=train_s,
-            metrics=everything,
-        )
+        is_masked = self.config.algorithm.overlong.mask_truncated
+        stats = await self.thread(_logged, self.log, step, self.version, known, is_masked)
+        self.totals.max_staleness_seen = max(self.totals.max_staleness_seen, stats.max_staleness_seen)
+        return stats
 
     def summary(self) -> dict[str, float]:
         """Totals of the whole run, resumes included: what was trained, how fast, how stale."""
@@ -369,6 +342,28 @@ class Trainer:
             "max_staleness_seen": self.totals.max_staleness_seen,
             **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
         }
+
+
+def _logged(log: RunLog, step: _Step, version: int, known: Mapping[str, float], is_masked: bool) -> StepStats:
+    """Write the step that led to `version` to the log. Looks at its arguments alone: the event loop goes on meanwhile.
+
+    known: metrics that there are already. is_masked: truncated trajectories were not trained.
+    """
+    rewards = episode_rewards(step.groups)
+    numbers = batch_metrics(step.groups, version - 1, step.replayed, mask_truncated=is_masked)
+    metrics = {"version": version, **reward_metrics(rewards), **numbers, **known}
+    stats = StepStats(
+        version=version,
+        reward=metrics["reward"],
+        num_episodes=len(rewards),
+        mean_staleness=numbers["staleness/mean"],
+        max_staleness_seen=int(numbers["staleness/max"]),
+        wait_s=known["time/wait_s"],
+        train_s=known["time/train_s"],
+        metrics=metrics,
+    )
+    log.step(stats, step.groups, step.advantages)
+    return stats
 
 
 async def _written(saving: Saving) -> None:

@@ -1,5 +1,6 @@
 """Packing keeps its budget, loses nothing, keeps what is alike together, and depends on the tokens alone."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -78,20 +79,22 @@ def test_packing_does_not_depend_on_the_order_of_unlike_sequences(sequences: Fam
 
 
 @settings(max_examples=50, deadline=None)
-@given(LENGTHS, st.integers(1, 6))
-def test_shares_of_unlike_sequences_differ_by_one_sequence_at_most(lengths: list[int], num_shares: int):
-    sequences = [train_sequence([i] * (length + 1)) for i, length in enumerate(lengths)]
-    shares = balanced_shares(sequences, num_shares)
+@given(st.lists(st.integers(1, 60), max_size=7), st.integers(1, 3))
+def test_no_share_of_unlike_sequences_is_much_larger_than_it_has_to_be(lengths: list[int], num_shares: int):
+    shares = balanced_shares([train_sequence([i] * (n + 1)) for i, n in enumerate(lengths)], num_shares)
     assert len(shares) == num_shares
     assert everything(shares) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in share) for share in shares]
-    assert max(loads) - min(loads) <= max(lengths, default=0)
+    homes = itertools.product(range(num_shares), repeat=len(lengths))
+    best = min(
+        max(sum(n for n, h in zip(lengths, home, strict=True) if h == k) for k in range(num_shares)) for home in homes
+    )
+    assert max(sum(lengths[i] for i in share) for share in shares) <= 13 / 11 * best * 1.01
 
 
 def test_shares_keep_families_together_where_that_is_balanced():
     families = [[1000 * f + t for t in PROMPT] + answer for answer in ANSWERS for f in range(4)]
     shares = balanced_shares([train_sequence(tokens) for tokens in families], 2)
-    assert [sorted({i % 4 for i in share}) for share in shares] == [[0, 2], [1, 3]]
+    assert [sorted({i % 4 for i in share}) for share in shares] == [[0, 1], [2, 3]]
 
 
 def test_a_family_is_cut_where_one_share_would_get_too_much():

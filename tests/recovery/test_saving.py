@@ -17,16 +17,16 @@ from arl.training.checkpoint import Checkpoints
 from arl.training.trainer import Trainer
 
 
-class Immediate(RolloutWorkflow):
-    """Needs no model to act."""
+class OneToken(RolloutWorkflow):
+    """Samples one token after the example's number."""
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
-        version = engine.version
+        response = await engine.agenerate(ModelRequest(input_ids=(data["number"],)))
         return Trajectory(
-            token_ids=(1, data["number"]),
+            token_ids=(data["number"], *response.output_ids),
             loss_mask=(0, 1),
-            behavior_logprobs=(0.0, -1.0),
-            versions=(-1, version),
+            behavior_logprobs=(0.0, *response.output_logprobs),
+            versions=(-1, *response.output_versions),
             reward=1.0,
         )
 
@@ -69,7 +69,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
                 "log": {"console": False, "trajectories": 0},
             }
         )
-        return arl.assembly.launch(config, workflow=Immediate(), dataset=[{"number": n} for n in range(40)])
+        return arl.assembly.launch(config, workflow=OneToken(), dataset=[{"number": n} for n in range(40)])
 
     return start
 

@@ -129,7 +129,7 @@ def test_a_resume_cuts_back_to_its_version_and_keeps_evaluations(tmp_path: Path)
     again = RunLog(tmp_path, QUIET)
     again.resume(2)
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert again.evaluations == {0: evaluation(0)}
+    assert again.evaluations() == {0: evaluation(0)}
 
 
 def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
