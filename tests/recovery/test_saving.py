@@ -11,7 +11,16 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl.assembly
-from arl.api import Config, Example, RolloutWorkflow, Sampler, ScriptedEngine, ScriptedTrainEngine, Trajectory
+from arl.api import (
+    Config,
+    Example,
+    ModelRequest,
+    RolloutWorkflow,
+    Sampler,
+    ScriptedEngine,
+    ScriptedTrainEngine,
+    Trajectory,
+)
 from arl.api.errors import CheckpointError, ServerError
 from arl.training.checkpoint import Checkpoints
 from arl.training.trainer import Trainer
