@@ -24,7 +24,7 @@ from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards import examiner
 from arl.rewards.score import Score
-from arl.sandbox.contract import Limits, Outcome, Sandbox
+from arl.sandbox import Limits, ProgramOutcome, Sandbox
 
 _EXAMINER = Path(examiner.__file__).read_text(encoding="utf-8")
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
@@ -191,7 +191,7 @@ def _program(code: str, tests: CallTests) -> str:
     return f"{tests.prompt}\n{code}" if is_whole else tests.prompt + code
 
 
-def _verdict(outcome: Outcome, token: str, num_tests: int) -> tuple[str | None, ...]:
+def _verdict(outcome: ProgramOutcome, token: str, num_tests: int) -> tuple[str | None, ...]:
     """What the examiner said, which alone knows the token; without it, why it said nothing."""
     _, is_said, said = outcome.stdout.partition(token)
     if is_said and outcome.succeeded:
@@ -201,7 +201,7 @@ def _verdict(outcome: Outcome, token: str, num_tests: int) -> tuple[str | None, 
     return (f"the tests did not end: {_ended(outcome)}",) * num_tests
 
 
-def _difference(outcome: Outcome, expected: str) -> str | None:
+def _difference(outcome: ProgramOutcome, expected: str) -> str | None:
     if not outcome.succeeded:
         return f"{_ended(outcome)}\n{outcome.stderr[-500:]}".strip()
     if _lines(outcome.stdout) == _lines(expected):
@@ -209,7 +209,7 @@ def _difference(outcome: Outcome, expected: str) -> str | None:
     return f"it printed {outcome.stdout[:200]!r}, not {expected[:200]!r}"
 
 
-def _ended(outcome: Outcome) -> str:
+def _ended(outcome: ProgramOutcome) -> str:
     return f"ended by {outcome.ended_by}" if outcome.exit_code is None else f"exit code {outcome.exit_code}"
 
 

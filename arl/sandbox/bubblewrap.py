@@ -19,7 +19,7 @@ from pathlib import Path
 
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
-from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, Outcome, laid_out
+from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, ProgramOutcome, laid_out, not_open
 from arl.sandbox.keeper import STAGE
 from arl.sandbox.keeping import Ended, Keeping
 from arl.sandbox.seccomp import seccomp_filter
@@ -165,10 +165,10 @@ class BubblewrapSandbox(Shared):
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> Outcome:
+    ) -> ProgramOutcome:
         """As Sandbox.run."""
         if self._keeping is None or self._interpreter is None:
-            raise SandboxError("the sandbox is not open; call it within `async with`")
+            raise not_open()
         limits = limits or self._limits
         ended = await self._keeping.run(
             [*self._bwrap, "--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK, *self._tree],
@@ -192,19 +192,13 @@ class BubblewrapSandbox(Shared):
             raise SandboxError(f"Python does not run in bubblewrap: {outcome}")
 
 
-def _outcome(ended: Ended) -> Outcome:
+def _outcome(ended: Ended) -> ProgramOutcome:
     code, ended_by = ended.code, ended.ended_by
     if ended_by == "exit" and code > 128:
         code, ended_by = 128 - code, "signal"
     if ended_by == "signal" and code == -24:  # SIGXCPU, of RLIMIT_CPU
         ended_by = "cpu"
-    return Outcome(
-        exit_code=code if ended_by in ("exit", "signal") else None,
-        stdout=ended.stdout.decode(errors="replace"),
-        stderr=ended.stderr.decode(errors="replace"),
-        wall_s=ended.wall_s,
-        ended_by=ended_by,
-    )
+    return ProgramOutcome.of(ended_by, code, ended.wall_s, ended.stdout, ended.stderr)
 
 
 def _namespaces() -> list[str]:

@@ -1,4 +1,4 @@
-"""What runs a program apart from everything else, what it may use, and how it ended."""
+"""The contract of sandboxes: what runs a program, what the program may use, and how it ended."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, cast
 
 from arl.api.errors import SandboxError
 
 EndedBy = Literal["exit", "signal", "timeout", "cpu", "memory", "processes", "disk", "output"]
-"""What ended a program: itself, a signal (a crash), or the limit whose name it is, `timeout` being wall_s."""
+"""What ended a program: itself, a signal (a crash), or the limit of that name; `timeout` is wall_s."""
 
 Files = Mapping[str, str | bytes]
-"""What is laid beside the program before it starts: a path relative to its working directory -> contents."""
+"""The files that lie beside a program when it starts: path relative to its working directory -> contents."""
 
 NO_FILES: Files = MappingProxyType({})
 
@@ -26,45 +26,55 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one program may use, with all the processes it starts. docs/sandbox.md says who keeps which, and how well.
-
-    wall_s: seconds from its start. cpu_s: processor seconds. memory_bytes: of all its processes together.
-    processes: processes and threads at once. output_bytes: of stdout and stderr together, of what is written the rest
-    is dropped and the program is ended. disk_bytes: in the working directory, which is kept in memory and comes on
-    top of memory_bytes; also the longest file. files: files and directories in it. open_files: of each process.
-    """
+    """What one program may use, with all the processes that it starts. docs/sandbox.md says what enforces each."""
 
     wall_s: float = 10.0
+    """Seconds from its start."""
     cpu_s: float = 10.0
+    """Processor seconds."""
     memory_bytes: int = 512 * _MIB
+    """Memory of all its processes together."""
     processes: int = 32
+    """Processes and threads at once."""
     output_bytes: int = _MIB
+    """stdout and stderr together. A program that writes more is ended, and the rest is dropped."""
     disk_bytes: int = 64 * _MIB
+    """Space in the working directory, which is memory on top of memory_bytes; also the longest file."""
     files: int = 4096
+    """Files and directories in the working directory."""
     open_files: int = 128
+    """Open files of each process."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not 0 < getattr(self, field.name) < float("inf"):
-                raise SandboxError(
-                    f"Limits.{field.name} is {getattr(self, field.name)}; it must be above 0, and finite"
-                )
+            number = getattr(self, field.name)
+            if not 0 < number < float("inf"):
+                raise SandboxError(f"Limits.{field.name} is {number}; it must be above 0, and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a program ended, and what it wrote.
-
-    exit_code: its own, or minus the number of the signal that ended it, or None where a limit did.
-    stdout, stderr: what was written until then, no more than Limits.output_bytes of both together; bytes that are no
-    UTF-8 are U+FFFD. wall_s: seconds it ran.
-    """
+class ProgramOutcome:
+    """How a program ended, and what it wrote."""
 
     exit_code: int | None
+    """The program's own, or minus the number of the signal that ended it, or None where a limit did."""
     stdout: str
+    """The output until the end; with stderr at most Limits.output_bytes. Bytes that are not UTF-8 become U+FFFD."""
     stderr: str
     wall_s: float
+    """Seconds that it ran."""
     ended_by: EndedBy
+
+    @classmethod
+    def of(cls, ended_by: str, code: int | None, wall_s: float, stdout: bytes, stderr: bytes) -> Self:
+        """code: counts where the program ended by itself or by a signal."""
+        return cls(
+            exit_code=code if ended_by in ("exit", "signal") else None,
+            stdout=stdout.decode(errors="replace"),
+            stderr=stderr.decode(errors="replace"),
+            wall_s=wall_s,
+            ended_by=cast("EndedBy", ended_by),
+        )
 
     @property
     def succeeded(self) -> bool:
@@ -75,25 +85,30 @@ class Outcome:
 class Sandbox(Protocol):
     """Runs Python programs that nobody has read. Used within `async with`, in one event loop, by many tasks at once.
 
-    It may be entered again while it is open, so that each who uses it can do so; the last who leaves closes it.
+    It may be entered again while it is open; the last to leave closes it.
     """
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> Outcome:
-        """Run a program by itself, with nothing left of any that ran before, and wait for its end.
+    ) -> ProgramOutcome:
+        """Run a program on its own, without any trace of earlier ones, and wait for its end.
 
-        program: the text of main.py, run as `python -I main.py` in a directory that holds `files` too. stdin: all it
-        can read there. limits: the sandbox's own unless given. Time spent waiting for a place to run does not count.
-        Cancelling the call ends the program.
+        program: the text of main.py, run as `python -I main.py` in a directory that also holds `files`.
+        stdin: all that it can read there.
+        limits: the sandbox's own unless given.
 
-        Raises SandboxError if the program could not be run. How it went, however badly, is the Outcome.
+        Time spent waiting for a place to run does not count. Cancelling the call ends the program. Raises SandboxError
+        if the program could not be run; however it fares, the result is a ProgramOutcome.
         """
         ...
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
+
+
+def not_open() -> SandboxError:
+    return SandboxError("the sandbox is not open; call it within `async with`")
 
 
 def laid_out(program: str, files: Files) -> dict[str, bytes]:

@@ -9,13 +9,13 @@ import secrets
 import shutil
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
 from arl.sandbox import container
-from arl.sandbox.contract import MAIN, NO_FILES, EndedBy, Files, Limits, Outcome, laid_out
-from arl.sandbox.output import finish
+from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, ProgramOutcome, laid_out, not_open
+from arl.sandbox.streams import finish
 
 IMAGE = "python:3.11-slim"
 _FIRST_PROCESS = Path(container.__file__).read_text(encoding="utf-8")
@@ -78,10 +78,10 @@ class DockerSandbox(Shared):
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> Outcome:
+    ) -> ProgramOutcome:
         """As Sandbox.run."""
         if self._docker is None:
-            raise SandboxError("the sandbox is not open; call it within `async with`")
+            raise not_open()
         contents, limits = laid_out(program, files), limits or self._limits
         token = secrets.token_hex(16)
         header = {"files": {path: len(content) for path, content in contents.items()}, "token": token}
@@ -90,7 +90,7 @@ class DockerSandbox(Shared):
         async with self._places:
             return await self._run(self._docker, b"".join(sent), token, limits)
 
-    async def _run(self, docker: str, sent: bytes, token: str, limits: Limits) -> Outcome:
+    async def _run(self, docker: str, sent: bytes, token: str, limits: Limits) -> ProgramOutcome:
         name = f"arl-{secrets.token_hex(8)}"
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
@@ -128,17 +128,11 @@ class DockerSandbox(Shared):
         return _outcome(ended_by, code, wall_s, stdout, written if is_reported else stderr, limits.output_bytes)
 
 
-def _outcome(ended_by: str, code: int | None, wall_s: float, stdout: bytes, stderr: bytes, room: int) -> Outcome:
+def _outcome(ended_by: str, code: int | None, wall_s: float, stdout: bytes, stderr: bytes, room: int) -> ProgramOutcome:
     if len(stdout) + len(stderr) > room:
         ended_by = "output"
     stdout = stdout[:room]
-    return Outcome(
-        exit_code=code if ended_by in ("exit", "signal") else None,
-        stdout=stdout.decode(errors="replace"),
-        stderr=stderr[: room - len(stdout)].decode(errors="replace"),
-        wall_s=wall_s,
-        ended_by=cast("EndedBy", ended_by),
-    )
+    return ProgramOutcome.of(ended_by, code, wall_s, stdout, stderr[: room - len(stdout)])
 
 
 def _options(limits: Limits, runtime: str | None) -> list[str]:

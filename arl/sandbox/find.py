@@ -9,7 +9,7 @@ from typing import Literal
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
 from arl.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
-from arl.sandbox.contract import NO_FILES, Files, Limits, Outcome, Sandbox
+from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbox, not_open
 from arl.sandbox.docker import DockerSandbox
 from arl.sandbox.unsafe import UnsafeSandbox
 
@@ -67,8 +67,8 @@ class FirstSandbox(Shared):
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> Outcome:
+    ) -> ProgramOutcome:
         """As Sandbox.run."""
         if self._found is None:
-            raise SandboxError("the sandbox is not open; call it within `async with`")
+            raise not_open()
         return await self._found.run(program, stdin=stdin, files=files, limits=limits)

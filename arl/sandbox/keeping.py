@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Self
 
 from arl.api.errors import SandboxError
-from arl.sandbox.contract import EndedBy, Limits
-from arl.sandbox.frames import Frames, Header, frame
+from arl.sandbox.contract import EndedBy, Limits, not_open
+from arl.sandbox.streams import Frames, Header, frame
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Keeping:
                 await self._start()
             transport = self._transport
         if transport is None:
-            raise SandboxError("the sandbox is not open; call it within `async with`")
+            raise not_open()
         number = next(self._numbers)
         request: Header = {"id": number, "command": [*command], "program": [*program], "files": [*files]}
         request["limits"] = asdict(limits)

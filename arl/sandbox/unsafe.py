@@ -13,12 +13,10 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
-from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
-from arl.sandbox.contract import MAIN, NO_FILES, EndedBy, Files, Limits, Outcome, laid_out
-from arl.sandbox.output import finish
+from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, ProgramOutcome, laid_out, not_open
+from arl.sandbox.streams import finish
 
 _LAUNCH = """
 import json, os, resource, sys
@@ -59,17 +57,17 @@ class UnsafeSandbox(Shared):
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> Outcome:
+    ) -> ProgramOutcome:
         """As Sandbox.run, but for what the class says."""
         if not self._is_open:
-            raise SandboxError("the sandbox is not open; call it within `async with`")
+            raise not_open()
         contents = laid_out(program, files)
         async with self._places:
             with tempfile.TemporaryDirectory(prefix="arl-unsafe-", ignore_cleanup_errors=True) as directory:
                 await asyncio.to_thread(_write, Path(directory), contents)
                 return await self._run(directory, stdin.encode(errors="surrogatepass"), limits or self._limits)
 
-    async def _run(self, directory: str, stdin: bytes, limits: Limits) -> Outcome:
+    async def _run(self, directory: str, stdin: bytes, limits: Limits) -> ProgramOutcome:
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_rlimits(limits))),
@@ -92,13 +90,7 @@ class UnsafeSandbox(Shared):
         code = process.returncode
         if ended_by == "exit" and code is not None and code < 0:
             ended_by = "cpu" if code == -signal.SIGXCPU else "signal"
-        return Outcome(
-            exit_code=code if ended_by in ("exit", "signal") else None,
-            stdout=stdout.decode(errors="replace"),
-            stderr=stderr.decode(errors="replace"),
-            wall_s=time.monotonic() - started,
-            ended_by=cast("EndedBy", ended_by),
-        )
+        return ProgramOutcome.of(ended_by, code, time.monotonic() - started, stdout, stderr)
 
 
 def _rlimits(limits: Limits) -> dict[str, int]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 _MAX_SHOWN = 80
 _EXPECTED = {
@@ -110,7 +110,7 @@ class RequestBody(BaseModel):
             allowed = " or ".join(map(shown, cls._only[name]))
             reason = f"is {shown(value)}, which cannot be honoured here; leave it out, or set it to {allowed}"
             raise PydanticCustomError("unsupported_value", "{reason}", {"reason": reason, "field": name})
-        reason = f"(here {shown(value)}): {cls._refused.get(name, 'it is not known here')}; leave it out"
+        reason = f"{cls._refused.get(name, 'it is not known here')}; leave it out"
         raise PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason, "field": name})
 
 
@@ -125,43 +125,46 @@ def parse(model: type[B], raw: bytes) -> B:
     return validated(model, content)
 
 
-def validated(model: type[B], content: Any) -> B:
-    """The model of parsed JSON. Raises BodyError."""
+def validated(model: type[B], content: Any, where: str = "") -> B:
+    """The model of parsed JSON. where: the field that holds it. Raises BodyError."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise body_error(error) from None
+        raise body_error(error, where) from None
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def body_error(error: ValidationError) -> BodyError:
+def body_error(error: ValidationError, where: str = "") -> BodyError:
     """The first fault of a ValidationError, as a sentence that names its field."""
     fault = error.errors(include_url=False)[0]
     kind, context = fault["type"], fault.get("ctx", {})
     names = (*fault["loc"], context["field"]) if "field" in context else fault["loc"]
-    param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).lstrip(".")
-    is_ours = kind in ("wrong", "unsupported_value", "unsupported_parameter")
-    code = kind if is_ours and kind != "wrong" else "invalid_value"
-    return BodyError(f"{param or 'the request body'} {_fault(fault)}", param=param or None, code=code)
-
-
-def _fault(fault: ErrorDetails) -> str:
-    kind, context = fault["type"], fault.get("ctx", {})
-    if kind == "missing":
-        return "is missing"
-    if kind == "extra_forbidden":
-        return "is not known here; leave it out"
-    if kind.startswith("unsupported"):
-        return context["reason"]
-    if kind == "value_error":
-        return f"is {shown(fault['input'])}: {context['error']}"
-    expected = (
-        context.get("described") or _EXPECTED.get(kind) or _BOUNDS.get(kind, "{}").format(fault["msg"], **context)
+    path = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
+    param = f"{where}{path}" if where else path.lstrip(".")
+    code = kind if kind.startswith("unsupported") else "invalid_value"
+    is_name = kind == "unsupported_parameter"
+    return BodyError(
+        f"{param or 'the request body'}{':' if is_name else ''} {_fault(kind, context, fault['input'])}",
+        param=param or None,
+        code=code,
     )
-    return f"is {shown(fault['input'])}; it must be {expected}"
+
+
+def _fault(kind: str, context: Mapping[str, Any], value: Any) -> str:
+    match kind:
+        case "missing":
+            return "is missing"
+        case "extra_forbidden":
+            return "is not known here; leave it out"
+        case "unsupported_value" | "unsupported_parameter":
+            return context["reason"]
+        case "value_error":
+            return f"is {shown(value)}: {context['error']}"
+    expected = context.get("described") or _EXPECTED.get(kind) or _BOUNDS.get(kind, kind).format(**context)
+    return f"is {shown(value)}; it must be {expected}"
 
 
 def must_be(described: str) -> PydanticCustomError:

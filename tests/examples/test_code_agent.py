@@ -23,7 +23,7 @@ from arl.api import Example, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import DatasetError, SandboxError
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.sandbox import BubblewrapSandbox, Outcome, Sandbox
+from arl.sandbox import BubblewrapSandbox, ProgramOutcome, Sandbox
 from arl.workflow.agent import MultiTurnWorkflow
 
 TOKENIZER = tiny_tokenizer()
@@ -131,7 +131,7 @@ class Examined(list[str]):
     async def __aexit__(self, *exc: object) -> None:
         self.num_open -= 1
 
-    async def run(self, program: str, *, stdin: str = "", **_: Any) -> Outcome:
+    async def run(self, program: str, *, stdin: str = "", **_: Any) -> ProgramOutcome:
         task = json.loads(stdin)
         self.append(task["answer"])
         await asyncio.sleep(0)
@@ -140,7 +140,7 @@ class Examined(list[str]):
             raise SandboxError("the sandbox is gone")
         failures = [("no " * 999 if task["answer"] == "wrong" else None) for _ in task["tests"]]
         said = f"\n{task['token']}{json.dumps(failures)}\n"
-        return Outcome(exit_code=0, stdout=said, stderr="", wall_s=0.1, ended_by="exit")
+        return ProgramOutcome(exit_code=0, stdout=said, stderr="", wall_s=0.1, ended_by="exit")
 
 
 async def test_a_program_that_a_group_writes_many_times_runs_once() -> None:

@@ -14,7 +14,7 @@ from arl.rewards import (
     run_unit_tests,
     unit_tests_of,
 )
-from arl.sandbox import BubblewrapSandbox, Limits, Outcome
+from arl.sandbox import BubblewrapSandbox, Limits, ProgramOutcome
 
 SECRET = "61803398874989"
 MBPP = {
@@ -292,8 +292,8 @@ async def test_the_code_is_the_last_fenced_block(answer: str, code: str) -> None
 
 async def test_a_verdict_without_the_token_counts_for_nothing() -> None:
     class Forger:
-        async def run(self, program: str, **_: object) -> Outcome:
-            return Outcome(exit_code=0, stdout="\n[null, null]\n", stderr="", wall_s=0.1, ended_by="exit")
+        async def run(self, program: str, **_: object) -> ProgramOutcome:
+            return ProgramOutcome(exit_code=0, stdout="\n[null, null]\n", stderr="", wall_s=0.1, ended_by="exit")
 
         async def __aenter__(self) -> "Forger":
             return self

@@ -15,7 +15,7 @@ from guides import python_blocks
 from sandbox.conftest import PATIENT, go_without
 
 from arl.api.errors import SandboxError
-from arl.sandbox import BubblewrapSandbox, Limits, Outcome, keeping, watch
+from arl.sandbox import BubblewrapSandbox, Limits, ProgramOutcome, keeper, keeping
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -52,7 +52,7 @@ def descendants(pid: int) -> set[int]:
 async def test_a_program_gets_its_input_and_files_and_says_how_it_ended(bubblewrap: BubblewrapSandbox) -> None:
     program = "import sys\nprint(input(), open('data/a.bin', 'rb').read())\nprint('ü', file=sys.stderr)\nsys.exit(3)"
     outcome = await bubblewrap.run(program, stdin="hello\n", files={"data/a.bin": b"\0\xff"})
-    assert outcome == Outcome(
+    assert outcome == ProgramOutcome(
         exit_code=3, stdout="hello b'\\x00\\xff'\n", stderr="ü\n", wall_s=outcome.wall_s, ended_by="exit"
     )
     assert 0 < outcome.wall_s < 60
@@ -134,8 +134,8 @@ async def test_cancelling_a_call_ends_its_program_and_nothing_is_left(
 ) -> None:
     before = descendants(os.getpid())
     async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
-        (keeper,) = descendants(os.getpid()) - before
-        files, kept = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{keeper}/fd"))
+        (pid,) = descendants(os.getpid()) - before
+        files, kept = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{pid}/fd"))
         calls = [asyncio.create_task(sandbox.run(sleeper(pipe))) for _ in range(3)]
         with await asyncio.to_thread(pipe.open) as reader:
             assert await asyncio.to_thread(reader.readline) == "running\n"
@@ -145,8 +145,8 @@ async def test_cancelling_a_call_ends_its_program_and_nothing_is_left(
         await asyncio.gather(*calls, return_exceptions=True)
         assert all(call.cancelled() for call in calls)
         assert (await sandbox.run("print(1)")).stdout == "1\n"  # begins when all before it are gone
-        assert descendants(keeper) == set()
-        assert len(os.listdir(f"/proc/{keeper}/fd")) == kept
+        assert descendants(pid) == set()
+        assert len(os.listdir(f"/proc/{pid}/fd")) == kept
         assert len(os.listdir("/proc/self/fd")) == files
     assert descendants(os.getpid()) - before == set()
 
@@ -176,11 +176,11 @@ async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_anoth
 ) -> None:
     before = descendants(os.getpid())
     async with BubblewrapSandbox(read_only=[str(pipe.parent)]) as sandbox:
-        (keeper,) = descendants(os.getpid()) - before
+        (pid,) = descendants(os.getpid()) - before
         call = asyncio.create_task(sandbox.run(sleeper(pipe)))
         with await asyncio.to_thread(pipe.open) as reader:
             assert await asyncio.to_thread(reader.readline) == "running\n"
-            os.kill(keeper, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             assert await asyncio.to_thread(reader.read) == ""
         with pytest.raises(SandboxError, match="keeper died"):
             await call
@@ -190,14 +190,14 @@ async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_anoth
 
 BLINDFOLD = """
 import signal
-from arl.sandbox import watch
+from arl.sandbox import keeper
 told = []
 signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
-def exceeded(self, look=watch.Namespace.exceeded):
+def exceeded(self, look=keeper.Namespace.exceeded):
     if told:
         raise PermissionError(f"cannot see because of {told.pop()}")
     return look(self)
-watch.Namespace.exceeded = exceeded
+keeper.Namespace.exceeded = exceeded
 """
 """Lets a keeper's next look fail, when it is sent a signal."""
 
@@ -208,22 +208,22 @@ async def test_a_program_that_cannot_be_watched_is_ended_and_its_place_is_free(
     monkeypatch.setattr(keeping, "START", keeping.START.removesuffix("main()\n") + BLINDFOLD + "main()\n")
     before = descendants(os.getpid())
     async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
-        (keeper,) = descendants(os.getpid()) - before
+        (pid,) = descendants(os.getpid()) - before
         call = asyncio.create_task(sandbox.run(sleeper(pipe)))
         with await asyncio.to_thread(pipe.open) as reader:
             assert await asyncio.to_thread(reader.readline) == "running\n"
-            os.kill(keeper, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR1)
             assert await asyncio.to_thread(reader.read) == ""
         with pytest.raises(SandboxError, match=f"because of {signal.SIGUSR1.value}"):
             await call
-        assert descendants(keeper) == set()
+        assert descendants(pid) == set()
         assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
 async def test_a_namespace_that_is_never_set_up_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace = watch.Namespace(os.getpid(), {})  # in no namespace of its own
+    namespace = keeper.Namespace(os.getpid(), {})  # in no namespace of its own
     assert namespace.exceeded() is None
-    monkeypatch.setattr(watch, "SET_UP_S", 0.0)
+    monkeypatch.setattr(keeper, "SET_UP_S", 0.0)
     with pytest.raises(PermissionError, match=f"/proc/{os.getpid()}/root, a program's, could not be looked into"):
         namespace.exceeded()
 

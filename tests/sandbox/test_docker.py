@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from arl.api.errors import SandboxError
-from arl.sandbox import DockerSandbox, Limits, Outcome, container
+from arl.sandbox import DockerSandbox, Limits, container
 
 LIMITS = Limits(wall_s=20, output_bytes=10_000)
 
@@ -23,7 +23,7 @@ async def test_a_program_runs_in_a_container_of_its_own(docker: Path) -> None:
     async with DockerSandbox(limits=LIMITS) as sandbox:
         program = "import sys\nprint(input(), open('d/a').read())\nprint('e', file=sys.stderr)\nsys.exit(3)"
         outcome = await sandbox.run(program, stdin="in\n", files={"d/a": b"file"})
-    assert outcome == Outcome(exit_code=3, stdout="in file\n", stderr="e\n", wall_s=outcome.wall_s, ended_by="exit")
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (3, "in file\n", "e\n")
     first, inspect, probe, run = calls(docker)
     assert (first[0], inspect[:2], probe[0]) == ("version", ["image", "inspect"], "run")
     assert probe[2] != run[2]

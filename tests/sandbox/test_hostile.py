@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from sandbox.conftest import PATIENT
 
-from arl.sandbox import BubblewrapSandbox, EndedBy, Limits, Outcome
+from arl.sandbox import BubblewrapSandbox, EndedBy, Limits, ProgramOutcome
 
 HERE = Path(__file__).parent
 PROGRAMS = {path.stem: path for path in sorted((HERE / "hostile").glob("*.py"))}
@@ -126,8 +126,8 @@ CASES = {
 class Suite:
     """Of each program its outcome, and that of the plain program after it; and that of one before all of them."""
 
-    before: Outcome
-    outcomes: dict[str, tuple[Outcome, Outcome]]
+    before: ProgramOutcome
+    outcomes: dict[str, tuple[ProgramOutcome, ProgramOutcome]]
     connections: int
     """Connections and datagrams that came to where the programs were told that somebody listens."""
 
@@ -143,7 +143,7 @@ async def suite(bubblewrap: BubblewrapSandbox, tmp_path_factory: pytest.TempPath
         given["paths"] = [str(directory / "secret"), str(HERE), str(Path(sys.prefix).parent), str(Path.cwd())]
         given["paths"] += [str(Path.home() / name) for name in os.listdir(Path.home()) if name != ".pyenv"]
 
-        async def attack(name: str) -> tuple[Outcome, Outcome]:
+        async def attack(name: str) -> tuple[ProgramOutcome, ProgramOutcome]:
             program = (HERE / "attempts.py").read_text() + PROGRAMS[name].read_text()
             stdin = f"{json.dumps(given)}\n{CASES[name].stdin}"
             hostile = await bubblewrap.run(program, stdin=stdin, limits=CASES[name].limits)
