@@ -67,7 +67,8 @@ class RequestBody(BaseModel):
     ignored: fields that change nothing, whatever their value.
     only: fields that may have these values alone, which change nothing.
     refused: why other fields cannot be honoured.
-    takes_empty: whether a field may be unknown if it is false or empty, since that asks for nothing.
+    takes_empty: an unknown field may be false or empty, since that asks for nothing.
+    takes_others: an unknown field is dropped.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -76,17 +77,23 @@ class RequestBody(BaseModel):
     _only: ClassVar[Mapping[str, Sequence[Any]]] = {}
     _refused: ClassVar[Mapping[str, str]] = {}
     _takes_empty: ClassVar[bool] = False
+    _takes_others: ClassVar[bool] = False
 
     def __init_subclass__(
         cls,
         *,
-        ignored: Collection[str] = (),
+        ignored: Collection[str] | None = None,
         only: Mapping[str, Sequence[Any]] | None = None,
         refused: Mapping[str, str] | None = None,
-        takes_empty: bool = False,
+        takes_empty: bool | None = None,
+        takes_others: bool | None = None,
     ) -> None:
         super().__init_subclass__()
-        cls._ignored, cls._only, cls._refused, cls._takes_empty = ignored, only or {}, refused or {}, takes_empty
+        given = {"_ignored": ignored, "_only": only, "_refused": refused}
+        given |= {"_takes_empty": takes_empty, "_takes_others": takes_others}
+        for name, value in given.items():
+            if value is not None:  # else as its base has it
+                setattr(cls, name, value)
 
     @model_validator(mode="before")
     @classmethod
@@ -102,7 +109,8 @@ class RequestBody(BaseModel):
     @classmethod
     def _check_unknown(cls, name: str, value: Any) -> None:
         """Raise PydanticCustomError for a field that asks for what is not here."""
-        if name in cls._ignored or (cls._takes_empty and (value is False or value in ("", [], {}))):
+        is_empty = value is False or value in ("", [], {})
+        if cls._takes_others or name in cls._ignored or (is_empty and cls._takes_empty):
             return
         if name in cls._only:
             if value in cls._only[name]:

@@ -1,4 +1,4 @@
-"""What lies between the protocols and the model: a call, as any of them may put it, its answers, and its refusal.
+"""Between the protocols and the model: a call as any protocol puts it, its answers, and its refusal.
 
 request --protocol--> ChatCall --EpisodeSession.acomplete--> Answers --protocol--> response or stream
 """
@@ -7,34 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from arl.api.errors import ArlError
 from arl.api.types import ModelResponse, SamplingParams
+from arl.web.bodies import BodyError, RequestError, shown
 from arl.workflow.chat_template import Message, ToolSpecs
 from arl.workflow.dialogue import Turn
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+MAX_SEED = (1 << 31) - 1
+"""Every server takes such a seed."""
+
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """What a program asks of the model.
-
-    messages: all that was said, as chat templates take it. tools: what may be called, in OpenAI's form. n: how many
-    answers, sampled at once. one_tool_call: an answer that calls several tools is cut to the first of them.
-    """
+    """A program's call of the model with messages."""
 
     messages: Sequence[Message]
+    """The whole history, as chat templates take it."""
     sampling: SamplingParams
     tools: ToolSpecs = ()
+    """The tools that the model may call, in OpenAI's form."""
     n: int = 1
+    """How many answers to sample at once."""
     one_tool_call: bool = False
+    """Cut an answer that calls several tools to the first call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCall:
-    """The same from a program that makes prompts itself: the model is shown these tokens."""
+    """A call from a program that makes prompts itself: the model is shown these tokens."""
 
     input_ids: Sequence[int]
     sampling: SamplingParams
@@ -43,30 +51,33 @@ class TokenCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledTool:
-    """A tool that an answer calls. arguments: a JSON object, as text."""
+    """A tool that an answer calls."""
 
     id: str
     name: str
     arguments: str
+    """A JSON object, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """What the model sampled, taken apart. reasoning: what stood in <think>; None where nothing did."""
+    """The parts of a sampled text."""
 
     content: str
     reasoning: str | None
+    """The text within <think>; None without it."""
     tool_calls: tuple[CalledTool, ...]
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer:
-    """One answer to a call, recorded as `turn`. num_prompt_tokens: how many tokens the model was shown."""
+class CallAnswer:
+    """One answer to a call, recorded as a turn."""
 
     turn: Turn
     spoken: Spoken
     num_prompt_tokens: int
+    """How many tokens the model was shown."""
 
     @property
     def response(self) -> ModelResponse:
@@ -74,15 +85,22 @@ class Answer:
         return self.turn.response
 
 
-class RefusedCallError(ArlError):
-    """A call that is answered with an HTTP error. param: the field at fault; code: as OpenAI names the error."""
+class RefusedCallError(RequestError, ArlError):
+    """A call that is answered with an HTTP error. param: the field at fault; code: OpenAI's name for the error."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
+        super().__init__(message, status)
         self.param = param
         self.code = code
+
+
+def wrong(where: str, value: Any, described: str) -> BodyError:
+    return BodyError(f"{where} is {shown(value)}; it must be {described}", param=where)
+
+
+def refused(where: str, reason: str) -> BodyError:
+    """The error of a field whose value is known, and cannot be honoured here."""
+    return BodyError(f"{where} {reason}", param=where, code="unsupported_value")
 
 
 class EpisodeOverError(RefusedCallError):

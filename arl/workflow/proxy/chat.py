@@ -1,33 +1,75 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: OpenAI's chat messages and tools, checked, and the answers in its shape."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from arl.api.types import new_id
-from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError
+from arl.web.bodies import Integers, RequestBody, Strings, parse, shown
+from arl.web.server import DONE, event
+from arl.workflow.proxy.calls import CallAnswer, ChatCall, Count, Seed, refused, wrong
 from arl.workflow.proxy.exchange import completing, openai_error, openai_error_event
-from arl.workflow.proxy.fields import Fields, shown, wrong
-from arl.workflow.proxy.policy import MAX_SEED, CallPolicy
-
-# OpenAI's chat messages and tools, checked, and as chat templates take them.
-
+from arl.workflow.proxy.policy import CallPolicy
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
-"""Kinds of content that are text, and where they have it."""
+"""Kinds of content that are text, and the field that holds it."""
+_MAX_SAMPLES = 128
+_SHORTEST_PIECE = 4
+_PIECES = 16
+"""In how many pieces a streamed text comes, at most. All are there at once: a turn may be interrupted by new weights,
+and is told when it is whole."""
 
 
-def messages_of(fields: Fields) -> tuple[Mapping[str, Any], ...]:
-    """The field `messages`. Raises RefusedCallError for what no chat template takes."""
-    given = fields.items("messages")
-    if not given:
-        raise RefusedCallError("messages is empty; it must be a list of messages", param="messages")
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(given))
+class StreamOptions(RequestBody, ignored=("include_obfuscation",)):
+    include_usage: bool = False
+
+
+class ChatRequest(
+    RequestBody,
+    # How to think and to write, which agents ask for by default, is for the model to know.
+    ignored=(
+        "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier",
+        "service_tier", "store", "user", "verbosity",
+    ),
+    only={
+        "frequency_penalty": (0,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "logit_bias": ({},),
+        "modalities": (["text"],),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "response_format": ({"type": "text"},),
+        "top_logprobs": (0,),
+    },
+):  # fmt: skip
+    """The body of a chat completion."""
+
+    messages: Annotated[list[Any], Field(min_length=1)]
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: Strings = ()
+    stop_token_ids: Integers = ()
+    ignore_eos: bool = False
+    seed: Seed | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
+    model: str = "arl"
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    logprobs: bool = False
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
@@ -38,11 +80,9 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if role not in _ROLES:
         raise wrong(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
     if message.get("function_call"):
-        raise RefusedCallError(
-            f"{where}.function_call is the older form of calls; use tools", param=where, code="unsupported_value"
-        )
+        raise refused(where, "function_call is the older form of calls; use tools")
     calls = message.get("tool_calls")
-    content = text_of(f"{where}.content", message.get("content"), may_be_empty=role == "assistant")
+    content = _text(f"{where}.content", message.get("content"), may_be_empty=role == "assistant")
     made = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
     made |= {"role": _ROLES[role], "content": content}
     if calls:
@@ -50,7 +90,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     return made
 
 
-def text_of(where: str, content: Any, *, may_be_empty: bool = False) -> str:
+def _text(where: str, content: Any, *, may_be_empty: bool = False) -> str:
     """Content as one text, a line break between its parts."""
     if isinstance(content, str):
         return content
@@ -66,9 +106,7 @@ def _part(where: str, part: Any) -> str:
     text = part.get(_TEXT_PARTS[kind]) if isinstance(part, dict) and kind in _TEXT_PARTS else None
     if isinstance(text, str):
         return text
-    raise RefusedCallError(
-        f"{where} is of type {shown(kind)}; the model takes text alone", param=where, code="unsupported_value"
-    )
+    raise refused(where, f"is of type {shown(kind)}; the model takes text alone")
 
 
 def _calls(where: str, calls: Any) -> list[Mapping[str, Any]]:
@@ -82,17 +120,13 @@ def _calls(where: str, calls: Any) -> list[Mapping[str, Any]]:
     return calls
 
 
-def tools_of(fields: Fields) -> Sequence[Mapping[str, Any]]:
-    """The tools that the model is shown: none where tool_choice is "none". Raises RefusedCallError."""
-    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(fields.items("tools"))]
-    choice = fields.value("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise RefusedCallError(
-            f'tool_choice is {shown(choice)}; a call cannot be forced here, so it must be "auto" or "none"',
-            param="tool_choice",
-            code="unsupported_value",
-        )
-    return tools if choice == "auto" else ()
+def _tools(asked: ChatRequest) -> Sequence[Mapping[str, Any]]:
+    """The tools that the model is shown: none where tool_choice is "none". Raises BodyError."""
+    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
+    if asked.tool_choice not in ("auto", "none"):
+        reason = f'is {shown(asked.tool_choice)}; a call cannot be forced here, so it must be "auto" or "none"'
+        raise refused("tool_choice", reason)
+    return tools if asked.tool_choice == "auto" else ()
 
 
 def _tool(where: str, tool: Any) -> Mapping[str, Any]:
@@ -105,42 +139,20 @@ def _tool(where: str, tool: Any) -> Mapping[str, Any]:
     raise wrong(where, tool, 'a function: {"type": "function", "function": {"name", "description", "parameters"}}')
 
 
-_MAX_SAMPLES = 128
-_SHORTEST_PIECE = 4
-_PIECES = 16
-"""In how many pieces a streamed text comes, at most. All are there at once: a turn may be interrupted by new weights,
-and is told when it is whole."""
-
-_HARMLESS = frozenset((
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier",
-    "store", "user", "verbosity",
-))  # fmt: skip
-"""What changes no answer here. How to think and to write, which agents ask for unasked, is for the model to know."""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatWire:
-    """A chat completion. model: as the program named it. policy: whose tokenizer spells logprobs' tokens."""
+    """A chat completion, and how its answers are written."""
 
+    asked: ChatRequest
     call: ChatCall
     policy: CallPolicy
-    model: str
-    streams: bool
-    includes_usage: bool
-    has_logprobs: bool
+    """Its tokenizer spells the tokens of logprobs."""
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    @property
+    def streams(self) -> bool:
+        return self.asked.stream
+
+    def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         choices = [
             {
                 "index": i,
@@ -152,16 +164,16 @@ class ChatWire:
         ]
         return {**self._envelope("chat.completion"), "choices": choices, "usage": usage(answers)}
 
-    def events(self, answers: Sequence[Answer]) -> Iterable[str]:
+    def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
         envelope = self._envelope("chat.completion.chunk")
         for i, answer in enumerate(answers):
             for choice in self._chunks(answer):
-                yield _event({**envelope, "choices": [{"index": i, **choice}]})
-        if self.includes_usage:
-            yield _event({**envelope, "choices": [], "usage": usage(answers)})
-        yield "data: [DONE]\n\n"
+                yield event({**envelope, "choices": [{"index": i, **choice}]})
+        if self.asked.stream_options.include_usage:
+            yield event({**envelope, "choices": [], "usage": usage(answers)})
+        yield DONE
 
-    def _chunks(self, answer: Answer) -> Iterator[dict[str, Any]]:
+    def _chunks(self, answer: CallAnswer) -> Iterator[dict[str, Any]]:
         """An answer's chunks but for their index: its role, what it thought, said and called, and how it ended."""
         spoken = answer.spoken
         yield _chunk({"role": "assistant", "content": ""}, logprobs=self._logprobs(answer))
@@ -177,11 +189,11 @@ class ChatWire:
         yield _chunk({}, finish_reason=spoken.finish_reason)
 
     def _envelope(self, kind: str) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": self.model}
+        return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": self.asked.model}
 
-    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+    def _logprobs(self, answer: CallAnswer) -> dict[str, Any] | None:
         """Of every sampled token, the one that ended the turn too."""
-        if not self.has_logprobs:
+        if not self.asked.logprobs:
             return None
         response, tokenizer = answer.response, self.policy.template.tokenizer
         texts = [str(tokenizer.decode([token])) for token in response.output_ids]
@@ -193,7 +205,7 @@ class ChatWire:
         }
 
 
-def _answered(answer: Answer) -> dict[str, Any]:
+def _answered(answer: CallAnswer) -> dict[str, Any]:
     spoken = answer.spoken
     message: dict[str, Any] = {"role": "assistant", "content": spoken.content or None, "refusal": None}
     if spoken.reasoning is not None:
@@ -212,10 +224,6 @@ def _chunk(delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str
     return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _event(content: Any) -> str:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
-
-
 def pieces(text: str) -> Iterator[str]:
     """The text in a few parts; none of an empty one."""
     size = max(_SHORTEST_PIECE, -(-len(text) // _PIECES))
@@ -223,45 +231,34 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start : start + size]
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
+def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
     """Tokens shown, once for all answers, and tokens sampled."""
     shown = answers[0].num_prompt_tokens
     sampled = sum(len(answer.response.output_ids) for answer in answers)
     return {"prompt_tokens": shown, "completion_tokens": sampled, "total_tokens": shown + sampled}
 
 
-def read(fields: Fields, policy: CallPolicy) -> ChatWire:
-    """The call in a request. Raises RefusedCallError for what is wrong with it, or cannot be honoured."""
-    max_tokens = fields.integer("max_tokens", at_least=1)
+def read(raw: bytes, policy: CallPolicy) -> ChatWire:
+    """The call in a request. Raises RequestError for what is wrong with it, or cannot be honoured."""
+    asked = parse(ChatRequest, raw)
     call = ChatCall(
-        messages=messages_of(fields),
-        tools=tools_of(fields),
+        messages=tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),
+        tools=_tools(asked),
         sampling=policy.sampling_of(
-            max_new_tokens=fields.integer("max_completion_tokens", at_least=1) or max_tokens,
-            temperature=fields.number("temperature"),
-            top_p=fields.number("top_p"),
-            top_k=fields.integer("top_k"),
-            min_p=fields.number("min_p"),
-            stop=fields.strings("stop") or None,
-            stop_token_ids=fields.integers("stop_token_ids") or None,
-            ignore_eos=fields.flag("ignore_eos") or None,
-            seed=fields.integer("seed", at_least=0, at_most=MAX_SEED),
+            max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            stop=tuple(asked.stop) or None,
+            stop_token_ids=tuple(asked.stop_token_ids) or None,
+            ignore_eos=asked.ignore_eos or None,
+            seed=asked.seed,
         ),
-        n=fields.integer("n", at_least=1, at_most=_MAX_SAMPLES) or 1,
-        one_tool_call=not fields.flag("parallel_tool_calls", True),
+        n=asked.n,
+        one_tool_call=not asked.parallel_tool_calls,
     )
-    options = Fields(fields.mapping("stream_options"))
-    wire = ChatWire(
-        call=call,
-        policy=policy,
-        model=fields.text("model", "arl"),
-        streams=fields.flag("stream"),
-        includes_usage=options.flag("include_usage"),
-        has_logprobs=fields.flag("logprobs"),
-    )
-    options.finish(frozenset(("include_obfuscation",)), {})
-    fields.finish(_HARMLESS, _NEUTRAL)
-    return wire
+    return ChatWire(asked=asked, call=call, policy=policy)
 
 
 ENDPOINTS = (completing("/v1/chat/completions", read, openai_error, openai_error_event),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,14 +19,15 @@ from arl.api.errors import (
     ServerError,
     first_error,
 )
-from arl.workflow.proxy.calls import Answer, ChatCall, RefusedCallError, TokenCall
-from arl.workflow.proxy.fields import Fields, parse_json
+from arl.web.bodies import RequestError
+from arl.web.server import EventStream, event, json_response, request_error
+from arl.workflow.proxy.calls import CallAnswer, ChatCall, RefusedCallError, TokenCall
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.session import EpisodeSession
 
 KEEP_ALIVE_S = 10.0
 """How often a stream whose answer is not there yet says that it lives."""
-_KEEP_ALIVE = b": the model is answering\n\n"
+_KEEP_ALIVE = ": the model is answering\n\n"
 
 
 class Wire(Protocol):
@@ -39,40 +39,35 @@ class Wire(Protocol):
     @property
     def streams(self) -> bool: ...
 
-    def whole(self, answers: Sequence[Answer]) -> Any:
+    def whole(self, answers: Sequence[CallAnswer]) -> Any:
         """The JSON of a response."""
         ...
 
-    def events(self, answers: Sequence[Answer]) -> Iterable[str]:
+    def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
         """A stream: each event with its empty line."""
         ...
 
 
 class Exchange:
-    """A request with a valid key. role: whose it is. body: as it was sent. stream: begun, once it is not None."""
+    """A request with a valid key, and its answer. role: the agent that makes it. body: as it was sent."""
 
     def __init__(self, request: web.Request, session: EpisodeSession, role: str) -> None:
         self.request = request
         self.session = session
         self.role = role
         self.body = b""
-        self.stream: web.StreamResponse | None = None
-        self._answers: Sequence[Answer] = ()
+        self.stream = EventStream(request)
+        self._answers: Sequence[CallAnswer] = ()
 
     @property
     def policy(self) -> CallPolicy:
         return self.session.policy
 
-    def fields(self) -> Fields:
-        """Raises RefusedCallError where the body is no JSON object."""
-        return Fields(parse_json(self.body))
-
     async def respond(
         self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
         """Send JSON, and return when it has gone. Raises ConnectionResetError where nobody takes it."""
-        body = json.dumps(content, separators=(",", ":")).encode()
-        response = web.Response(body=body, status=status, headers=headers, content_type="application/json")
+        response = json_response(content, status, headers)
         await response.prepare(self.request)
         await response.write_eof()
         self._check_taken()
@@ -104,10 +99,12 @@ class Exchange:
     async def _sample(self, wire: Wire) -> None:
         self._answers = await self.session.acomplete(self.role, wire.call)
 
-    async def refuse(self, error: RefusedCallError, endpoint: Endpoint) -> web.StreamResponse:
-        """Answer with an error, in the stream if one has begun. SDKs are told not to call again: nothing would change,
-        or the engine has tried already."""
-        if self.stream is not None:
+    async def refuse(self, error: RequestError, endpoint: Endpoint) -> web.StreamResponse:
+        """Answer with an error, in the stream if one has begun.
+
+        SDKs are told not to call again: nothing would change, or the engine has tried already.
+        """
+        if self.stream.has_begun:
             return await self._end_stream(endpoint.error_event(error))
         return await self.respond(endpoint.error(error), error.status, {"x-should-retry": "false"})
 
@@ -128,22 +125,12 @@ class Exchange:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(KEEP_ALIVE_S)
-            stream = await self._begin_stream()
-            await stream.write(_KEEP_ALIVE)
-
-    async def _begin_stream(self) -> web.StreamResponse:
-        if self.stream is None:
-            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            self.stream = web.StreamResponse(headers=headers)
-            await self.stream.prepare(self.request)
-        return self.stream
+            await self.stream.send(_KEEP_ALIVE)
 
     async def _end_stream(self, events: str) -> web.StreamResponse:
-        stream = await self._begin_stream()
-        await stream.write(events.encode())
-        await stream.write_eof()
+        response = await self.stream.end(events)
         self._check_taken()
-        return stream
+        return response
 
     def _check_taken(self) -> None:
         transport = self.request.transport
@@ -158,31 +145,28 @@ class Endpoint:
     method: str
     path: str
     answer: Callable[[Exchange], Awaitable[web.StreamResponse]]
-    error: Callable[[RefusedCallError], Any]
-    error_event: Callable[[RefusedCallError], str]
+    error: Callable[[RequestError], Any]
+    error_event: Callable[[RequestError], str]
 
 
 def completing(
     path: str,
-    read: Callable[[Fields, CallPolicy], Wire],
-    error: Callable[[RefusedCallError], Any],
-    error_event: Callable[[RefusedCallError], str],
+    read: Callable[[bytes, CallPolicy], Wire],
+    error: Callable[[RequestError], Any],
+    error_event: Callable[[RequestError], str],
 ) -> Endpoint:
-    """A path at which the model is called by POST. read: the call in a request; it raises RefusedCallError."""
+    """A path at which the model is called by POST. read: the call in a body; it raises RequestError."""
 
     async def answer(exchange: Exchange) -> web.StreamResponse:
-        return await exchange.complete(read(exchange.fields(), exchange.policy))
+        return await exchange.complete(read(exchange.body, exchange.policy))
 
     return Endpoint(method="POST", path=path, answer=answer, error=error, error_event=error_event)
 
 
-# What a program is told when its call cannot be answered: one error for whatever went wrong.
-
-
-def refusal_of(error: Exception) -> RefusedCallError:
-    """The error as a program is told of it."""
+def refusal_of(error: Exception) -> RequestError:
+    """The one error that a program is told of, whatever went wrong."""
     match error:
-        case RefusedCallError():
+        case RequestError():
             return error
         case PromptTooLongError():
             return RefusedCallError(
@@ -197,17 +181,17 @@ def refusal_of(error: Exception) -> RefusedCallError:
         case ServerError() | EngineClosedError():
             return RefusedCallError(str(error), status=503, code="engine_unavailable")
         case web.HTTPException():
-            reason = error.text if error.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE else "the body is too large"
-            return RefusedCallError(reason or error.reason, status=error.status)
+            return request_error(error, {})
         case _:
             return RefusedCallError(f"{type(error).__name__}: {error}", status=500, code="internal_error")
 
 
-def openai_error(error: RefusedCallError) -> dict[str, Any]:
+def openai_error(error: RequestError) -> dict[str, Any]:
     """OpenAI's shape; its SDK raises the error that belongs to the status, with message, param and code."""
     kind = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    named = {name: getattr(error, name, None) for name in ("param", "code")}
+    return {"error": {"message": error.message, "type": kind, **named}}
 
 
-def openai_error_event(error: RefusedCallError) -> str:
-    return f"data: {json.dumps(openai_error(error))}\n\n"
+def openai_error_event(error: RequestError) -> str:
+    return event(openai_error(error))

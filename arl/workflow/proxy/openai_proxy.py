@@ -14,7 +14,7 @@ import logging
 import secrets
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from arl.api.engine import Sampler
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
 from arl.api.workflow import Shared
+from arl.web.listening import bind
+from arl.web.server import json_response, serving
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
@@ -119,8 +121,6 @@ UNKNOWN = Endpoint(method="*", path="*", answer=_no_such_path, error=openai_erro
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 4096
-"""Connections that may wait to be accepted: thousands of programs may start at once."""
 _MAX_BODY_BYTES = 64 << 20
 """A conversation's text is far smaller; aiohttp's own limit is one megabyte."""
 _SHUTDOWN_S = 1.0
@@ -174,33 +174,25 @@ class OpenAIProxy(Shared):
         )
         self._sessions: dict[str, EpisodeSession] = {}
         self._shared: dict[str, SharedURL] = {}
-        self._runner: web.AppRunner | None = None
+        self._opened = AsyncExitStack()
         self._url = ""
 
     async def _open(self) -> None:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._dispatch)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
-        except BaseException:
-            await runner.cleanup()
-            raise
-        self._runner = runner
-        self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        server = serving(app, bind("127.0.0.1", 0), shutdown_timeout_s=_SHUTDOWN_S)
+        self._url = f"http://127.0.0.1:{await self._opened.enter_async_context(server)}"
 
     async def _close(self) -> None:
-        runner, self._runner = self._runner, None
+        self._url = ""
         for session in tuple(self._sessions.values()):
             await session.aclose()
-        if runner is not None:
-            await runner.cleanup()
+        await self._opened.aclose()
 
     @asynccontextmanager
     async def episode(self, engine: Sampler) -> AsyncIterator[EpisodeSession]:
         """An episode, whose calls `engine` answers. Its URL and key are valid within the block."""
-        if self._runner is None:
+        if not self._url:
             raise ArlError("this OpenAIProxy is not open; enter it by `async with`, or the workflow that has it")
         name = secrets.token_hex(8)
         session = self._sessions[name] = EpisodeSession(f"{self._url}/e/{name}", engine, self._policy)
@@ -227,7 +219,7 @@ class OpenAIProxy(Shared):
         is_valid = hmac.compare_digest(_key_of(request), expected.encode())
         place = door.place_of(request) if isinstance(door, SharedURL) else door and (door, role)
         if not is_valid or place is None:
-            return web.json_response(endpoint.error(_INVALID_KEY), status=_INVALID_KEY.status)
+            return json_response(endpoint.error(_INVALID_KEY), _INVALID_KEY.status)
         return await _answer(Exchange(request, *place), endpoint)
 
 

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from arl.api.errors import PromptTooLongError
 from arl.api.types import ModelResponse, SamplingParams, StopReason
+from arl.web.bodies import BodyError
 from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting
-from arl.workflow.proxy.calls import CalledTool, ChatCall, RefusedCallError, Spoken
+from arl.workflow.proxy.calls import CalledTool, ChatCall, Spoken
 
 # From sampled text to what a program is told: thinking apart, stop strings cut off, tool calls read.
 
@@ -65,8 +66,6 @@ def finish_reason_of(stop_reason: StopReason) -> Literal["stop", "length"]:
 _TAIL = 8
 """How many of a prompt's last tokens hold a <think> that it ends with."""
 _CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
-MAX_SEED = (1 << 31) - 1
-"""Every server takes such a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,14 +88,14 @@ class CallPolicy:
     def sampling_of(self, **asked: Any) -> SamplingParams:
         """`sampling`, with what a call asked for in SamplingParams' own fields; None: it did not say.
 
-        Raises RefusedCallError for values out of range.
+        Raises BodyError for values out of range.
         """
         given = {name: value for name, value in asked.items() if value is not None}
         try:
             sampling = replace(self.sampling, **given)
         except ValueError as error:
             param = str(error).partition(" ")[0]
-            raise RefusedCallError(str(error), param=param, code="invalid_value") from error
+            raise BodyError(str(error), param=param) from error
         if not self.overrides:
             return sampling
         return replace(sampling, **{name: getattr(self.sampling, name) for name in _CLIENTS_FIELDS})

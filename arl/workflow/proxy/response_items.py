@@ -1,20 +1,32 @@
-"""The items of the Responses API as messages, and what its parts of text say."""
+"""The items of the Responses API: read as messages, and written as a response, whole or one event after another."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import count
 from typing import Any
 
 from arl.api.types import new_id
+from arl.web.bodies import RequestBody, RequestError, shown, validated
+from arl.web.server import event
 from arl.workflow.chat_template import Message
-from arl.workflow.proxy.calls import Answer, RefusedCallError, Spoken
+from arl.workflow.proxy.calls import CallAnswer, Spoken, refused, wrong
 from arl.workflow.proxy.chat import pieces
-from arl.workflow.proxy.fields import Fields, shown, wrong
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+class Item(RequestBody, takes_others=True):
+    """The fields that any kind of item may have."""
+
+    type: str = "message"
+    role: str = ""
+    content: Any = ""
+    name: str = ""
+    arguments: str = "{}"
+    call_id: str = ""
+    output: Any = ""
 
 
 class Transcript:
@@ -24,52 +36,43 @@ class Transcript:
         self.messages: list[Message] = []
         self._answer: dict[str, Any] | None = None
 
-    def add(self, where: str, item: Any) -> None:
-        """Raises RefusedCallError, with `where` in it, for an item that cannot be shown to the model."""
-        if not isinstance(item, dict):
-            raise wrong(where, item, "an object")
-        fields = Fields(item)
-        match item.get("type", "message"):
+    def add(self, where: str, given: Any) -> None:
+        """Raises BodyError, with `where` in it, for an item that cannot be shown to the model."""
+        item = validated(Item, given, where)
+        match item.type:
             case "message":
-                self._add_message(where, fields)
+                self._add_message(where, item)
             case "reasoning":
-                self._add_reasoning(where, fields)
+                self._add_reasoning(where, item)
             case "function_call":
-                self._add_call(fields)
+                self._add_call(item)
             case "function_call_output":
-                self._add_output(where, fields)
+                output = _text(f"{where}.output", item.output, {"input_text"})
+                self._add({"role": "tool", "tool_call_id": item.call_id, "content": output})
             case kind:
-                raise RefusedCallError(
-                    f"{where} is of type {shown(kind)}, which is not known here; there are message, reasoning, "
-                    "function_call and function_call_output",
-                    param=where,
-                    code="unsupported_value",
-                )
+                known = "message, reasoning, function_call and function_call_output"
+                raise refused(where, f"is of type {shown(kind)}, which is not known here; there are {known}")
 
-    def _add_message(self, where: str, fields: Fields) -> None:
-        role = _ROLES.get(fields.text("role"))
+    def _add_message(self, where: str, item: Item) -> None:
+        role = _ROLES.get(item.role)
         if role is None:
-            raise wrong(f"{where}.role", fields.value("role"), " or ".join(_ROLES))
-        text = text_of(f"{where}.content", fields.value("content", ""), {"input_text", "output_text", "text"})
+            raise wrong(f"{where}.role", item.role, " or ".join(_ROLES))
+        text = _text(f"{where}.content", item.content, {"input_text", "output_text", "text"})
         if role == "assistant":
             self._answer_without("content", "tool_calls")["content"] = text
         else:
             self._add({"role": role, "content": text})
 
-    def _add_reasoning(self, where: str, fields: Fields) -> None:
-        """Thoughts that this server told; those of another model are encrypted, or were summed up."""
-        thoughts = text_of(f"{where}.content", fields.value("content", []), {"reasoning_text"})
+    def _add_reasoning(self, where: str, item: Item) -> None:
+        """Thoughts that this server sent; those of another model are encrypted or summarised, and left out."""
+        thoughts = _text(f"{where}.content", item.content, {"reasoning_text"})
         if thoughts:
             self._answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thoughts
 
-    def _add_call(self, fields: Fields) -> None:
-        call = {"name": fields.text("name"), "arguments": fields.text("arguments", "{}")}
+    def _add_call(self, item: Item) -> None:
         calls = self._answer_without().setdefault("tool_calls", [])
-        calls.append({"id": fields.text("call_id"), "type": "function", "function": call})
-
-    def _add_output(self, where: str, fields: Fields) -> None:
-        output = text_of(f"{where}.output", fields.value("output", ""), {"input_text"})
-        self._add({"role": "tool", "tool_call_id": fields.text("call_id"), "content": output})
+        function = {"name": item.name, "arguments": item.arguments}
+        calls.append({"id": item.call_id, "type": "function", "function": function})
 
     def _add(self, message: Message) -> None:
         self._answer = None
@@ -83,31 +86,23 @@ class Transcript:
         return self._answer
 
 
-def text_of(where: str, content: Any, kinds: Set[str]) -> str:
-    """A string, or parts of text with a space between two. Raises RefusedCallError for parts of other kinds."""
+def _text(where: str, content: Any, kinds: Set[str]) -> str:
+    """A string, or parts of these kinds with a space between two."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(where, content, "a string or a list of parts")
-    return " ".join(_texts(where, content, kinds))
+    return " ".join(_part(f"{where}[{i}]", part, kinds) for i, part in enumerate(content))
 
 
-def _texts(where: str, parts: list[Any], kinds: Set[str]) -> Iterable[str]:
-    for i, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            raise RefusedCallError(
-                f"{where}[{i}] is of type {shown(kind)}; the model takes text alone, as {' or '.join(sorted(kinds))}",
-                param=f"{where}[{i}]",
-                code="unsupported_value",
-            )
-        yield Fields(part).text("text")
+def _part(where: str, part: Any, kinds: Set[str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in kinds and isinstance(text := part.get("text", ""), str):
+        return text
+    raise refused(where, f"is of type {shown(kind)}; the model takes text alone, as {' or '.join(sorted(kinds))}")
 
 
-# A response of the Responses API: its items, whole or one event after another.
-
-
-def response_of(answer: Answer, echoed: Mapping[str, Any]) -> dict[str, Any]:
+def response_of(answer: CallAnswer, echoed: Mapping[str, Any]) -> dict[str, Any]:
     """The response as an object. echoed: what it repeats of the request."""
     is_whole = answer.spoken.finish_reason != "length"
     n, m = answer.num_prompt_tokens, len(answer.response.output_ids)
@@ -187,10 +182,10 @@ def _part_events(where: Mapping[str, Any], part: Mapping[str, Any]) -> Iterator[
     yield "response.content_part.done", {**where, "part": part}
 
 
-def error_event(error: RefusedCallError) -> str:
-    return _event(count(), "error", code=error.code, message=error.message, param=error.param)
+def error_event(error: RequestError) -> str:
+    named = {name: getattr(error, name, None) for name in ("code", "param")}
+    return _event(count(), "error", message=error.message, **named)
 
 
 def _event(numbers: Iterator[int], kind: str, **fields: Any) -> str:
-    data = {"type": kind, "sequence_number": next(numbers), **fields}
-    return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+    return event({"type": kind, "sequence_number": next(numbers), **fields}, kind)

@@ -15,10 +15,11 @@ from http import HTTPStatus
 from arl.api.engine import Sampler
 from arl.api.errors import ArlError, TrajectoryError
 from arl.api.types import Trajectory
+from arl.web.bodies import RequestError
 from arl.workflow.chat_template import Message
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Turn
-from arl.workflow.proxy.calls import Answer, ChatCall, EpisodeOverError, RefusedCallError, TokenCall
+from arl.workflow.proxy.calls import CallAnswer, ChatCall, EpisodeOverError, TokenCall
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.speaker import Speaker
 
@@ -29,7 +30,7 @@ from arl.workflow.proxy.speaker import Speaker
 class _Fate:
     """How calls with one and the same body fared: what they were answered, and how many were not."""
 
-    answers: list[Sequence[Answer]] = field(default_factory=list)
+    answers: list[Sequence[CallAnswer]] = field(default_factory=list)
     num_unanswered: int = 0
 
 
@@ -42,13 +43,13 @@ class Repeats:
     def __init__(self) -> None:
         self._fates: defaultdict[bytes, _Fate] = defaultdict(_Fate)
 
-    def answered(self, body: bytes, answers: Sequence[Answer]) -> None:
+    def answered(self, body: bytes, answers: Sequence[CallAnswer]) -> None:
         self._fates[body].answers.append(answers)
 
     def unanswered(self, body: bytes) -> None:
         self._fates[body].num_unanswered += 1
 
-    def unread(self, body: bytes) -> Sequence[Answer]:
+    def unread(self, body: bytes) -> Sequence[CallAnswer]:
         """The answers that a call, made again, stands in for."""
         fate = self._fates[body]
         if fate.num_unanswered:
@@ -181,13 +182,13 @@ class EpisodeSession:
             f"{counts.cancelled} were cancelled"
         )
 
-    async def acomplete(self, role: str, call: ChatCall | TokenCall) -> list[Answer]:
+    async def acomplete(self, role: str, call: ChatCall | TokenCall) -> list[CallAnswer]:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
         if role not in self._speakers:
             self._speakers[role] = Speaker(self._engine, self.policy)
         return await self._speakers[role].acomplete(call)
 
-    def forget(self, role: str, answers: Sequence[Answer]) -> None:
+    def forget(self, role: str, answers: Sequence[CallAnswer]) -> None:
         """Take back answers that nobody has read, as far as nothing follows them."""
         for answer in answers:
             self._speakers[role].forget(answer.turn)
@@ -212,7 +213,7 @@ class EpisodeSession:
                 async with self._idle:
                     self._idle.notify_all()
 
-    def note(self, error: Exception, refusal: RefusedCallError) -> None:
+    def note(self, error: Exception, refusal: RequestError) -> None:
         """Count a call that `error` was the end of, and keep the error where it is arl's own."""
         if isinstance(error, EpisodeOverError):
             self.counts.cancelled += 1

@@ -13,8 +13,8 @@ from arl.api.errors import PromptTooLongError, first_error
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, new_id
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Prompt, Turn
-from arl.workflow.proxy.calls import Answer, ChatCall, Spoken, TokenCall
-from arl.workflow.proxy.policy import MAX_SEED, CallPolicy, finish_reason_of, message_of
+from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, ChatCall, Spoken, TokenCall
+from arl.workflow.proxy.policy import CallPolicy, finish_reason_of, message_of
 
 # The turns of programs that make prompts themselves and send them as tokens: which turn continues which.
 
@@ -108,7 +108,7 @@ class Speaker:
     def turns(self) -> tuple[Turn, ...]:
         return (*self._dialogue.turns, *self._tokens.turns)
 
-    async def acomplete(self, call: ChatCall | TokenCall) -> list[Answer]:
+    async def acomplete(self, call: ChatCall | TokenCall) -> list[CallAnswer]:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
         if isinstance(call, TokenCall):
             return await self._acontinue(call)
@@ -124,7 +124,7 @@ class Speaker:
             for text, response in zip(texts, responses, strict=True)
         ]
         return [  # nothing is kept before all could be read
-            Answer(
+            CallAnswer(
                 turn=self._dialogue.record(prompt, response, message_of(spoken)),
                 spoken=spoken,
                 num_prompt_tokens=num_prompt_tokens,
@@ -132,14 +132,14 @@ class Speaker:
             for response, spoken in zip(responses, read, strict=True)
         ]
 
-    async def _acontinue(self, call: TokenCall) -> list[Answer]:
+    async def _acontinue(self, call: TokenCall) -> list[CallAnswer]:
         prompt = self._tokens.prompt(call.input_ids)
-        answers: list[Answer] = []
+        answers: list[CallAnswer] = []
         for response in await self._asample(prompt, call):
             turn = self._tokens.record(prompt, response)
             ending = finish_reason_of(response.stop_reason)
             spoken = Spoken(content=turn.text, reasoning=None, tool_calls=(), finish_reason=ending)
-            answers.append(Answer(turn=turn, spoken=spoken, num_prompt_tokens=len(call.input_ids)))
+            answers.append(CallAnswer(turn=turn, spoken=spoken, num_prompt_tokens=len(call.input_ids)))
         return answers
 
     def forget(self, turn: Turn) -> None:

@@ -8,49 +8,78 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from arl.api.types import new_id
-from arl.workflow.proxy.calls import Answer, TokenCall
+from arl.web.bodies import Integers, RequestBody, Strings, parse, validated
+from arl.workflow.proxy.calls import CallAnswer, Seed, TokenCall, wrong
 from arl.workflow.proxy.chat import usage
 from arl.workflow.proxy.exchange import completing, openai_error, openai_error_event
-from arl.workflow.proxy.fields import Fields, wrong
-from arl.workflow.proxy.policy import MAX_SEED, CallPolicy
+from arl.workflow.proxy.policy import CallPolicy
 
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_SAMPLES = 128
-_HARMLESS = frozenset(("cache_salt", "model", "priority"))
-_NEUTRAL = {"stream": (False,)}
-_REFUSED = {
-    "content_parts": "the model takes text alone",
-    "features": "the model takes text alone",
-    "kv_transfer_params": "the servers behind this endpoint keep their own caches",
-}
-_SAMPLING_HARMLESS = frozenset((
-    "detokenize", "include_stop_str_in_output", "routed_experts_prompt_start", "skip_special_tokens",
-    "spaces_between_special_tokens",
-))  # fmt: skip
-_SAMPLING_NEUTRAL = {
-    "bad_words": ([],),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (0, 1),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-}
+
+
+class GenerateSampling(
+    RequestBody,
+    ignored=(
+        "detokenize", "include_stop_str_in_output", "routed_experts_prompt_start", "skip_special_tokens",
+        "spaces_between_special_tokens",
+    ),
+    only={
+        "bad_words": ([],),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "logprobs": (0, 1),
+        "min_tokens": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+    },
+):  # fmt: skip
+    """The sampling parameters of a request."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: Strings = ()
+    stop_token_ids: Integers = ()
+    ignore_eos: bool = False
+    seed: Seed | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
+
+
+class GenerateRequest(
+    RequestBody,
+    ignored=("cache_salt", "model", "priority"),
+    only={"stream": (False,)},
+    refused={
+        "content_parts": "the model takes text alone",
+        "features": "the model takes text alone",
+        "kv_transfer_params": "the servers behind this endpoint keep their own caches",
+    },
+):
+    """The body of a request."""
+
+    token_ids: Annotated[Integers, Field(min_length=1)]
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    request_id: str = Field(default_factory=new_id)
+    return_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateWire:
-    """tells_prompt: whether the prompt's tokens are in the answer again."""
+    """A call of this endpoint, and how its answers are written."""
 
+    asked: GenerateRequest
     call: TokenCall
-    request_id: str
-    tells_prompt: bool
     streams: bool = False
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         choices = [
             {
                 "index": i,
@@ -60,14 +89,14 @@ class GenerateWire:
             }
             for i, answer in enumerate(answers)
         ]
-        prompt = {"prompt_token_ids": self.call.input_ids} if self.tells_prompt else {}
-        return {"request_id": self.request_id, "choices": choices, "usage": usage(answers), **prompt}
+        prompt = {"prompt_token_ids": self.call.input_ids} if self.asked.return_token_ids else {}
+        return {"request_id": self.asked.request_id, "choices": choices, "usage": usage(answers), **prompt}
 
-    def events(self, answers: Sequence[Answer]) -> Iterable[str]:
+    def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
         raise AssertionError("a stream is refused when the request is read")
 
 
-def _logprobs(answer: Answer) -> list[dict[str, Any]]:
+def _logprobs(answer: CallAnswer) -> list[dict[str, Any]]:
     response = answer.response
     return [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
@@ -75,41 +104,32 @@ def _logprobs(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def read(fields: Fields, policy: CallPolicy) -> GenerateWire:
-    """The call in a request. Raises RefusedCallError for what is wrong with it, or cannot be honoured."""
-    given = Fields(fields.mapping("sampling_params"))
-    top_k = given.integer("top_k")
-    input_ids = _token_ids("token_ids", fields.value("token_ids"))
-    if not input_ids:
-        raise wrong("token_ids", input_ids, "the prompt's tokens, one at least")
+def read(raw: bytes, policy: CallPolicy) -> GenerateWire:
+    """The call in a request. Raises RequestError for what is wrong with it, or cannot be honoured."""
+    asked = parse(GenerateRequest, raw)
+    given = validated(GenerateSampling, asked.sampling_params)
     call = TokenCall(
-        input_ids=input_ids,
+        input_ids=_token_ids("token_ids", asked.token_ids),
         sampling=policy.sampling_of(
-            max_new_tokens=given.integer("max_tokens"),
-            temperature=given.number("temperature"),
-            top_p=given.number("top_p"),
-            top_k=-1 if top_k == 0 else top_k,
-            min_p=given.number("min_p"),
-            stop=given.strings("stop") or None,
-            stop_token_ids=_token_ids("sampling_params.stop_token_ids", given.value("stop_token_ids", [])) or None,
-            ignore_eos=given.flag("ignore_eos") or None,
-            seed=given.integer("seed", at_least=0, at_most=MAX_SEED),
+            max_new_tokens=given.max_tokens,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=-1 if given.top_k == 0 else given.top_k,
+            min_p=given.min_p,
+            stop=tuple(given.stop) or None,
+            stop_token_ids=_token_ids("stop_token_ids", given.stop_token_ids) or None,
+            ignore_eos=given.ignore_eos or None,
+            seed=given.seed,
         ),
-        n=given.integer("n", at_least=1, at_most=_MAX_SAMPLES) or 1,
+        n=given.n,
     )
-    wire = GenerateWire(
-        call=call, request_id=fields.text("request_id", new_id()), tells_prompt=fields.flag("return_token_ids")
-    )
-    given.finish(_SAMPLING_HARMLESS, _SAMPLING_NEUTRAL)
-    fields.finish(_HARMLESS, _NEUTRAL, _REFUSED)
-    return wire
+    return GenerateWire(asked=asked, call=call)
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    is_list = isinstance(value, list) and set(map(type, value)) <= {int}
-    if not is_list or (value and not 0 <= min(value) <= max(value) <= _MAX_TOKEN_ID):
-        raise wrong(name, value, "a list of token ids")
-    return tuple(value)
+def _token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if values and not 0 <= min(values) <= max(values) <= _MAX_TOKEN_ID:
+        raise wrong(name, values, "a list of token ids")
+    return tuple(values)
 
 
 ENDPOINTS = (completing("/inference/v1/generate", read, openai_error, openai_error_event),)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import aiohttp
 import openai
 import pytest
-from aiohttp import web
 from programs import ADD, ASK, TOKENIZER, Opened, opened, saying, spelled
 from workflow.chat_templates import tokenizer_of
 
 from arl.api import ModelRequest, ScriptedEngine
 from arl.api.errors import EngineClosedError, PromptTooLongError, RequestTimeoutError, ServerError
+from arl.web.server import EventStream
 from arl.workflow.proxy import exchange
 from arl.workflow.proxy import openai_proxy as server
 
@@ -272,12 +272,11 @@ async def test_a_stream_that_takes_long_shows_that_it_lives(fails: bool, monkeyp
     """The model answers when the stream has begun, and an error comes too late to have a status."""
     monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.01)
     begun = asyncio.Event()
-    begin = exchange.Exchange._begin_stream
+    send = EventStream.send
 
-    async def begins(self: exchange.Exchange) -> web.StreamResponse:
-        stream = await begin(self)
+    async def sends(self: EventStream, events: str) -> None:
+        await send(self, events)
         begun.set()
-        return stream
 
     async def answer(request: ModelRequest) -> list[int]:
         await begun.wait()
@@ -285,7 +284,7 @@ async def test_a_stream_that_takes_long_shows_that_it_lives(fails: bool, monkeyp
             raise ServerError("gone")
         return spelled("late")
 
-    monkeypatch.setattr(exchange.Exchange, "_begin_stream", begins)
+    monkeypatch.setattr(EventStream, "send", sends)
     async with opened(ScriptedEngine(answer)) as episode:
         stream = await episode.ask(stream=True)
         if fails:
