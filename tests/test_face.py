@@ -31,7 +31,7 @@ def test_every_name_can_be_loaded_and_has_its_line_on_the_page(package: ModuleTy
     assert set(package.__all__) <= set(dir(package))
 
 
-@pytest.mark.parametrize("package", [arl, arl.rewards], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [arl, arl.rewards, arl.sandbox], ids=lambda package: package.__name__)
 def test_editors_see_the_names_where_they_are_loaded_from(package: ModuleType) -> None:
     assert package.__file__ is not None
     (block,) = [node for node in ast.parse(Path(package.__file__).read_text()).body if isinstance(node, ast.If)]

@@ -64,7 +64,7 @@ ALLOWED = {
     "arl.rollout": ("arl.api",),
     "arl.training": ("arl.api", "arl.algorithm", "arl.rollout"),
     "arl.engine": ("arl.api", "arl.algorithm", "arl.web"),
-    "arl.sandbox": ("arl.api", "arl.web"),
+    "arl.sandbox": ("arl.api", "arl.web", "arl.lazy"),
     "arl.rewards": ("arl.api", "arl.web", "arl.sandbox", "arl.lazy"),
     "arl.workflow": ("arl.api", "arl.web", "arl.sandbox", "arl.rewards"),
     "arl.cli": ("arl.api",),

@@ -1,14 +1,21 @@
 """Where programs that a model wrote run, apart from everything else. docs/sandbox.md is the guide.
 
-Users import from here; the modules behind are loaded when a name of theirs is used. `keeper` and `streams` are run by a
-bare Python, so they import nothing else of arl, and `container` is sent to a container as text. The package imports
-arl.api and arl.web alone.
+| module | holds |
+|---|---|
+| contract | what a sandbox is, its limits, and how a program ended |
+| find | the first sandbox that runs programs on this machine |
+| bubblewrap, docker, unsafe, remote | the kinds of sandboxes |
+| serve | the command that serves this machine's sandbox to others |
+| keeper, streams | the process beside arl that runs programs: for a bare Python, so they import nothing else of arl |
+| keeping, seccomp | arl's side of the keeper; the filter of system calls |
+| container | process 1 of a container, which is sent there as text |
+
+May import arl.api and arl.web. Imports nothing before it is needed.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from arl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from arl.sandbox.bubblewrap import BubblewrapSandbox
@@ -18,36 +25,14 @@ if TYPE_CHECKING:
     from arl.sandbox.remote import RemoteSandbox
     from arl.sandbox.unsafe import UnsafeSandbox
 
-_MODULES = {
-    "BubblewrapSandbox": "bubblewrap",
-    "DockerSandbox": "docker",
-    "EndedBy": "contract",
-    "Files": "contract",
-    "Kind": "find",
-    "Limits": "contract",
-    "ProgramOutcome": "contract",
-    "RemoteSandbox": "remote",
-    "Sandbox": "contract",
-    "UnsafeSandbox": "unsafe",
-    "find_sandbox": "find",
+_HOMES = {
+    "arl.sandbox.bubblewrap": "BubblewrapSandbox",
+    "arl.sandbox.contract": "EndedBy Files Limits ProgramOutcome Sandbox",
+    "arl.sandbox.docker": "DockerSandbox",
+    "arl.sandbox.find": "Kind find_sandbox",
+    "arl.sandbox.remote": "RemoteSandbox",
+    "arl.sandbox.unsafe": "UnsafeSandbox",
 }
 
-__all__ = [
-    "BubblewrapSandbox",
-    "DockerSandbox",
-    "EndedBy",
-    "Files",
-    "Kind",
-    "Limits",
-    "ProgramOutcome",
-    "RemoteSandbox",
-    "Sandbox",
-    "UnsafeSandbox",
-    "find_sandbox",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__all__ = sorted(" ".join(_HOMES.values()).split())  # pyright: ignore[reportUnsupportedDunderAll]

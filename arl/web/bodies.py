@@ -118,7 +118,8 @@ class RequestBody(BaseModel):
             allowed = " or ".join(map(shown, cls._only[name]))
             reason = f"is {shown(value)}, which cannot be honoured here; leave it out, or set it to {allowed}"
             raise PydanticCustomError("unsupported_value", "{reason}", {"reason": reason, "field": name})
-        reason = f"{cls._refused.get(name, 'it is not known here')}; leave it out"
+        why = cls._refused.get(name)
+        reason = f": {why}; leave it out" if why else f" (here {shown(value)}): it is not known here; leave it out"
         raise PydanticCustomError("unsupported_parameter", "{reason}", {"reason": reason, "field": name})
 
 
@@ -153,26 +154,24 @@ def body_error(error: ValidationError, where: str = "") -> BodyError:
     path = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     param = f"{where}{path}" if where else path.lstrip(".")
     code = kind if kind.startswith("unsupported") else "invalid_value"
-    is_name = kind == "unsupported_parameter"
     return BodyError(
-        f"{param or 'the request body'}{':' if is_name else ''} {_fault(kind, context, fault['input'])}",
-        param=param or None,
-        code=code,
+        f"{param or 'the request body'}{_fault(kind, context, fault['input'])}", param=param or None, code=code
     )
 
 
 def _fault(kind: str, context: Mapping[str, Any], value: Any) -> str:
+    """The rest of a sentence that begins with the field."""
     match kind:
         case "missing":
-            return "is missing"
-        case "extra_forbidden":
-            return "is not known here; leave it out"
-        case "unsupported_value" | "unsupported_parameter":
+            return " is missing"
+        case "unsupported_value":
+            return f" {context['reason']}"
+        case "unsupported_parameter":
             return context["reason"]
         case "value_error":
-            return f"is {shown(value)}: {context['error']}"
+            return f" is {shown(value)}: {context['error']}"
     expected = context.get("described") or _EXPECTED.get(kind) or _BOUNDS.get(kind, kind).format(**context)
-    return f"is {shown(value)}; it must be {expected}"
+    return f" is {shown(value)}; it must be {expected}"
 
 
 def must_be(described: str) -> PydanticCustomError:

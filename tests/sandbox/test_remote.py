@@ -107,11 +107,11 @@ async def test_a_wrong_key_is_refused_and_runs_nothing(monkeypatch: pytest.Monke
     [
         ("{", "the request body is not JSON: Expecting property name"),
         ("{}", "program is missing"),
-        ('{"program": "", "code": 1}', "code: it is not known here"),
+        ('{"program": "", "code": 1}', "code (here 1): it is not known here"),
         ('{"program": "", "files": ["a"]}', 'files is ["a"]; it must be a JSON object'),
         ('{"program": "", "files": {"a": "text"}}', 'files.a is "text"; it must be {"text": ...} or {"base64": ...}'),
         ('{"program": "", "files": {"a": {"base64": "?"}}}', 'it must be {"text": ...} or {"base64": ...}'),
-        ('{"program": "", "limits": {"time": 1}}', "limits.time: it is not known"),
+        ('{"program": "", "limits": {"time": 1}}', "limits.time (here 1): it is not known"),
         ('{"program": "", "limits": {"processes": "9"}}', 'limits.processes is "9"; it must be an integer'),
         ('{"program": "", "limits": {"wall_s": 0}}', "limits.wall_s is 0; it must be above 0"),
         ('{"program": "", "limits": {"wall_s": 31}}', "limits.wall_s is 31.0; this server allows 30"),

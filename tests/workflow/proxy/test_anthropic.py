@@ -150,7 +150,7 @@ async def test_sampling_is_as_asked_for() -> None:
         ({"messages": [{"role": "robot", "content": "hi"}]}, r"messages\[0\].role is .robot."),
         ({"messages": []}, "messages is empty"),
         ({"max_tokens": None}, "max_tokens is missing"),
-        ({"no_such_field": 1}, "no_such_field: it is not known here"),
+        ({"no_such_field": 1}, "no_such_field .here 1.: it is not known here"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_in_anthropics_shape(asked: dict[str, Any], reason: str) -> None:
