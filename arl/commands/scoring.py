@@ -54,7 +54,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class EpisodeOutcome:
     """What is kept of an episode. means: its numbers by name, the workflow's and arl's own; none without an end."""
 
     reward: float
@@ -64,7 +64,7 @@ class Outcome:
     means: Mapping[str, Sequence[float]]
 
     @classmethod
-    def of(cls, episode: Episode, pass_reward: float) -> Outcome:
+    def of(cls, episode: Episode, pass_reward: float) -> EpisodeOutcome:
         return cls(
             reward=episode.reward,
             passed=episode.is_finished and episode.reward >= pass_reward,
@@ -81,15 +81,15 @@ class Scores:
 
     ks: Sequence[int]
     pass_reward: float
-    by_example: dict[int, list[Outcome]] = field(default_factory=dict[int, list[Outcome]])
+    by_example: dict[int, list[EpisodeOutcome]] = field(default_factory=dict[int, list[EpisodeOutcome]])
     num_episodes: int = 0
     num_failed: int = 0
     num_rejected: int = 0
     total_reward: float = 0.0
     first_error: tuple[Work, Exception] | None = None
 
-    def add(self, run: Run) -> Outcome:
-        outcome = Outcome.of(run.episode, self.pass_reward)
+    def add(self, run: Run) -> EpisodeOutcome:
+        outcome = EpisodeOutcome.of(run.episode, self.pass_reward)
         self.by_example.setdefault(run.work.index, []).append(outcome)
         self.num_episodes += 1
         self.num_failed += outcome.error is not None
@@ -215,11 +215,11 @@ class Scoring:
         self._progress.show(self._scores)
         self._budget.record(run.episode.error)
 
-    def _write(self, out: TextIO, run: Run, outcome: Outcome) -> None:
+    def _write(self, out: TextIO, run: Run, outcome: EpisodeOutcome) -> None:
         out.write(json.dumps(self._row(run, outcome)) + "\n")
         out.flush()
 
-    def _row(self, run: Run, outcome: Outcome) -> dict[str, Any]:
+    def _row(self, run: Run, outcome: EpisodeOutcome) -> dict[str, Any]:
         episode = run.episode
         return {
             "example": run.work.index,

@@ -32,7 +32,7 @@ from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 from arl.rollout.failures import FailureBudget
 from arl.rollout.group import GREEDY, GroupRules, GroupRun
-from arl.rollout.ledger import ExampleLedger, Outcome
+from arl.rollout.ledger import ExampleLedger, GroupOutcome
 from arl.rollout.totals import RolloutTotals
 from arl.rollout.watches import Fruitless, LagMonitor, StarvationWatch
 
@@ -115,7 +115,7 @@ class RolloutController:
         So a checkpoint sees their outcome and the weights change together.
         """
         for group in groups:
-            self._ledger.settle(group.example_id, Outcome.TRAINED)
+            self._ledger.settle(group.example_id, GroupOutcome.TRAINED)
             self._totals.episodes_trained += group.num_episodes
 
     def counters(self) -> dict[str, float]:

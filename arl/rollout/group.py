@@ -14,7 +14,7 @@ from arl.api.config import RolloutConfig
 from arl.api.types import Group, Trajectory
 from arl.rollout.buffer import Slot
 from arl.rollout.episode import Episode, rewards_by_role
-from arl.rollout.ledger import Issue, Outcome
+from arl.rollout.ledger import GroupOutcome, Issue
 from arl.rollout.watches import Fruitless, Reason
 
 GREEDY = -1
@@ -150,25 +150,25 @@ class GroupRun:
 
     def _judged(self) -> Group | Fruitless:
         if self.is_cut:
-            return self._fruitless(Outcome.DROPPED, Reason.STRAGGLED)
+            return self._fruitless(GroupOutcome.DROPPED, Reason.STRAGGLED)
         enough = min(self._config.min_group_size, self._config.group_size)
         if len(self._in_order) < enough:
             if len(self._in_order) + self.num_failed >= enough:
-                return self._fruitless(Outcome.DROPPED, Reason.FAILED)
-            return self._fruitless(Outcome.REJECTED, Reason.RETURNED_NONE)
+                return self._fruitless(GroupOutcome.DROPPED, Reason.FAILED)
+            return self._fruitless(GroupOutcome.REJECTED, Reason.RETURNED_NONE)
         if self._rules.has_baseline and (self._greedy is None or not self._greedy.is_finished):
             is_rejected = self._greedy is not None and self._greedy.is_rejected
-            return self._fruitless(Outcome.REJECTED if is_rejected else Outcome.DROPPED, Reason.NO_BASELINE)
+            return self._fruitless(GroupOutcome.REJECTED if is_rejected else GroupOutcome.DROPPED, Reason.NO_BASELINE)
         group = self._group()
         if missing := why_not_comparable(group, self._rules):
-            return self._fruitless(Outcome.DROPPED, Reason.NOT_COMPARABLE, missing)
+            return self._fruitless(GroupOutcome.DROPPED, Reason.NOT_COMPARABLE, missing)
         if self._rules.drop_equal_rewards and has_equal_rewards(group, self._rules):
-            return self._fruitless(Outcome.REJECTED, Reason.EQUAL_REWARDS)
+            return self._fruitless(GroupOutcome.REJECTED, Reason.EQUAL_REWARDS)
         if self._rules.keep is not None and not self._rules.keep(group):
-            return self._fruitless(Outcome.REJECTED, Reason.FILTERED)
+            return self._fruitless(GroupOutcome.REJECTED, Reason.FILTERED)
         return group
 
-    def _fruitless(self, outcome: Outcome, reason: Reason, detail: str = "") -> Fruitless:
+    def _fruitless(self, outcome: GroupOutcome, reason: Reason, detail: str = "") -> Fruitless:
         return Fruitless(outcome=outcome, reason=reason, detail=detail, reward=self.reward)
 
     def _finished(self, index: int) -> Episode:

@@ -19,7 +19,7 @@ ExampleId = tuple[int, int]
 """(epoch, index in the dataset). With a curriculum, its stages are the epochs."""
 
 
-class Outcome(StrEnum):
+class GroupOutcome(StrEnum):
     """How an example of an epoch ended. The letter is its mark in checkpoints; `.` marks one that has not ended."""
 
     TRAINED = "t"
@@ -43,10 +43,10 @@ class _Epoch:
     marks: bytearray
     """How each of them ended, in this order."""
 
-    def settle(self, index: int, outcome: Outcome) -> None:
+    def settle(self, index: int, outcome: GroupOutcome) -> None:
         self.marks[bisect_left(self.indices, index)] = ord(outcome)
 
-    def ended_as(self, outcome: Outcome) -> list[int]:
+    def ended_as(self, outcome: GroupOutcome) -> list[int]:
         return [index for index, mark in zip(self.indices, self.marks, strict=True) if mark == ord(outcome)]
 
 
@@ -97,7 +97,7 @@ class ExampleLedger:
         if self._experience:
             self._experience.note_reward(example_id[1], reward)
 
-    def settle(self, example_id: ExampleId, outcome: Outcome) -> None:
+    def settle(self, example_id: ExampleId, outcome: GroupOutcome) -> None:
         """Give a pending example its outcome. Raises ValueError for one that is not pending."""
         if example_id not in self._pending:
             raise ValueError(
@@ -110,9 +110,9 @@ class ExampleLedger:
         if self._experience:
             self._experience.note_outcome(index, outcome)
 
-    def outcomes(self, epoch: int) -> dict[Outcome, list[int]]:
+    def outcomes(self, epoch: int) -> dict[GroupOutcome, list[int]]:
         """The dataset indices of an epoch that ended in each way."""
-        return {outcome: self._epochs[epoch].ended_as(outcome) for outcome in Outcome}
+        return {outcome: self._epochs[epoch].ended_as(outcome) for outcome in GroupOutcome}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as JSON holds it. order, stages: null for the settings' order and for the whole dataset."""
@@ -202,7 +202,7 @@ class _Known:
     """What is known of one example."""
 
     marks: str = ""
-    """The letter of each Outcome that it had."""
+    """The letter of each GroupOutcome that it had."""
     num_rewards: int = 0
     reward_sum: float = 0.0
     last_reward: float | None = None
@@ -215,7 +215,7 @@ class Experience:
         self._num_examples = num_examples
         self._known: dict[int, _Known] = {}
 
-    def note_outcome(self, index: int, outcome: Outcome) -> None:
+    def note_outcome(self, index: int, outcome: GroupOutcome) -> None:
         self._of(index).marks += outcome
 
     def note_reward(self, index: int, reward: float) -> None:

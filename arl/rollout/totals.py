@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from arl.api.types import Group
 from arl.rollout.episode import Episode
 from arl.rollout.group import GroupRun
-from arl.rollout.ledger import Outcome
+from arl.rollout.ledger import GroupOutcome
 from arl.rollout.watches import Fruitless
 
 
@@ -75,7 +75,7 @@ class RolloutTotals:
         num_kept = len(run.kept)
         surplus = 0 if run.is_cut else len(run.episodes) - num_kept - run.num_rejected - run.num_failed
         is_group = isinstance(judged, Group)
-        is_rejected = not is_group and judged.outcome is Outcome.REJECTED
+        is_rejected = not is_group and judged.outcome is GroupOutcome.REJECTED
         rejected = run.num_rejected + (num_kept if is_rejected else 0)
         trained = num_kept if is_group else 0
         self.groups_finished += is_group

@@ -10,7 +10,7 @@ from enum import Enum
 from statistics import fmean
 
 from arl.api.errors import StarvedError
-from arl.rollout.ledger import Outcome
+from arl.rollout.ledger import GroupOutcome
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Reason(Enum):
 class Fruitless:
     """A group that is not trained."""
 
-    outcome: Outcome
+    outcome: GroupOutcome
     """Of its example."""
     reason: Reason
     detail: str = ""

@@ -13,7 +13,7 @@ from virtual_time import run_in_virtual_time
 
 from arl.api import Curriculum, ExampleRecord, Group
 from arl.api.errors import CurriculumError
-from arl.rollout.ledger import ExampleLedger, Outcome
+from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
 
 def ledger(curriculum: Curriculum | None, num_examples: int = 5) -> ExampleLedger:
@@ -52,14 +52,17 @@ def test_it_is_told_how_each_example_fared() -> None:
     curriculum = Stages([2, 0, 1], [2], [0])
     source = ledger(curriculum, 4)
     for example_id, outcome, reward in zip(
-        issued(source, 3), (Outcome.TRAINED, Outcome.REJECTED, Outcome.DROPPED), (0.5, 1.0, None), strict=True
+        issued(source, 3),
+        (GroupOutcome.TRAINED, GroupOutcome.REJECTED, GroupOutcome.DROPPED),
+        (0.5, 1.0, None),
+        strict=True,
     ):
         if reward is not None:
             source.note_reward(example_id, reward)
         source.settle(example_id, outcome)
     (again,) = issued(source, 1)
     source.note_reward(again, 1.0)
-    source.settle(again, Outcome.TRAINED)
+    source.settle(again, GroupOutcome.TRAINED)
     source.issue()
     assert curriculum.told[0] == [ExampleRecord(index=i) for i in range(4)]
     assert curriculum.told[2] == [
@@ -73,18 +76,18 @@ def test_it_is_told_how_each_example_fared() -> None:
 def test_an_example_outside_the_stage_has_no_outcome_in_it() -> None:
     source = ledger(Stages([3, 1], [0]))
     for example_id in issued(source, 2):
-        source.settle(example_id, Outcome.TRAINED)
-    assert source.outcomes(0) == {Outcome.TRAINED: [1, 3], Outcome.REJECTED: [], Outcome.DROPPED: []}
+        source.settle(example_id, GroupOutcome.TRAINED)
+    assert source.outcomes(0) == {GroupOutcome.TRAINED: [1, 3], GroupOutcome.REJECTED: [], GroupOutcome.DROPPED: []}
     (last,) = issued(source, 1)
-    source.settle(last, Outcome.DROPPED)
-    assert source.outcomes(1) == {Outcome.TRAINED: [], Outcome.REJECTED: [], Outcome.DROPPED: [0]}
+    source.settle(last, GroupOutcome.DROPPED)
+    assert source.outcomes(1) == {GroupOutcome.TRAINED: [], GroupOutcome.REJECTED: [], GroupOutcome.DROPPED: [0]}
 
 
 def test_a_resume_goes_on_with_the_stage_without_asking_again() -> None:
     source = ledger(Stages([4, 2, 0, 1]))
     first, second, third = issued(source, 3)
     source.note_reward(second, 0.25)
-    source.settle(second, Outcome.TRAINED)
+    source.settle(second, GroupOutcome.TRAINED)
     later = Stages([], [3])
     copy = restored(source, later)
     assert issued(copy, 4) == [first, third, (0, 1), (1, 3)]
@@ -95,7 +98,7 @@ def test_a_resume_goes_on_with_the_stage_without_asking_again() -> None:
 def test_a_curriculum_that_comes_with_a_resume_knows_the_outcomes_and_one_that_goes_leaves_its_stage() -> None:
     source = ledger(None, 3)
     for example_id in issued(source, 3):
-        source.settle(example_id, Outcome.REJECTED)
+        source.settle(example_id, GroupOutcome.REJECTED)
     comes = Stages([], [1, 0])
     copy = restored(source, comes, 3)
     assert issued(copy, 1) == [(1, 1)]
@@ -198,7 +201,7 @@ def test_whatever_is_issued_settled_and_resumed_every_example_of_a_stage_ends_on
             source = restored(source, lambda stage, _: stages[stage % len(stages)], 7)
         elif source.pending:
             settled.append(choices.choice(source.pending))
-            source.settle(settled[-1], choices.choice(list(Outcome)))
+            source.settle(settled[-1], choices.choice(list(GroupOutcome)))
     assert len(settled) == len(set(settled))
     state = source.state_dict()
     pending = [(epoch, index) for epoch, index, _ in state["pending"]]

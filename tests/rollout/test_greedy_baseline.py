@@ -18,7 +18,7 @@ from arl.api import (
     ScriptedEngine,
     Trajectory,
 )
-from arl.rollout.ledger import Outcome
+from arl.rollout.ledger import GroupOutcome
 
 
 def temperature_says(request: ModelRequest) -> ModelResponse:
@@ -109,7 +109,7 @@ def test_a_group_without_one_asks_nothing_greedily() -> None:
 def test_a_group_whose_greedy_episode_failed_is_dropped_and_counted() -> None:
     (group,), counters, outcomes = trained(fails)
     assert group.example_id == (0, 1)
-    assert outcomes == {Outcome.TRAINED: [1], Outcome.REJECTED: [], Outcome.DROPPED: [0]}
+    assert outcomes == {GroupOutcome.TRAINED: [1], GroupOutcome.REJECTED: [], GroupOutcome.DROPPED: [0]}
     assert (counters["baselines_missing"], counters["episodes_dropped"], counters["episodes_failed"]) == (1, 2, 0)
 
 
@@ -129,7 +129,7 @@ def test_a_greedy_episode_that_failed_is_run_again() -> None:
 def test_a_group_whose_greedy_episode_was_rejected_is_rejected() -> None:
     (group,), counters, outcomes = trained(lambda number: of(0.5) if number else None)
     assert group.example_id == (0, 1)
-    assert outcomes[Outcome.REJECTED] == [0]
+    assert outcomes[GroupOutcome.REJECTED] == [0]
     assert (counters["baselines_missing"], counters["episodes_rejected"]) == (1, 2)
 
 
@@ -159,6 +159,6 @@ def test_a_group_that_is_cut_cuts_it_as_well() -> None:
 
     (group,), counters, outcomes = trained(hangs, drop_stragglers_after_s=30)
     assert cancelled == [0]
-    assert outcomes[Outcome.DROPPED] == [0]
+    assert outcomes[GroupOutcome.DROPPED] == [0]
     assert group.example_id == (0, 1)
     assert (counters["straggler_groups"], counters["straggler_episodes"], counters["episodes_dropped"]) == (1, 0, 2)

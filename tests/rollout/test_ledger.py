@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arl.api.errors import CheckpointError
-from arl.rollout.ledger import ExampleLedger, Outcome
+from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
 
 def ledger(num_examples: int = 5, *, shuffle: bool = True, seed: int = 0) -> ExampleLedger:
@@ -44,7 +44,7 @@ def test_after_a_resume_an_example_that_runs_again_keeps_its_group_id_and_no_oth
     source = ledger(7)
     before = [source.issue() for _ in range(5)]
     for issue in (before[3], before[0]):
-        source.settle(issue.example_id, Outcome.TRAINED)
+        source.settle(issue.example_id, GroupOutcome.TRAINED)
     copy = restored(source, num_examples=7)
     again = [copy.issue() for _ in range(5)]
     assert again[:3] == [before[1], before[2], before[4]]
@@ -57,29 +57,31 @@ def test_a_pending_example_whose_group_was_kept_is_not_handed_out_again() -> Non
     copy = ledger(4, shuffle=False)
     copy.load_state_dict(source.state_dict(), finished=[second])
     assert issued(copy, 3) == [first, third, (0, 3)]
-    copy.settle(second, Outcome.TRAINED)
-    assert copy.outcomes(0)[Outcome.TRAINED] == [1]
+    copy.settle(second, GroupOutcome.TRAINED)
+    assert copy.outcomes(0)[GroupOutcome.TRAINED] == [1]
 
 
 def test_an_example_cannot_end_twice() -> None:
     source = ledger()
     (example_id,) = issued(source, 1)
-    source.settle(example_id, Outcome.TRAINED)
+    source.settle(example_id, GroupOutcome.TRAINED)
     with pytest.raises(ValueError, match="cannot end as dropped: it is not running, or has ended before"):
-        source.settle(example_id, Outcome.DROPPED)
+        source.settle(example_id, GroupOutcome.DROPPED)
 
 
 def test_the_ledger_says_how_each_example_ended() -> None:
     source = ledger(4, shuffle=False)
-    for example_id, outcome in zip(issued(source, 3), (Outcome.DROPPED, Outcome.TRAINED, Outcome.TRAINED), strict=True):
+    for example_id, outcome in zip(
+        issued(source, 3), (GroupOutcome.DROPPED, GroupOutcome.TRAINED, GroupOutcome.TRAINED), strict=True
+    ):
         source.settle(example_id, outcome)
-    assert source.outcomes(0) == {Outcome.TRAINED: [1, 2], Outcome.REJECTED: [], Outcome.DROPPED: [0]}
+    assert source.outcomes(0) == {GroupOutcome.TRAINED: [1, 2], GroupOutcome.REJECTED: [], GroupOutcome.DROPPED: [0]}
 
 
 def test_pending_examples_run_again_after_a_resume_and_settled_ones_do_not() -> None:
     source = ledger(4, shuffle=False)
     first, second, _ = issued(source, 3)
-    source.settle(second, Outcome.TRAINED)
+    source.settle(second, GroupOutcome.TRAINED)
     assert issued(restored(source, num_examples=4, shuffle=False), 3) == [first, (0, 2), (0, 3)]
 
 
@@ -106,7 +108,7 @@ def test_whatever_is_issued_settled_and_resumed_every_example_ends_once(events: 
             source = restored(source, num_examples=7)
         elif source.pending:
             settled.append(random.choice(source.pending))
-            source.settle(settled[-1], random.choice(list(Outcome)))
+            source.settle(settled[-1], random.choice(list(GroupOutcome)))
     assert len(settled) == len(set(settled))
     for epoch in range(source.epoch):
         ended = [i for indices in source.outcomes(epoch).values() for i in indices]

@@ -14,7 +14,7 @@ from virtual_time import run_in_virtual_time
 
 from arl.api import Example, Group, ModelRequest, Sampler, ScriptedEngine, Trajectory, TurnSpan
 from arl.rollout.group import most_varied
-from arl.rollout.ledger import Outcome
+from arl.rollout.ledger import GroupOutcome
 
 few_values = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0]), min_size=1, max_size=9)
 
@@ -201,7 +201,7 @@ def test_a_cut_group_drops_all_of_its_episodes() -> None:
         )
         await train(controller, buffer, engine, range(1))
         counters = controller.counters()
-        assert controller.ledger.outcomes(0)[Outcome.DROPPED] == [0]
+        assert controller.ledger.outcomes(0)[GroupOutcome.DROPPED] == [0]
         assert (counters["episodes_dropped"], counters["straggler_episodes"]) == (4, 4)
         assert (counters["episodes_trained"], counters["episodes_surplus"]) == (4, 4)
 

@@ -15,7 +15,7 @@ from arl.api import Example, Group, Sampler, Trajectory
 from arl.api.config import RolloutConfig
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
-from arl.rollout.ledger import ExampleId, ExampleLedger, Outcome
+from arl.rollout.ledger import ExampleId, ExampleLedger, GroupOutcome
 
 CONFIG = RolloutConfig(
     batch_size=2, group_size=2, max_staleness=2, max_failure_rate=1.0, episode_retries=0, drop_stragglers_after_s=8.0
@@ -134,8 +134,8 @@ def check(disk: Disk, ledger: ExampleLedger) -> None:
         outcomes = ledger.outcomes(epoch)
         pending = [index for e, index, _ in ledger.state_dict()["pending"] if e == epoch]
         assert sorted(pending + [i for ended in outcomes.values() for i in ended]) == list(range(NUM_EXAMPLES))
-        assert outcomes[Outcome.TRAINED] == sorted(i for e, i in disk.weights if e == epoch)
-        assert set(outcomes[Outcome.REJECTED]) <= {5}
+        assert outcomes[GroupOutcome.TRAINED] == sorted(i for e, i in disk.weights if e == epoch)
+        assert set(outcomes[GroupOutcome.REJECTED]) <= {5}
 
 
 class Counted(TwoTurns):

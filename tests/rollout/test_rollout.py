@@ -12,7 +12,7 @@ from arl.api import Group
 from arl.api.errors import DatasetError, FailureBudgetError, StarvedError
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner
-from arl.rollout.ledger import Outcome
+from arl.rollout.ledger import GroupOutcome
 
 
 def returns(*answers: object) -> Callable[[int], object]:
@@ -244,7 +244,11 @@ def test_a_cut_example_ends_as_dropped() -> None:
             drop_stragglers_after_s=5,
         )
         await train(controller, buffer, engine, range(1))
-        assert controller.ledger.outcomes(0) == {Outcome.TRAINED: [1, 2], Outcome.REJECTED: [], Outcome.DROPPED: [0]}
+        assert controller.ledger.outcomes(0) == {
+            GroupOutcome.TRAINED: [1, 2],
+            GroupOutcome.REJECTED: [],
+            GroupOutcome.DROPPED: [0],
+        }
 
     run_in_virtual_time(main())
 
@@ -273,7 +277,7 @@ def test_a_cut_in_any_of_a_groups_last_moments_does_no_harm(turns: float) -> Non
         await train(controller, buffer, engine, range(2))
         outcomes = controller.ledger.outcomes(0)
         assert sorted(row for rows in outcomes.values() for row in rows) == [0, 1, 2, 3]
-        assert len(outcomes[Outcome.TRAINED]) == 4 - len(outcomes[Outcome.DROPPED])
+        assert len(outcomes[GroupOutcome.TRAINED]) == 4 - len(outcomes[GroupOutcome.DROPPED])
 
     run_in_virtual_time(main(), tick_s)
 

@@ -8,11 +8,11 @@ from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
 from arl.api.errors import StarvedError
-from arl.rollout.ledger import Outcome
+from arl.rollout.ledger import GroupOutcome
 from arl.rollout.watches import Fruitless, Reason, StarvationWatch
 
-EQUAL = Fruitless(outcome=Outcome.REJECTED, reason=Reason.EQUAL_REWARDS, reward=1.0)
-FAILED = Fruitless(outcome=Outcome.DROPPED, reason=Reason.FAILED)
+EQUAL = Fruitless(outcome=GroupOutcome.REJECTED, reason=Reason.EQUAL_REWARDS, reward=1.0)
+FAILED = Fruitless(outcome=GroupOutcome.DROPPED, reason=Reason.FAILED)
 
 
 def test_a_window_of_fruitless_groups_is_one_warning_with_counts_and_what_to_do(
@@ -51,7 +51,7 @@ def test_nothing_is_said_while_enough_groups_can_be_trained(caplog: pytest.LogCa
 def test_what_is_wrong_with_trajectories_is_said_at_once_and_once(caplog: pytest.LogCaptureFixture) -> None:
     watch = StarvationWatch(window=10, patience=1000)
     for detail in ("no token_rewards", "no token_rewards", "no baseline"):
-        watch.fruitless(Fruitless(outcome=Outcome.DROPPED, reason=Reason.NOT_COMPARABLE, detail=detail))
+        watch.fruitless(Fruitless(outcome=GroupOutcome.DROPPED, reason=Reason.NOT_COMPARABLE, detail=detail))
     assert [record.getMessage() for record in caplog.records] == [
         "a group was dropped: no token_rewards",
         "a group was dropped: no baseline",

@@ -13,7 +13,7 @@ from training.trainer_run import DirectTransport, running, trained_examples
 from arl.api import Group, ScriptedTrainEngine, WeightUpdate
 from arl.api.engine import Output
 from arl.api.errors import ConfigError, ServerError
-from arl.rollout.ledger import Outcome
+from arl.rollout.ledger import GroupOutcome
 from arl.training.checkpoint import Checkpoints
 from arl.training.learner import Learner, PreparedBatch
 from arl.training.metrics import read_jsonl
@@ -154,7 +154,7 @@ async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tm
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
     async with running(tmp_path, second) as trainer:
         assert trainer.version == 2
-        assert len(trainer.rollout.ledger.outcomes(0)[Outcome.TRAINED]) == 4
+        assert len(trainer.rollout.ledger.outcomes(0)[GroupOutcome.TRAINED]) == 4
         _ = [step async for step in trainer]
     before, after = ({e for batch in trained_examples(engine) for e in batch} for engine in (first, second))
     assert not before & after
@@ -188,7 +188,7 @@ async def test_an_error_before_the_first_optimizer_step_of_a_batch_leaves_weight
     monkeypatch.undo()
     async with running(tmp_path, second := ScriptedTrainEngine()) as trainer:
         assert trainer.version == 2
-        assert len(trainer.rollout.ledger.outcomes(0)[Outcome.TRAINED]) == 4
+        assert len(trainer.rollout.ledger.outcomes(0)[GroupOutcome.TRAINED]) == 4
         assert [step.version async for step in trainer] == [3, 4]
     assert all(len(batch) == 4 for batch in trained_examples(second))
 

@@ -14,7 +14,7 @@ from arl.api import (
     UpdateStats,
     WeightUpdate,
 )
-from arl.rollout.ledger import Outcome
+from arl.rollout.ledger import GroupOutcome
 from arl.training.metrics import read_jsonl
 
 
@@ -68,7 +68,7 @@ async def test_groups_of_earlier_batches_are_trained_again_and_booked_once_also_
     assert replayed == [[example for _, example in expected_replay(tmp_path, version)] for version in range(10)]
     assert [step.metrics["replayed_groups"] for step in steps] == [len(batch) for batch in replayed]
     assert replayed[5], "the batch after the resume has none: this says nothing about the checkpoint"
-    assert len(ledger.outcomes(0)[Outcome.TRAINED]) == 20
+    assert len(ledger.outcomes(0)[GroupOutcome.TRAINED]) == 20
     assert summary["episodes_trained"] == 40
     assert summary["max_staleness_seen"] <= 3
 

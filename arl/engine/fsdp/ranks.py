@@ -2,7 +2,7 @@
 
 Ranks (this process) --Ray--> RankActor --> FSDPTrainEngine        training: one thread, as collectives need it
          |                       |                                 beside:   snapshots and checkpoints copied aside
-         +<------ Outcome -------+                                 leaving:  calls that end others
+         +<------ CallOutcome -------+                                 leaving:  calls that end others
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CallOutcome:
     """How a call on a rank ended: with a value, or an error and its traceback; and what was logged until then.
 
     is_dead: the error is not one that the rank raised, but that it is gone.
@@ -86,16 +86,16 @@ class _Messages(logging.Handler):
         return tuple(self._messages.popleft() for _ in range(len(self._messages)))
 
 
-def reported(method: Callable[Concatenate[RankActor, P], Any]) -> Callable[Concatenate[RankActor, P], Outcome]:
-    """A method of the actor that never raises: whatever happens comes back as its Outcome."""
+def reported(method: Callable[Concatenate[RankActor, P], Any]) -> Callable[Concatenate[RankActor, P], CallOutcome]:
+    """A method of the actor that never raises: whatever happens comes back as its CallOutcome."""
 
     @functools.wraps(method)
-    def call(self: RankActor, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+    def call(self: RankActor, *args: P.args, **kwargs: P.kwargs) -> CallOutcome:
         try:
-            return Outcome(value=method(self, *args, **kwargs), messages=self.messages.take())
+            return CallOutcome(value=method(self, *args, **kwargs), messages=self.messages.take())
         except Exception as error:  # noqa: BLE001 (the driver raises it)
             text = "".join(traceback.format_exception(error))
-            return Outcome(error=_portable(error), traceback=text, messages=self.messages.take())
+            return CallOutcome(error=_portable(error), traceback=text, messages=self.messages.take())
 
     return call
 
@@ -315,10 +315,10 @@ class Ranks:
         if self._ended is not None:
             raise EngineClosedError("the train engine was closed" + (f": {self._ended}" if self._ended else ""))
 
-    def _collect(self, refs: Sequence[Any], deadline: float | None = None) -> dict[int, Outcome]:
+    def _collect(self, refs: Sequence[Any], deadline: float | None = None) -> dict[int, CallOutcome]:
         """How the call ended on each rank; without those that were still at it when others had failed."""
         ranks = {ref: rank for rank, ref in enumerate(refs)}
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, CallOutcome] = {}
         while ranks:
             timeout_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             done, _ = ray.wait(list(ranks), num_returns=1, timeout=timeout_s)
@@ -332,7 +332,7 @@ class Ranks:
                 deadline = grace if deadline is None else min(deadline, grace)
         return outcomes
 
-    def _value(self, rank: int, outcome: Outcome) -> Any:
+    def _value(self, rank: int, outcome: CallOutcome) -> Any:
         _log({rank: outcome})
         if outcome.error is None:
             return outcome.value
@@ -341,7 +341,7 @@ class Ranks:
             raise TrainingError(f"rank {rank} of {len(self)} died") from RankTracebackError(outcome.traceback)
         raise outcome.error from RankTracebackError(f"on rank {rank}:\n{outcome.traceback}")
 
-    def _fail(self, method: str, outcomes: Mapping[int, Outcome]) -> NoReturn:
+    def _fail(self, method: str, outcomes: Mapping[int, CallOutcome]) -> NoReturn:
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
         if not failed:
             late = [rank for rank in range(len(self)) if rank not in outcomes]
@@ -360,20 +360,20 @@ class Ranks:
         raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint") from cause
 
 
-def _are_all_alike(failed: Mapping[int, Outcome], count: int) -> bool:
+def _are_all_alike(failed: Mapping[int, CallOutcome], count: int) -> bool:
     return len(failed) == count and len({type(outcome.error) for outcome in failed.values()}) == 1
 
 
-def _outcome(ref: Any) -> Outcome:
+def _outcome(ref: Any) -> CallOutcome:
     try:
         return ray.get(ref)
     except RayTaskError as error:  # it could not be called: its arguments did not arrive
-        return Outcome(error=error.cause, traceback=str(error))
+        return CallOutcome(error=error.cause, traceback=str(error))
     except RayError as error:
-        return Outcome(error=error, traceback=str(error), is_dead=True)
+        return CallOutcome(error=error, traceback=str(error), is_dead=True)
 
 
-def _log(outcomes: Mapping[int, Outcome]) -> None:
+def _log(outcomes: Mapping[int, CallOutcome]) -> None:
     """Repeat what ranks logged in this process's log: once, what several say alike."""
     said: dict[Message, int] = {}
     for rank, outcome in sorted(outcomes.items()):

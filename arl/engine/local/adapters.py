@@ -55,7 +55,7 @@ class Adapter:
     """Unique, unlike its name: a later adapter of the same name finds none of its keys and values."""
 
 
-class Adapters:
+class LoadedAdapters:
     """A model's adapters. Any thread may call `read` and `loaded`; the rest belongs to the model's thread."""
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from arl.api.errors import ConfigError, ModelError
-from arl.engine.local.adapters import Adapters
+from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.received_weights import StoredForm
 from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
 
@@ -63,7 +63,7 @@ class ModelRunner:
         self.model = _read_model(model_dir, _dtype(dtype), self.is_scorer).to(self.device)
         self._head = _head(self.model, self.is_scorer)
         self.stored_form = StoredForm(self.model)
-        self.adapters = Adapters(self.model, self._head)
+        self.adapters = LoadedAdapters(self.model, self._head)
         self.eos_ids = _eos_ids(self.config, self.model, self.tokenizer)
         shape = _cache_shape(self.config, self.model)
         self.cache = SlotCache(shape, max_rows, self.context_length, self.device)

@@ -19,7 +19,7 @@ import torch
 
 from arl.api.config import PauseMode
 from arl.api.errors import EngineClosedError
-from arl.engine.local.adapters import Adapter, Adapters
+from arl.engine.local.adapters import Adapter, LoadedAdapters
 from arl.engine.local.job import Job
 from arl.engine.local.received_weights import StoredForm
 from arl.engine.local.runner import ModelRunner, NamedTensors
@@ -124,7 +124,7 @@ class Scheduler:
         return self._runner.stored_form
 
     @property
-    def adapters(self) -> Adapters:
+    def adapters(self) -> LoadedAdapters:
         """To read adapters, and to see which are loaded."""
         return self._runner.adapters
 

@@ -22,14 +22,14 @@ _HARMLESS = ("cache_control",)
 """A field that any block, tool or request may have, and that changes no answer."""
 
 
-class Block(
+class ContentBlock(
     RequestBody,
     ignored=(*_HARMLESS, "type", "signature", "citations", "caller"),
 ):
     """A content block."""
 
 
-class TextBlock(Block):
+class TextBlock(ContentBlock):
     text: str = ""
 
 
@@ -37,23 +37,23 @@ class SaidBlock(TextBlock, ignored=(*_HARMLESS, "type"), only={"citations": ({"e
     """Text of the user's."""
 
 
-class ResultBlock(Block, ignored=(*_HARMLESS, "type"), only={"citations": ({"enabled": False},)}):
+class ResultBlock(ContentBlock, ignored=(*_HARMLESS, "type"), only={"citations": ({"enabled": False},)}):
     tool_use_id: str = ""
     content: Any = ""
     is_error: bool = False
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(ContentBlock):
     thinking: str = ""
 
 
-class CallBlock(Block):
+class CallBlock(ContentBlock):
     id: str = ""
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
 
 
-B = TypeVar("B", bound=Block)
+B = TypeVar("B", bound=ContentBlock)
 
 
 class CustomTool(

@@ -26,7 +26,7 @@ _PIECES = 16
 and is told when it is whole."""
 
 
-class StreamOptions(RequestBody, ignored=("include_obfuscation",)):
+class ChatStreamOptions(RequestBody, ignored=("include_obfuscation",)):
     include_usage: bool = False
 
 
@@ -68,7 +68,7 @@ class ChatRequest(
     n: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
     model: str = "arl"
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: ChatStreamOptions = ChatStreamOptions()
     logprobs: bool = False
 
 
