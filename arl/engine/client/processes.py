@@ -1,4 +1,7 @@
-"""How the servers that arl starts by itself are started: the embedded one, and stock SGLang."""
+"""Servers that arl starts itself, embedded or stock SGLang: started together, watched, started again, gone at the end.
+
+The children run on this machine. `local_servers` and `sglang_servers` say what to run; `running` runs it.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,6 @@ from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
 from arl.web.listening import allow_many_connections
 
-# Servers as child processes on this machine: started together, watched, started again, gone when the block is left.
-
-
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 5.0
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What to run for one server: it answers GET /health with 200 on 127.0.0.1:`port` once it is ready."""
+    """One server to run. It answers GET /health with 200 on 127.0.0.1:`port` once it is ready."""
 
     argv: Sequence[str]
     port: int
@@ -51,7 +51,7 @@ class Program:
 
 @contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Free ports that nobody else is given meanwhile, though a child of ours may listen on them."""
+    """Free ports that the system gives to nobody else meanwhile; children of ours may listen on them."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for held in sockets:
@@ -70,12 +70,12 @@ async def running(
 ) -> AsyncIterator[Sequence[str]]:
     """Run a server for each program; gives their base URLs once all of them are ready.
 
-    A server that dies is reported as a warning with the end of its log, and started again on its port, at most
-    config.max_restarts times; meanwhile the engine fences it by itself. When the last has died for good the block is
-    cancelled and ServerError raised in its place. Leaving the block, however it is left, ends them with all their
-    children: SIGTERM, and SIGKILL a few seconds later.
+    A server that dies is started again on its port, at most config.max_restarts times, with a warning that shows the
+    end of its log; meanwhile the engine fences it. When the last server has died for good, the block is cancelled and
+    ServerError raised in its place. Leaving the block, in whatever way, ends the servers with all their children:
+    SIGTERM, and SIGKILL a few seconds later.
 
-    Raises ServerError with the end of the log if one dies or is not ready within startup_timeout_s at the start.
+    Raises ServerError with the end of the log if a server dies or is not ready within startup_timeout_s at the start.
     """
     allow_many_connections()
     body_error: Exception | None = None
@@ -139,7 +139,7 @@ class _Server:
             raise ServerError(f"a server did not start: {self.last_words()}")
 
     async def keep_alive(self, max_restarts: int) -> str:
-        """Start it again whenever it has died; returns its last words when it is not."""
+        """Start it again whenever it has died; returns its last words once it has died too often."""
         restarts = 0
         while True:
             if self.process is not None:
@@ -160,7 +160,7 @@ class _Server:
                 await self.start()
 
     def last_words(self) -> str:
-        """How it ended, with the end of what it said in this life."""
+        """How it ended, with the end of its log since it was last started."""
         with self.program.log.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_END))
             lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
@@ -173,7 +173,7 @@ class _Server:
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all that it started, which it may have outlived. Once: later its id may be another's."""
+        """End it and its children, which may outlive it. Only once: later its id may belong to another process."""
         if self.process is not None and not self._is_killed:
             self._is_killed = True
             with suppress(ProcessLookupError):
@@ -205,7 +205,7 @@ class _Server:
 
 
 async def _stop(servers: Sequence[_Server]) -> None:
-    """End what still runs: asked first, then killed; killed at once if this is cancelled in turn."""
+    """End what still runs: SIGTERM first, then SIGKILL; SIGKILL at once if this is cancelled."""
     processes = [server.process for server in servers if server.process is not None]
     for server in servers:
         server.terminate()
@@ -229,14 +229,14 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which exec keeps
 if os.getppid() == int(parent):
     os.execv(command[0], command)
 """
-"""Runs a command that the kernel kills when the process that started it is gone, however that ended."""
+"""Runs a command that the kernel kills when the process that started it is gone."""
 
 
 @asynccontextmanager
 async def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> AsyncIterator[Sequence[str]]:
     """Start config.num_servers embedded servers of the model directory `model`; gives their base URLs.
 
-    What server K says is appended to log_dir/server-K.log. See `running` for what happens when one dies.
+    The output of server K is appended to log_dir/server-K.log. See `running` for what happens when a server dies.
     """
     with reserved_ports(config.num_servers) as ports:
         programs = [
@@ -256,12 +256,12 @@ async def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) ->
 async def sglang_servers(model: str, config: SGLangProcessesConfig, log_dir: Path) -> AsyncIterator[Sequence[str]]:
     """Start config.num_servers SGLang servers of the model directory `model`; gives their base URLs.
 
-    What server K says is appended to log_dir/sglang-K.log. They and their schedulers die with this process. Raises
-    ConfigError if the Python interpreter or the GPUs are not there. See `running` for what happens when one dies.
+    The output of server K is appended to log_dir/sglang-K.log. Servers and their schedulers die with this process.
+    Raises ConfigError if the Python interpreter or the GPUs are not there. See `running` for a server that dies.
     """
     python = shutil.which(str(config.python))
     if python is None:
-        raise ConfigError(f"engine.python is {str(config.python)!r}, which is no program that can be run")
+        raise ConfigError(f"engine.python is {str(config.python)!r}, which is not an executable program")
     with reserved_ports(config.num_servers) as ports:
         programs = [
             Program(

@@ -5,20 +5,20 @@
                         |          fault: fence the server            | no: cut short by a pause
                         +------------------+--------------------------+
 
-**Versions.** A token's version is what the server's spans say; of a server that runs ahead of its results (SGLang does
-on a GPU) the first token after an update in place bears the version before, as it may have been sampled under it.
-Servers without spans: the version the server held before the request was sent. Adapters: the version of the one that
-the request named, under which it is answered to its end. Labels are str(version); what a server called its weights
-before this engine first updated them stands for the version that the engine started with. After that, a label that is
-no version, or one older than what the server held when the request was sent, means that the server was restarted behind
-our back: its answer is thrown away, and it is fenced until it holds the current weights.
+**Versions.** The server's spans give each token's version. A server that runs ahead of its results (SGLang on a GPU)
+may have sampled the first token after an update in place under the version before, so that token bears the version
+before. Without spans, all tokens bear the version that the server held before the request was sent. Under an adapter,
+all bear the version of the adapter that the request named, which answers it to its end. Labels are str(version). The
+label that a server had before this engine first updated it stands for the version that the engine started with. After
+that, a label that is no version, or is older than the server's version when the request was sent, means that the server
+was restarted behind our back: its answer is thrown away, and it is fenced until it holds the current weights.
 
-**The prefix cache across versions.** A server keeps the KV of prompts for whoever sends the same prefix, and SGLang
-does not ask under which weights it was computed. Under in_place an update can't flush the cache (the flush fails while
-requests run), so a later turn would silently be sampled on top of old weights' KV, and its logprobs would be of no
-version at all. Therefore every request carries as `extra_key`, which SGLang makes part of the cache's key, a name for
-what the server holds: another after each load, and another in each run. What is left under in_place is what the mode
-means: a request that was sent before the update keeps its own KV. Under retract and abort the update flushes the
+**The prefix cache across versions.** A server keeps the KV of prompts for later requests with the same prefix, and
+SGLang does not ask under which weights it was computed. Under in_place an update can't flush the cache (the flush
+fails while requests run). A later turn would silently be sampled on top of old weights' KV, and its logprobs would be
+of no version at all. So every request carries a name for the weights that its server holds, as `extra_key`, which
+SGLang makes part of the cache's key; each load and each run has another name. What is left under in_place is what the
+mode means: a request that was sent before the update keeps its own KV. Under retract and abort the update flushes the
 cache too, since a retracted request keeps its key and would find its own old KV again.
 """
 
@@ -57,7 +57,7 @@ _MAX_BACKOFF_S = 2.0
 _STARTS_PER_TURN = 16
 _CONNECT_TIMEOUT_S = 30.0
 _SHARE_OF_TIMEOUT = 0.5
-"""A server is suspected if it had a request that timed out for more of its time than this; else others were slow."""
+"""A server that had a timed-out request for more than this share of its time is fenced; else others were slow."""
 _KEEPALIVE_S = 4.0
 """Idle connections are closed before uvicorn, which SGLang runs on, closes them from its side (5 s)."""
 
@@ -65,9 +65,9 @@ _KEEPALIVE_S = 4.0
 class RemoteSGLangEngine:
     """An InferenceEngine that asks the SGLang-protocol servers at `addresses` (base URLs).
 
-    Use as `async with RemoteSGLangEngine(...) as engine`: its tasks and connections live inside the block, whose
-    start fails with ServerError if a server is not there, or serves another model than the others. `version` is what
-    the servers' weights are at the start.
+    Use as `async with RemoteSGLangEngine(...) as engine`: its tasks and connections live inside the block. Entering
+    raises ServerError if a server does not answer, or serves another model than the others. `version` is the version of
+    the servers' weights at the start.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RemoteSGLangEngine:
         version: int = 0,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        """eos_token_ids: the model's own end-of-sequence tokens, at which a response that was cut short is complete."""
+        """eos_token_ids: the model's own end-of-sequence tokens; a response that was cut short there is complete."""
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
         self._addresses = list(dict.fromkeys(map(base_url, addresses)))
@@ -122,8 +122,8 @@ class RemoteSGLangEngine:
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Continue `request.input_ids`; see InferenceEngine.agenerate.
 
-        An answer that was cut short is continued, on the session's server. A request whose server fails is sent to
-        another, at most max_retries times, each time from the tokens it already has.
+        An answer that was cut short is continued on the session's server. A request whose server fails goes to another
+        server, at most max_retries times, each time from the tokens that it already has.
         """
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         partial = PartialResponse(request)
@@ -159,8 +159,8 @@ class RemoteSGLangEngine:
     async def update_weights(self, update: WeightUpdate) -> UpdateStats:
         """Bring all servers to `update`, at once or one after another (update_order). Requests in flight go on.
 
-        Each server is prepared while it generates, then paused, loaded and resumed. One that fails, or takes longer
-        than update_timeout_s, is fenced off and brought up to date when it is well again. Raises ServerError if no
+        Each server is prepared while it generates, then paused, loaded and resumed. A server that fails, or takes
+        longer than update_timeout_s, is fenced and brought up to date when it is well again. Raises ServerError if no
         server holds the update, ValueError if servers hold a newer one.
         """
         self._check_open()
@@ -171,7 +171,7 @@ class RemoteSGLangEngine:
         """Let one more server serve, as soon as it holds the current weights. Running requests are not disturbed.
 
         Raises ServerError if it can't be reached, is no SGLang server, serves another model or does not take the
-        weights; the engine is then as it was before.
+        weights; the engine is then as it was.
         """
         session = self._check_open()
         address = base_url(address)
@@ -180,10 +180,10 @@ class RemoteSGLangEngine:
         await self._upkeep.add(ServerClient(session, address))
 
     async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
-        """Give the server no new requests, wait for those that run there, and forget it; it is left running.
+        """Give the server no new requests, wait for those that run there, and forget it. It is left running.
 
-        Requests that still run after drain_timeout_s are continued on other servers from the tokens they have. Raises
-        ConfigError if there is no such server, ServerError if no other would be left to serve.
+        Requests that still run after drain_timeout_s are continued on other servers from the tokens that they have.
+        Raises ConfigError for an unknown address, ServerError if no other server would be left to serve.
         """
         self._check_open()
         server = self._pool.at(base_url(address))
@@ -206,7 +206,7 @@ class RemoteSGLangEngine:
             await self._session.close()
 
     async def _end_tasks(self, block_error: BaseException | None) -> None:
-        """Leave the group; a task's error, which cancelled the block, is raised unless the block had one of its own."""
+        """Leave the group. Raises a task's error, which cancelled the block, unless the block had one of its own."""
         try:
             # Without the block's own error, which the group would wrap into an ExceptionGroup.
             await self._tasks.__aexit__(None, None, None)
@@ -217,7 +217,7 @@ class RemoteSGLangEngine:
             block_error.add_note(f"at the same time: {failure!r}")
 
     async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
-        """A server that is serving, another than `avoid` if there is one; waits for it until the deadline."""
+        """A server that is serving, if possible not `avoid`; waits for one until the deadline."""
         while True:
             await self._take_turn()
             self._check_open()
@@ -242,7 +242,7 @@ class RemoteSGLangEngine:
         return RequestTimeoutError(f"{waited} while generation was paused on {addresses}")
 
     async def _attempt(self, server: Server, partial: PartialResponse, rid: str, deadline: float) -> str | None:
-        """Send the request once and keep what comes back. Returns what went wrong, if it may be tried again."""
+        """Send the request once and keep the answer. Returns the fault, if the request may be tried again."""
         attempt = self._pool.begin(server, rid, asyncio.timeout_at(deadline))
         payload = partial.payload(rid, cache_key=self._pool.cache_key(server), adapter=attempt.adapter)
         try:
@@ -261,7 +261,7 @@ class RemoteSGLangEngine:
         return self._keep(server, attempt, partial, answer)
 
     def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
-        """Add the answer to what the request has; returns what is wrong with it."""
+        """Add the answer to what the request has; returns the fault, if there is one."""
         if (label := attempt.foreign_label(answer)) is not None:
             fault = f"{server.address} lost its weights: it serves {label!r}, not version {attempt.version}"
             self._upkeep.fence(server, fault)
@@ -273,7 +273,7 @@ class RemoteSGLangEngine:
         return f"{server.address} aborted the request, and nobody asked for it"
 
     def _timed_out(self, server: Server, attempt: Attempt) -> str:
-        """The scope ended: the engine closed, the server was lost (which may be tried again), or the time is over."""
+        """The scope ended: the engine was closed, the server was lost (a fault), or the time is over."""
         self._check_open()
         if attempt.lost is not None:
             return attempt.lost

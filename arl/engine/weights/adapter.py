@@ -1,22 +1,24 @@
-"""AdapterTransport: the base model stays in the servers, and what is published is an adapter, a new one each time.
+"""AdapterTransport: the base model stays in the servers, and each publish gives them a new adapter.
 
     snapshot --written--> directory in peft's format --/load_lora_adapter NAME-vT--> server, beside what it runs
                                                       --NAME-vT in new requests----> version T
 
-A server generates on while it loads an adapter; requests in flight end under the one that they named. So nothing is
-paused, and a publish costs what reading a few megabytes costs. Each version is a name of its own, of this run alone:
-no server, cache or former run can take one adapter for another. Version 0 is an adapter too (B is 0), so that no
-request goes to the bare model.
+A server goes on generating while it loads an adapter; requests in flight end under the adapter that they named. So
+nothing is paused, and a publish costs as much as reading a few megabytes. Each version of each run has its own name: no
+server, cache or former run can take one adapter for another. Version 0 is an adapter too (B is 0), so no request goes
+to the bare model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from arl.api.config import AdapterWeightsConfig, Config, DiskWeightsConfig, SGLangProcessesConfig
-from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightServer, WeightUpdate
+from arl.api.config import AdapterWeightsConfig, Config, SGLangProcessesConfig
+from arl.api.engine import DiskWeights, Snapshot, TrainEngine, WeightServer
 from arl.api.errors import TransportError
 from arl.api.types import new_id
 from arl.engine.weights.disk import DiskTransport, WrittenWeights
@@ -47,42 +49,30 @@ class AdapterEngine(Protocol):
         ...
 
 
-class AdapterTransport:
+class AdapterTransport(DiskTransport):
     """Writes each snapshot's adapter to a directory of its own, where DiskTransport would write a model."""
 
     def __init__(self, config: AdapterWeightsConfig, run_dir: Path) -> None:
-        self._disk = DiskTransport(DiskWeightsConfig(directory=config.directory), run_dir)
+        super().__init__(config, run_dir)
         self._name = f"arl-{new_id()[:12]}"
 
     def snapshot(self, engine: TrainEngine) -> WrittenAdapter:
-        """Copy the weights aside; nothing is written yet. Raises TransportError for an engine without adapters."""
+        """Copy the adapters aside; nothing is written yet. Raises TransportError for an engine without adapters."""
         if not isinstance(engine, AdapterEngine):
             raise TransportError(
                 f"{type(engine).__name__} has no adapters to publish; train with train.lora, or use "
                 "weights.transport=disk"
             )
         snapshot = engine.snapshot_adapter()
-        return WrittenAdapter(self._disk.take(_AdapterAlone(snapshot)), f"{self._name}-v{snapshot.version}")
-
-    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        """Bring the servers to `update`, then remove the files of those before it: servers have read them."""
-        return await self._disk.deliver(update, engine)
-
-    def discard(self, update: WeightUpdate) -> None:
-        """Let go of a snapshot that will not be delivered. Idempotent."""
-        if isinstance(update, WrittenAdapter):
-            self._disk.discard(update.written)
-
-    def close(self) -> None:
-        """Remove all files. Idempotent."""
-        self._disk.close()
+        name = f"{self._name}-v{snapshot.version}"
+        return self._kept(WrittenAdapter(name, _AdapterAlone(snapshot), self._writer, self._write))
 
 
 def sglang_options(config: Config) -> list[str]:
-    """What SGLang servers have to be started with for this run's adapters; nothing for a run without.
+    """The options that SGLang servers need for this run's adapters; none for a run without adapters.
 
-    A server computes as many adapters at once as there are versions in flight, max_staleness + 1, and the model alone,
-    which it checks its health with; one more does not have to wait for a place.
+    A server computes several adapters at once: max_staleness + 1 versions in flight, the bare model for its health
+    checks, and one more so that a new version does not wait for a place.
     """
     if not isinstance(config.weights, AdapterWeightsConfig) or (lora := config.train.lora) is None:
         return []
@@ -94,24 +84,23 @@ def sglang_options(config: Config) -> list[str]:
     return [*options, "--lora-backend", "torch_native"] if is_on_cpu else options
 
 
-class WrittenAdapter:
+class WrittenAdapter(WrittenWeights):
     """A WeightUpdate that is written when the first server prepares for it, once for all of them."""
 
-    def __init__(self, written: WrittenWeights, name: str) -> None:
-        self.version = written.version
-        self.adapter = name
-        self.written = written
+    def __init__(
+        self, name: str, snapshot: Snapshot, writer: ThreadPoolExecutor, write: Callable[[Snapshot], DiskWeights]
+    ) -> None:
+        super().__init__(snapshot, writer, write)
+        self._name = name
 
     @property
-    def num_bytes(self) -> int:
-        return self.written.num_bytes
+    def adapter(self) -> str:
+        return self._name
 
     async def prepare(self, server: WeightServer) -> None:
         """Have the server hold the adapter, beside those that its requests name. Raises ServerError, TransportError."""
-        await self.written.prepare(server)
-        if (directory := self.written.directory) is None:
-            raise TransportError(f"version {self.version} was not written")
-        await server.load_adapter(self.adapter, directory)
+        await super().prepare(server)
+        await server.load_adapter(self.adapter, self.directory)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         """Nothing is left to do: SGLang's prefix cache, and the embedded server's, keep adapters apart."""

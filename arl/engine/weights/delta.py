@@ -1,25 +1,25 @@
-"""DeltaTransport: to servers on other machines goes what changed, through mirrors that patch a copy beside them.
+"""DeltaTransport, and its calls to mirrors: what changed goes to mirrors, which patch a copy beside their servers.
 
     snapshot --written--> directory --compared with the one before--> delta --PUT--> mirror --path--> server loads
                                                                         |
                  a mirror that holds something else: deltas in a row, or all of it
 
-A mirror is asked what it holds before each update, by checksum. If a row of kept deltas leads from there to the new
-version, and is less than half of the model, these are sent, else the whole model. Whatever goes wrong in between, a
-server is only ever told to load a directory of which the mirror has checked every byte.
+Before each update the transport asks a mirror for the checksum of what it holds. If a row of kept deltas leads from
+there to the new version, and is less than half of the model, it sends these, else the whole model. Whatever goes wrong
+in between, a server is told to load a directory only after the mirror has checked every byte of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from arl.api.config import DeltaWeightsConfig, DiskWeightsConfig
-from arl.api.engine import InferenceEngine, TrainEngine, UpdateStats, WeightServer, WeightUpdate
+from arl.api.config import DeltaWeightsConfig
+from arl.api.engine import DiskWeights, Snapshot, TrainEngine, WeightServer
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights.disk import DiskTransport, WrittenWeights
 from arl.engine.weights.package import Replica, WrongBaseError, delta_package, survey, whole_package
@@ -28,9 +28,9 @@ from arl.web.client import JsonClient
 _CONNECT_TIMEOUT_S = 10.0
 _WRONG_BASE = 409
 _MAX_DELTAS = 8
-"""How many versions a mirror may be behind and still get deltas."""
+"""The most versions that a mirror may be behind and still get deltas."""
 _MAX_SHARE = 0.5
-"""A delta, or a row of them, larger than this share of the model is not worth it."""
+"""A row of deltas that is larger than this share of the model is not sent."""
 _MAX_THREADS = 8
 
 
@@ -88,100 +88,80 @@ class MirrorClient(JsonClient):
 
 
 async def _sent(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Pieces are read from files as they are sent, on another thread."""
+    """Read pieces from files while they are sent, on another thread."""
     while piece := await asyncio.to_thread(next, pieces, b""):
         yield piece
 
 
-class DeltaTransport:
+class DeltaTransport(DiskTransport):
     """Writes each snapshot to a directory of this machine, as DiskTransport does, and brings mirrors to it.
 
-    A server without a mirror loads that directory. Beside it, the last few deltas are kept in memory: never more than
-    half of a model.
+    A server without a mirror loads that directory. The last few deltas are kept in memory: never more than half of a
+    model.
     """
 
     def __init__(self, config: DeltaWeightsConfig, run_dir: Path) -> None:
-        self._disk = DiskTransport(DiskWeightsConfig(directory=config.directory), run_dir)
+        super().__init__(config, run_dir)
         clients = {address: MirrorClient(address, config.api_key) for address in set(config.mirrors.values())}
         self._mirrors = {server.rstrip("/"): clients[address] for server, address in config.mirrors.items()}
-        self._worker = ThreadPoolExecutor(1, "arl-deltas")
         self._deltas = DeltaChain()
 
     def snapshot(self, engine: TrainEngine) -> DeltaWeights:
         """Copy the weights aside; nothing is written yet."""
-        return DeltaWeights(self._disk.snapshot(engine), self._mirrors, self._worker, self._deltas)
-
-    async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        """Bring the servers to `update`, then remove the snapshots before it."""
-        return await self._disk.deliver(update, engine)
-
-    def discard(self, update: WeightUpdate) -> None:
-        """Let go of a snapshot that will not be delivered: the next delta starts from what was. Idempotent."""
-        if isinstance(update, DeltaWeights):
-            self._disk.discard(update.written)
+        written = (engine.snapshot(), self._writer, self._write)
+        return self._kept(DeltaWeights(*written, mirrors=self._mirrors, deltas=self._deltas))
 
     def close(self) -> None:
         """Remove what is on this machine; mirrors keep what they hold. Idempotent."""
-        self._worker.shutdown(cancel_futures=True)
+        super().close()
         self._deltas.close()
-        self._disk.close()
 
 
-class DeltaWeights:
+class DeltaWeights(WrittenWeights):
     """A WeightUpdate that is written and compared when the first server prepares for it, once for all of them."""
 
     def __init__(
         self,
-        written: WrittenWeights,
+        snapshot: Snapshot,
+        writer: ThreadPoolExecutor,
+        write: Callable[[Snapshot], DiskWeights],
+        *,
         mirrors: Mapping[str, MirrorClient],
-        worker: ThreadPoolExecutor,
         deltas: DeltaChain,
     ) -> None:
         """mirrors: by the address of the server."""
-        self.version = written.version
-        self.adapter = None
-        self.written = written
+        super().__init__(snapshot, writer, write)
         self._mirrors = mirrors
-        self._worker = worker
         self._deltas = deltas
         self._replica: Future[Replica] | None = None
         self._mirrored: dict[MirrorClient, Path] = {}
-        self._num_bytes = 0
+        self._num_sent = 0
         self._is_loaded_here = False
 
     @property
     def num_bytes(self) -> int:
         """What was sent to mirrors, and the whole directory if servers of this machine load it."""
-        return self._num_bytes + (self.written.num_bytes if self._is_loaded_here else 0)
+        return self._num_sent + (super().num_bytes if self._is_loaded_here else 0)
 
     async def prepare(self, server: WeightServer) -> None:
         """Bring the server's mirror to this version. Raises TransportError; ServerError if the mirror is at fault."""
-        await self.written.prepare(server)
+        await super().prepare(server)
         if (mirror := self._mirrors.get(server.address)) is None:
             self._is_loaded_here = True
             return
-        replica = await self._survey()
+        if self._replica is None:
+            self._replica = self._submit(self._deltas.add, self.directory, self.version)
+        replica = await asyncio.shield(asyncio.wrap_future(self._replica))
         async with mirror.busy:  # servers that share a mirror share what is sent
             self._mirrored[mirror] = await self._bring(mirror, replica)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         if (mirror := self._mirrors.get(server.address)) is None:
-            await self.written.load(server, flush_cache=flush_cache)
+            await super().load(server, flush_cache=flush_cache)
         elif mirror in self._mirrored:
             await server.load_directory(self._mirrored[mirror], version=self.version, flush_cache=flush_cache)
         else:
             raise TransportError(f"version {self.version} is not in {mirror.url}; prepare comes before load")
-
-    async def _survey(self) -> Replica:
-        """The written directory, compared with the one before it."""
-        if (directory := self.written.directory) is None:
-            raise TransportError(f"version {self.version} was not written")
-        if self._replica is None:
-            try:
-                self._replica = self._worker.submit(self._deltas.add, directory, self.version)
-            except RuntimeError as error:
-                raise TransportError("the transport was closed") from error
-        return await asyncio.shield(asyncio.wrap_future(self._replica))
 
     async def _bring(self, mirror: MirrorClient, replica: Replica) -> Path:
         """Send what the mirror lacks; returns the directory on its machine."""
@@ -189,7 +169,7 @@ class DeltaWeights:
         try:
             for step in self._deltas.row(held.checksum, replica):
                 held = await mirror.put(step.num_bytes, step.pieces)
-                self._num_bytes += step.num_bytes
+                self._num_sent += step.num_bytes
         except WrongBaseError:
             pass  # it lost what it held meanwhile
         if held.directory is None or held.checksum != replica.checksum:
@@ -198,7 +178,7 @@ class DeltaWeights:
                 held = await mirror.put(num_bytes, pieces)
             except WrongBaseError as error:  # a package without a base came out wrong: files or bytes were damaged
                 raise ServerFailedError(str(error)) from error
-            self._num_bytes += num_bytes
+            self._num_sent += num_bytes
         return mirror.checked(held, replica.checksum)
 
 
@@ -244,7 +224,7 @@ class DeltaChain:
             return None  # an update that nobody prepared for came between: the last directory is gone
 
     def row(self, held: str | None, new: Replica) -> tuple[Delta, ...]:
-        """The deltas that lead, in this order, from what is held to `new`; none if they don't, or it is held."""
+        """The deltas that lead from `held` to `new`, in this order; none if they don't, or if `new` is held."""
         deltas = self._deltas
         if held == new.checksum or not deltas or deltas[-1].checksum != new.checksum:
             return ()

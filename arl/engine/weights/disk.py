@@ -15,8 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar, TypeVarTuple
 
-from arl.api.config import DiskWeightsConfig
+from arl.api.config import AdapterWeightsConfig, DeltaWeightsConfig, DiskWeightsConfig
 from arl.api.engine import (
     DiskWeights,
     InferenceEngine,
@@ -31,21 +32,26 @@ from arl.api.errors import TransportError
 _RAM = Path("/dev/shm")
 _LOCK = ".lock"
 
+UpdateT = TypeVar("UpdateT", bound="WrittenWeights")
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
+
 logger = logging.getLogger(__name__)
 
 
 class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
-    Where: config.directory, else the RAM-backed /dev/shm if it has room for two snapshots, else run_dir/weights. Below
-    that everything lives in one directory of this process, locked while the process lives; those of processes that
-    died without cleaning up are removed when a new one starts. A snapshot appears whole or not at all. Once an update
-    was delivered, or tried, older ones are removed; it stays itself, for servers that come back after a failure.
+    The place is config.directory if it is given, else the RAM-backed /dev/shm while it has room, else run_dir/weights.
+    There the process has one directory, locked while it lives; the next process removes what killed ones have left. A
+    snapshot appears whole or not at all. It stays until a newer one was delivered, or tried, for servers that come back
+    after a failure.
     """
 
-    def __init__(self, config: DiskWeightsConfig, run_dir: Path) -> None:
-        self._fallback = None if config.directory is not None else Path(run_dir).absolute() / "weights"
-        first_choice = config.directory or _ram_directory() or self._fallback
+    def __init__(self, config: DiskWeightsConfig | AdapterWeightsConfig | DeltaWeightsConfig, run_dir: Path) -> None:
+        directory = config.directory
+        self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
+        first_choice = directory or _ram_directory() or self._fallback
         self._home = _Home(Path(first_choice or run_dir).absolute())
         self._num_bytes = 0
         self._writer = ThreadPoolExecutor(1, "arl-weights")
@@ -58,11 +64,9 @@ class DiskTransport:
 
     def snapshot(self, engine: TrainEngine) -> WrittenWeights:
         """Copy the weights aside; nothing is written yet."""
-        return self.take(engine.snapshot())
+        return self._kept(WrittenWeights(engine.snapshot(), self._writer, self._write))
 
-    def take(self, snapshot: Snapshot) -> WrittenWeights:
-        """A snapshot that is to be written, and let go of, by this transport."""
-        update = WrittenWeights(snapshot, self._writer, self._write)
+    def _kept(self, update: UpdateT) -> UpdateT:
         self._updates.append(update)
         return update
 
@@ -93,7 +97,7 @@ class DiskTransport:
         return self._fallback is not None and self._home.path.parent == _RAM
 
     def _leave_ram(self) -> None:
-        """What is there stays until close, as servers may still need it; later snapshots go to the run directory."""
+        """Later snapshots go to the run directory. Those in memory stay until close: servers may still need them."""
         logger.warning("no room in %s: weights go to %s from now on", _RAM, self._fallback)
         self._home = _Home(self._fallback, also=self._home) if self._fallback else self._home
 
@@ -136,17 +140,21 @@ class WrittenWeights:
         self, snapshot: Snapshot, writer: ThreadPoolExecutor, write: Callable[[Snapshot], DiskWeights]
     ) -> None:
         self.version = snapshot.version
-        self.adapter = None
         self._snapshot = snapshot
         self._writer = writer
         self._write = write
         self._written: Future[DiskWeights] | None = None
 
     @property
-    def directory(self) -> Path | None:
-        """Where it was written; None before."""
-        written = self._result()
-        return written.directory if written else None
+    def adapter(self) -> str | None:
+        return None
+
+    @property
+    def directory(self) -> Path:
+        """Where it was written. Raises TransportError before it was."""
+        if (written := self._result()) is None:
+            raise TransportError(f"version {self.version} was not written; prepare comes before load")
+        return written.directory
 
     @property
     def num_bytes(self) -> int:
@@ -156,23 +164,25 @@ class WrittenWeights:
     async def prepare(self, server: WeightServer) -> None:
         """Wait until the directory is there. Raises TransportError if it could not be written."""
         if self._written is None:
-            try:
-                self._written = self._writer.submit(self._write_and_release)
-            except RuntimeError as error:
-                raise TransportError("the transport was closed") from error
+            self._written = self._submit(self._write_and_release)
         # Shielded: one server that gives up must not keep the others from it.
         await asyncio.shield(asyncio.wrap_future(self._written))
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
-        if (written := self._result()) is None:
-            raise TransportError(f"version {self.version} was not written; prepare comes before load")
-        await written.load(server, flush_cache=flush_cache)
+        await server.load_directory(self.directory, version=self.version, flush_cache=flush_cache)
 
     def discard(self) -> None:
-        """Let go of the memory, and of the directory."""
+        """Free the memory, and remove the directory."""
         self._snapshot.release()
         if (written := self._result()) is not None:
             shutil.rmtree(written.directory, ignore_errors=True)
+
+    def _submit(self, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
+        """Run it on the thread that writes snapshots."""
+        try:
+            return self._writer.submit(work, *args)
+        except RuntimeError as error:
+            raise TransportError("the transport was closed") from error
 
     def _write_and_release(self) -> DiskWeights:
         try:
@@ -190,6 +200,7 @@ class _Home:
     """This process's directory below `base`, named by host and marked by a lock that dies with the process."""
 
     def __init__(self, base: Path, also: _Home | None = None) -> None:
+        """also: an earlier home, removed with this one."""
         self._also = also
         prefix = f"arl-weights-{socket.gethostname()}-"
         try:
@@ -239,7 +250,7 @@ def _ram_directory() -> Path | None:
 
 
 def _room(directory: Path) -> int:
-    """Bytes that may be written to a RAM-backed directory: what it has free, and what the memory has."""
+    """Bytes that fit into a RAM-backed directory: the smaller of its free space and the available memory."""
     free = shutil.disk_usage(directory).free
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     available_kib = next((int(line.split()[1]) for line in meminfo if line.startswith("MemAvailable")), free // 1024)
@@ -247,5 +258,5 @@ def _room(directory: Path) -> int:
 
 
 def _is_full(error: Exception) -> bool:
-    """Safetensors reports a full disk as an error of its own, which names the system's."""
+    """Safetensors reports a full disk as an error of its own, which quotes the system's."""
     return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)

@@ -32,9 +32,9 @@ from arl.engine.weights.layout import byte_size, ranges
 
 _MAX_THREADS = 256
 _EXPLANATION_S = 1.0
-"""How long a server whose group broke has to say why."""
+"""The time that a server has to explain why its group broke."""
 _LEAVING_S = 5.0
-"""How long closing waits until groups were left: they are at once, but where a rank is stuck."""
+"""The longest that closing waits for groups to be left; it takes long only if a rank is stuck."""
 
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
@@ -44,9 +44,9 @@ ArgsT = TypeVarTuple("ArgsT")
 class SendableSnapshot(Snapshot, Protocol):
     """A snapshot whose tensors can also be sent, through process groups that are shared with inference servers.
 
-    With several ranks it is rank 0's: every rank takes a snapshot, and rank 0's alone is written and sent from. All
-    arguments and results are plain values, and every call may come from any thread: several groups send at once, each
-    of them one range at a time. Groups outlive the snapshot that opened them, and are known by name to later ones.
+    Every rank takes a snapshot, and rank 0's alone is written and sent from. All arguments and results are plain
+    values, and every call may come from any thread: several groups send at once, each of them one range at a time.
+    Groups outlive the snapshot that opened them; later snapshots know them by name.
     """
 
     @property
@@ -56,19 +56,19 @@ class SendableSnapshot(Snapshot, Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, as servers hold them."""
+        """The size of all tensors, as servers hold them."""
         ...
 
     @property
     def backend(self) -> str:
-        """The backend that suits where the trainer computes: nccl or gloo."""
+        """The backend that suits the trainer's device: nccl or gloo."""
         ...
 
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
-        """A group for the server of this base URL and so many ranks, listening at a free port.
+        """A group for the server at this base URL with so many ranks, listening at a free port.
 
         address: where the server reaches this process; None: the address from which this process reaches the server.
-        Its name is in use nowhere else, not even by an earlier run. Raises TransportError.
+        The group's name is unique, also among runs. Raises TransportError.
         """
         ...
 
@@ -77,31 +77,33 @@ class SendableSnapshot(Snapshot, Protocol):
         ...
 
     def send(self, group: str, start: int, stop: int) -> None:
-        """Broadcast specs[start:stop], which are of one dtype, as soon as they are there; returns when they were sent.
+        """Broadcast specs[start:stop], all of one dtype, as soon as they are there; returns when they were sent.
 
         They go end to end, as one tensor of bytes. Raises ServerFailedError if the group is broken and has to be left,
-        TransportError if there is nothing to send: the weights could not be put together, or were let go of.
+        TransportError if the weights could not be put together, or were released.
         """
         ...
 
     def leave(self, group: str) -> None:
-        """Let go of a group, also while something is being sent or joined, which then fails. Idempotent."""
+        """Leave a group. A call that is sending or joining in it fails. Idempotent."""
         ...
 
 
 @dataclass(slots=True)
 class _Links:
-    """The groups that work, by the address of their server, and those that servers have still to be told to leave."""
+    """The process groups of all servers, by the server's address."""
 
     groups: dict[str, WeightGroup] = field(default_factory=dict[str, WeightGroup])
+    """The group that works."""
     broken: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """The names of groups that the server has still to be told to leave."""
 
 
 class DistributedTransport:
-    """Sends each snapshot through a process group for each server. The newest delivered one stays in memory, for
-    servers that come back after a failure.
+    """Sends each snapshot to each server through a process group of their own.
 
-    Tensors are sent in buckets of at most bucket_bytes; a larger tensor is a bucket of its own.
+    Tensors are sent in buckets of at most bucket_bytes; a larger tensor is a bucket of its own. The newest delivered
+    snapshot stays in memory, for servers that come back after a failure.
     """
 
     def __init__(self, config: DistributedWeightsConfig, bucket_bytes: int = 256 << 20) -> None:
@@ -139,7 +141,7 @@ class DistributedTransport:
                 self._updates.remove(update)
 
     def close(self) -> None:
-        """Leave all groups. Idempotent. What hangs ends with the train engine."""
+        """Leave all groups. Idempotent. A call that hangs ends with the train engine."""
         # The sender is the engine's, so one snapshot can leave for all. In threads: a rank that is stuck never answers.
         leaving = [
             self._threads.submit(update.snapshot.leave, group.name)
@@ -193,7 +195,7 @@ class DistributedWeights:
             self._met.add(server.address)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
-        """Send everything. When this raises, the group is left, and the server may hold a mixture, labelled so."""
+        """Send everything. If this raises, the group was left, and the server may hold a mixture, labelled so."""
         if (group := self._links.groups.get(server.address)) is None:
             raise ServerFailedError(f"{server.address} shares no group with the trainer any more")
         try:
@@ -235,7 +237,7 @@ class DistributedWeights:
             self.snapshot.leave(opening.result().name)
 
     def _break(self, server: WeightServer, group: WeightGroup) -> None:
-        """Leave a group at once, which ends what the server waits for; it is told when it is prepared again."""
+        """Leave a group at once, which ends the server's waiting; the server is told at its next `prepare`."""
         self._links.groups.pop(server.address, None)
         self._links.broken.setdefault(server.address, []).append(group.name)
         with contextlib.suppress(RuntimeError):  # the transport was closed, and has left all groups
@@ -268,7 +270,10 @@ async def _begin(server: WeightServer) -> None:
 
 
 async def _both(ours: asyncio.Future[Any], theirs: Coroutine[Any, Any, None]) -> None:
-    """Wait for our side of an exchange, in a thread, and the server's. Raises what failed first, or explains it."""
+    """Wait for both sides of an exchange: ours, in a thread, and the server's.
+
+    Raises the first failure, or the server's explanation of it.
+    """
     answering = asyncio.ensure_future(theirs)
     try:
         await asyncio.wait({ours, answering}, return_when=asyncio.FIRST_EXCEPTION)
@@ -284,6 +289,6 @@ async def _both(ours: asyncio.Future[Any], theirs: Coroutine[Any, Any, None]) ->
 
 
 def _look_at(side: asyncio.Future[Any]) -> None:
-    """So that asyncio does not report what failed after the first failure."""
+    """Retrieve the error, so that asyncio does not report failures after the first."""
     if not side.cancelled():
         side.exception()

@@ -23,7 +23,7 @@ def byte_size(spec: TensorSpec) -> int:
 
 
 def ranges(specs: Sequence[TensorSpec], max_bytes: int) -> list[tuple[int, int]]:
-    """Split `specs` into (start, stop) of one dtype and at most max_bytes each; a larger tensor is one of its own."""
+    """Split `specs` into (start, stop) of one dtype and at most max_bytes each; a larger tensor has its own range."""
     found: list[tuple[int, int]] = []
     start, size = 0, 0
     for i, spec in enumerate(specs):
@@ -36,12 +36,12 @@ def ranges(specs: Sequence[TensorSpec], max_bytes: int) -> list[tuple[int, int]]
 
 
 def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that lie end to end in `flat` (uint8), without copying."""
+    """The tensors that lie end to end in `flat` (uint8); nothing is copied."""
     parts = flat.split([byte_size(spec) for spec in specs])
     return [part.view(torch_dtype(spec)).view(spec.shape) for spec, part in zip(specs, parts, strict=True)]
 
 
 def rows_of(num_rows: int, rank: int, num_ranks: int) -> range:
-    """Which rows of a tensor that is sharded over its first dimension a rank has (torch.chunk's rule)."""
+    """A rank's rows of a tensor that is sharded over its first dimension, by torch.chunk's rule."""
     each = -(-num_rows // num_ranks)
     return range(min(rank * each, num_rows), min((rank + 1) * each, num_rows))

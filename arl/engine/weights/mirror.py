@@ -1,15 +1,14 @@
-"""A mirror beside inference servers: `python -m arl.engine.weights.mirror --port N`.
+"""A mirror beside inference servers, and its store: `python -m arl.engine.weights.mirror --port N`.
 
-It keeps a copy of the model being trained where the servers of its machine can load it, and brings the copy from
-version to version by what changed (package.py); the trainer tells it to, over HTTP. It belongs to one run
-at a time. For whoever starts it:
+It keeps a copy of the model being trained where the servers of its machine can load it. The trainer brings the copy
+from version to version over HTTP, by what changed (package.py). A mirror belongs to one run at a time.
 
-- When it answers requests it prints one line to stdout: `{"event": "ready", "host": "127.0.0.1", "port": 30900,
-  "pid": 4711, "directory": "/dev/shm/arl-mirror-0-30900"}`. It logs to stderr; what cannot be is one sentence there
-  and exit code 2.
+- Once it answers requests, it prints one line to stdout: `{"event": "ready", "host": "127.0.0.1", "port": 30900, "pid":
+  4711, "directory": "/dev/shm/arl-mirror-0-30900"}`. It logs to stderr. If it cannot start, it says so there in one
+  sentence and exits with code 2.
 - The copy is in memory unless `--directory` says otherwise: twice the model's size while an update arrives.
-- SIGTERM and SIGINT stop it and remove the copy, with exit code 0. After SIGKILL the copy stays, and a mirror that is
-  started for the same directory checks it and goes on from there. `--parent-pid PID`: stop when that process is gone.
+- SIGTERM and SIGINT stop it and remove the copy, with exit code 0. After SIGKILL the copy stays, and the next mirror
+  for the same directory checks it and goes on from there. With `--parent-pid PID` it stops when that process is gone.
 - It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs a key, by `--api-key` or the
   environment variable ARL_MIRROR_API_KEY.
 
@@ -62,11 +61,8 @@ from arl.web.bodies import RequestError
 from arl.web.listening import bind, check_address, stop_event
 from arl.web.server import boundary, json_response, require_key, serving
 
-# What a mirror holds: the newest version of a model and the one before, each a directory that is whole or absent.
-
-
 _STALL_S = 60.0
-"""How long a sender may send nothing before its update is given up, so that another can be taken."""
+"""The longest silence of a sender; then its update is given up, so that another can begin."""
 _NAME = re.compile(r"version-(\d+)-([0-9a-f]{64})")
 _ASIDE = ".writing-"
 _LOCK = ".lock"
@@ -79,14 +75,15 @@ class ByteReader(Protocol):
 
 
 class MirrorStore:
-    """Versions below `home`, which is this store's alone while it is open; removed when it is closed.
+    """The newest version of a model and the one before, each a directory below `home` that is whole or absent.
 
-    What a killed predecessor left there is kept if it is whole. A new version is built aside, checked, and renamed;
-    one at a time. Before that all but the newest and the base are removed: a server may still load the newest.
+    `home` belongs to this store while it is open, and closing removes it. Whole versions of a killed predecessor are
+    kept. A new version is built aside, checked and renamed, one at a time. Before that the store removes all but the
+    newest, which a server may still load, and the base.
     """
 
     def __init__(self, home: Path, num_threads: int) -> None:
-        """Raises ConfigError if `home` is not to be had."""
+        """Raises ConfigError if `home` cannot be used."""
         self.home = Path(os.path.abspath(home))
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, "arl-mirror")
@@ -122,9 +119,9 @@ class MirrorStore:
         return self._held[-1] if self._held else None
 
     async def receive(self, body: ByteReader) -> Replica:
-        """Make the version that the package in `body` describes the newest.
+        """Make the version in this package the newest.
 
-        Raises DeltaError, asyncio.IncompleteReadError and OSError as well as WrongBaseError; what is held stays then.
+        Raises WrongBaseError, DeltaError, asyncio.IncompleteReadError and OSError; the held versions stay then.
         """
         async with self._receiving:
             reader = _Patient(body)
@@ -139,7 +136,7 @@ class MirrorStore:
             return replica
 
     def _prune(self, base: Replica | None) -> None:
-        """Leave the newest alone, and the base of what is to come."""
+        """Remove all versions but the newest and the base of the next."""
         for old in self._held[:-1]:
             if old is not base:
                 self._held.remove(old)
@@ -179,7 +176,7 @@ class MirrorStore:
 
 
 class _Patient:
-    """Reads from a sender that has to send something now and then."""
+    """Reads from a sender, and gives up if nothing comes for a while."""
 
     def __init__(self, body: ByteReader) -> None:
         self._body = body
@@ -206,7 +203,7 @@ def replica_version(directory: Path) -> int:
 async def _block_work(
     part: FilePart, base: Replica | None, span: tuple[int, int], reader: ByteReader
 ) -> Callable[[], tuple[bytes | bytearray, bytes]]:
-    """Read what the package says about a block; returns the work that makes the block and its digest of it."""
+    """Read the package's bytes for a block; returns the work that makes the block and its digest from them."""
     start, size = span
     if part.how == "whole" or base is None:
         return partial(_with_digest, await reader.readexactly(size))
@@ -223,7 +220,7 @@ def _with_digest(block: bytes) -> tuple[bytes, bytes]:
 
 
 def _lock_directory(path: Path) -> int:
-    """Make a directory that is this process's alone, until the descriptor that this returns is closed."""
+    """Make a directory that belongs to this process until the returned descriptor is closed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if path.stat().st_uid != os.getuid():

@@ -1,12 +1,13 @@
-"""The delta format: how one model directory becomes another, exact to the bit, by what changed alone.
+"""The delta format, and model directories as it carries them: surveyed, packed on one machine, built on another.
 
-At the learning rates of RL few weights of a bfloat16 model change in a step, and those that do mostly move to a
-neighbouring value. So a file is compared as an array of unsigned integers of the dtype's width, block by block; the
-gaps between changed positions are small numbers, and the differences of the integers are mostly 1 and -1.
-Nothing is interpreted as a number with a fraction: -0.0 differs from 0.0, and each NaN from the others.
+A package turns one model directory into another, exact to the bit, by what changed alone. At the learning rates of RL
+few weights of a bfloat16 model change in a step, and most of these move to a neighbouring value. So a file is compared
+as an array of unsigned integers of the dtype's width, block by block: the gaps between changed positions are small
+numbers, and the differences of the integers are mostly 1 and -1. No bits are read as a number with a fraction: -0.0
+differs from 0.0, and each NaN from the others.
 
-A package brings whoever holds `base` to `checksum`. Without a base it is all of the directory. Numbers are
-little-endian.
+A package leads from the directory with the checksum `base` to the one with `checksum`. Without a base it holds the
+whole directory. Numbers are little-endian.
 
     8 bytes    b"arldelta"
     uint64     length of what follows
@@ -72,12 +73,13 @@ class WrongBaseError(DeltaError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """How a package gives one file. width: of the integers that a patched file is compared in, in bytes."""
+    """How a package gives one file."""
 
     name: str
     num_bytes: int
     how: Literal["whole", "kept", "patched"]
     width: int = 1
+    """Bytes of the integers that a patched file is compared in."""
 
     def __post_init__(self) -> None:
         if not _PLAIN_NAME.fullmatch(self.name):
@@ -95,11 +97,13 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackageHeader:
-    """What a package makes: the version's name, its checksum, and the checksum of what has to be there (or None)."""
+    """What a package leads to, and from where."""
 
     version: int
     checksum: str
+    """Of the directory that it makes."""
     base: str | None
+    """Checksum of the directory that it starts from; None if it starts from nothing."""
     files: tuple[FilePart, ...]
 
     def __post_init__(self) -> None:
@@ -129,7 +133,7 @@ class PackageHeader:
 
 
 def header_bytes(preamble: bytes) -> int:
-    """How long the header is that follows these first 16 bytes. Raises DeltaError."""
+    """The length of the header that follows these first 16 bytes. Raises DeltaError."""
     magic, length = PREAMBLE.unpack(preamble)
     if magic != MAGIC or length > MAX_HEADER_BYTES:
         raise DeltaError("not a package: it begins with something else")
@@ -144,7 +148,7 @@ def block_sizes(num_bytes: int) -> list[int]:
 
 
 def encode_block(base: NDArray[np.unsignedinteger], new: NDArray[np.unsignedinteger]) -> bytes:
-    """What makes `base` into `new`: arrays [N] of the same unsigned dtype and length."""
+    """The bytes that turn `base` into `new`: arrays [N] of the same unsigned dtype."""
     changed = base != new
     if not (count := int(np.count_nonzero(changed))):
         return BLOCK_HEADER.pack(_NOTHING, 0, 0, 0)
@@ -159,13 +163,13 @@ def encode_block(base: NDArray[np.unsignedinteger], new: NDArray[np.unsignedinte
 
 
 def payload_bytes(block_header: bytes) -> int:
-    """How many bytes follow the header of a block."""
+    """The number of bytes that follow the header of a block."""
     _, _, positions, differences = BLOCK_HEADER.unpack(block_header)
     return positions + differences
 
 
 def apply_block(block: NDArray[np.unsignedinteger], encoded: bytes) -> None:
-    """Make `block`, the base's, into the new one, in place. encoded: from encode_block. Raises DeltaError."""
+    """Turn the base's `block` into the new one, in place. encoded: by encode_block. Raises DeltaError."""
     kind, count, num_positions, num_differences = BLOCK_HEADER.unpack_from(encoded)
     start, end = BLOCK_HEADER.size, BLOCK_HEADER.size + num_positions
     if len(encoded) != end + num_differences or count > len(block):
@@ -186,7 +190,7 @@ def apply_block(block: NDArray[np.unsignedinteger], encoded: bytes) -> None:
 
 
 def _gaps(index: NDArray[np.intp]) -> NDArray[np.uint8]:
-    """Ascending positions as the numbers of positions left out before each; 255 stands for 255 and goes on."""
+    """Ascending positions as the number of positions left out before each; 255 stands for 255 and goes on."""
     gaps = np.diff(index, prepend=-1) - 1
     ends = np.cumsum(gaps // _LONG_GAP + 1)
     out = np.full(ends[-1], _LONG_GAP, np.uint8)
@@ -202,7 +206,7 @@ def _positions(gaps: bytes) -> NDArray[np.intp]:
 
 
 def _pack(differences: NDArray[np.unsignedinteger]) -> bytes:
-    """Signs, then magnitudes byte by byte: those of 1 and -1 leave nothing but zeros."""
+    """Signs, then magnitudes less 1, byte by byte: 1 and -1 leave only zeros."""
     width = differences.itemsize
     signed = differences.view(f"<i{width}")
     magnitudes = (np.abs(signed).view(differences.dtype) - 1).view(np.uint8)
@@ -219,19 +223,19 @@ def _unpack(packed: memoryview, count: int, dtype: np.dtype) -> NDArray[Any]:
     differences = np.ones(count, dtype)
     for plane in range(dtype.itemsize):
         differences += planes[plane * count : (plane + 1) * count].astype(dtype) << dtype.type(8 * plane)
-    # Where the sign is set, all bits inverted, plus 1: the negative number.
+    # Inverting all bits and adding 1 negates, where the sign is set.
     signs = np.unpackbits(np.frombuffer(packed[:num_signs], np.uint8), count=count, bitorder="little").astype(dtype)
     return (differences ^ (0 - signs)) + signs
 
 
 def _compress(values: NDArray[np.uint8]) -> bytes:
-    """Entropy coding and runs alone: there are no longer repetitions to be found here, and searching takes the time."""
+    """With entropy coding and runs alone: there are no longer repetitions here, and searching for them takes time."""
     stream = zlib.compressobj(1, strategy=zlib.Z_RLE)
     return stream.compress(np.ascontiguousarray(values).data) + stream.flush()
 
 
 def _decompress(data: bytes | memoryview, size: int, at_most: bool = False) -> bytes:
-    """Exactly `size` bytes, or at most so many; never more are made than that. Raises DeltaError."""
+    """Exactly `size` bytes, or at most so many; it never unpacks more. Raises DeltaError."""
     stream = zlib.decompressobj()
     try:
         out = stream.decompress(data, size + 1)
@@ -260,18 +264,18 @@ def directory_checksum(files: Mapping[str, tuple[int, str]]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-# Model directories as packages carry them (package.py): surveyed, packed on one machine, built on another.
-
+# Directories
 
 _SAFETENSORS = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """A model directory that nobody writes to any more. files: name -> (bytes, digest)."""
+    """A model directory that is no longer written to."""
 
     directory: Path
     files: dict[str, tuple[int, str]]
+    """name -> (bytes, digest)"""
 
     @property
     def checksum(self) -> str:
@@ -282,7 +286,7 @@ class Replica:
         return sum(num_bytes for num_bytes, _ in self.files.values())
 
     def part(self, name: str, base: Replica | None) -> FilePart:
-        """How a package would give this file to whoever holds `base`."""
+        """How a package gives this file to a mirror that holds `base`."""
         num_bytes, _ = summary = self.files[name]
         theirs = None if base is None else base.files.get(name)
         if theirs == summary:
@@ -304,7 +308,7 @@ def survey(directory: Path, pool: Executor) -> Replica:
 
 
 def whole_package(new: Replica, version: int) -> tuple[int, Iterator[bytes]]:
-    """The package that needs no base: its bytes in all, and then piece by piece."""
+    """A package that needs no base: its length in bytes, and its pieces."""
     parts = tuple(new.part(name, None) for name in sorted(new.files))
     header = PackageHeader(version=version, checksum=new.checksum, base=None, files=parts).to_bytes()
 
@@ -318,7 +322,7 @@ def whole_package(new: Replica, version: int) -> tuple[int, Iterator[bytes]]:
 
 
 def delta_package(base: Replica, new: Replica, version: int, pool: Executor, max_bytes: int) -> list[bytes] | None:
-    """The package that makes `base` into `new`, in pieces; None as soon as it would be more than max_bytes."""
+    """The pieces of a package from `base` to `new`; None if it would be longer than max_bytes."""
     parts = tuple(new.part(name, base) for name in sorted(new.files))
     pieces = [PackageHeader(version=version, checksum=new.checksum, base=base.checksum, files=parts).to_bytes()]
     num_bytes = len(pieces[0])
@@ -348,14 +352,14 @@ def _pieces(part: FilePart, base: Path, new: Path, pool: Executor) -> Iterator[b
 
 
 def patched_block(base: Path, start: int, size: int, part: FilePart, encoded: bytes) -> tuple[bytearray, bytes]:
-    """A block of the new file, from the base's and what changed; and its digest. Raises DeltaError."""
+    """A block of the new file, made from the base's, and its digest. Raises DeltaError."""
     block = bytearray(_read(base / part.name, start, size))
     apply_block(np.frombuffer(block, f"<u{part.width}"), encoded)
     return block, block_digest(block)
 
 
 def element_width(path: Path) -> int:
-    """Bytes of most of a safetensors file's elements: what the file is best compared in."""
+    """The width in bytes of most of a safetensors file's elements, in which the file is best compared."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     totals: Counter[int] = Counter()

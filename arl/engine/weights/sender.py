@@ -22,7 +22,7 @@ from arl.engine.local.received_weights import GroupAddress, first_line, form_gro
 
 _JOIN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
-"""Of one broadcast. A server that stalls holds the thread that sends to it for so long, and nothing else."""
+"""Of one broadcast: a server that stalls holds up its own sending thread for so long, and nothing else."""
 
 _NEVER = timedelta(days=1)
 """NCCL's own timeouts end the process, so a send over it is timed here."""
@@ -32,7 +32,7 @@ _POLL_S = 0.002
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One group on its way: first a store that waits for the server's ranks, then the group that they form."""
+    """One group: first a store that waits for the server's ranks, then the group that they form."""
 
     store: TCPStore
     num_keys: int
@@ -44,11 +44,11 @@ class _Link:
 class WeightSender:
     """Opens groups, waits for servers to join, and broadcasts to them as rank 0. Calls come from any thread.
 
-    A group is of one server, so that one that is slow or dead costs the others nothing. device: where the weights are
-    computed, and sent from with nccl.
+    Each group has one server, so a slow or dead server costs the others nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """device: where the weights are computed, and where nccl sends from."""
         self._device = device
         self._links: dict[str, _Link] = {}
 
@@ -104,7 +104,7 @@ class WeightSender:
             raise ServerFailedError(f"sending weights failed: {first_line(error)}") from error
 
     def leave(self, name: str) -> None:
-        """Let go of a group; whoever waits for it to gather fails. Idempotent."""
+        """Leave a group; a call that waits for it to gather fails. Idempotent."""
         if (link := self._links.pop(name, None)) is not None:
             link.left.set()
             _destroy(link)
@@ -121,7 +121,7 @@ class WeightSender:
             raise ServerFailedError(f"the group {name} was left") from None
 
     def _send_from_gpu(self, link: _Link, group: dist.ProcessGroup, data: torch.Tensor) -> None:
-        """On a stream of its own, so that training goes on, and another server's send as well."""
+        """On a stream of its own, so that training and other servers' sends go on."""
         deadline = time.monotonic() + _SEND_TIMEOUT_S
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             on_gpu = data.to(self._device, non_blocking=True)
@@ -134,7 +134,7 @@ class WeightSender:
 
 
 def _await_arrival(link: _Link, group: WeightGroup) -> None:
-    """Wait until the first of the server's ranks has written to the store: this wait can be ended, gloo's own can't."""
+    """Wait until the first of the server's ranks has written to the store. Gloo's own wait can't be ended."""
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     while link.store.num_keys() == link.num_keys:
         if link.left.wait(_POLL_S):
@@ -189,10 +189,10 @@ def _open_store(address: str, world_size: int) -> TCPStore:
 
 
 def _listen(address: str) -> socket.socket:
-    """A listening socket at a free port: of the loopback interface where the address is of it, else of all."""
+    """A listening socket at a free port: of the loopback interface for a loopback address, else of all interfaces."""
     try:
         family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise TransportError(f"weights.address is {address!r}, which is no address: {error}") from error
+        raise TransportError(f"weights.address is {address!r}, which is not an address: {error}") from error
     is_local = ipaddress.ip_address(found[0]).is_loopback
     return socket.create_server((found[0] if is_local else "", 0), family=family)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -304,3 +304,11 @@ def assert_seamless(response: ModelResponse, num_tokens: int, prompt_length: int
     positions = range(prompt_length, prompt_length + num_tokens)
     assert response.output_ids == tuple(map(token_at, positions))
     assert response.output_logprobs == tuple(map(logprob_at, positions))
+
+
+async def outcome(call: Awaitable[object]) -> object:
+    """The call's result, or the error that it raised."""
+    try:
+        return await call
+    except Exception as error:  # noqa: BLE001 - the error is what is looked at
+        return error

@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from protocol_server import Engines, ProtocolServer, ask, assert_seamless, letter, token_at
+from protocol_server import Engines, ProtocolServer, ask, assert_seamless, letter, outcome, token_at
 
-from arl.api import DiskWeights, ModelResponse
+from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams
 from arl.api.errors import ServerError
+from arl.engine.client.continuation import PartialResponse
+from arl.engine.client.server_client import Answer
 
 WEIGHTS = Path("/weights")
 
@@ -91,14 +93,14 @@ async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(
 ) -> None:
     server.is_automatic = False
     async with engine_over([server], max_retries=1) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(_outcome(engine.agenerate(ask(5))))
+        call = group.create_task(outcome(engine.agenerate(ask(5))))
         for attempt in (1, 2):
             await server.until(lambda n=attempt: len(server.requests) == n and len(server.running) == 1)
             server.abort_running()
-        outcome = await call
-    assert isinstance(outcome, ServerError)
-    assert "engine.max_retries is 1" in str(outcome)
-    assert "nobody asked for it" in str(outcome)
+        error = await call
+    assert isinstance(error, ServerError)
+    assert "engine.max_retries is 1" in str(error)
+    assert "nobody asked for it" in str(error)
 
 
 async def test_an_abort_before_the_first_token_sends_the_same_prompt_again(
@@ -211,11 +213,24 @@ async def test_a_seed_is_sent_again_with_the_continuation(server: ProtocolServer
     assert [sent["sampling_params"]["sampling_seed"] for sent in server.requests] == [5, 5]
 
 
-async def _outcome(call: object) -> object:
-    try:
-        return await call  # type: ignore[misc]
-    except Exception as error:  # noqa: BLE001 - the error is what is looked at
-        return error
+def test_an_end_token_ends_the_response_also_where_a_seams_one_token_budget_was_used_up_by_it() -> None:
+    partial = PartialResponse(ModelRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=9, stop=("</x>",))))
+    partial.extend(answer("ab<", [5, 6, 7], "abort"), [0, 0, 0], eos_token_ids=[2])
+    assert partial.payload("r.1", "0")["sampling_params"]["max_new_tokens"] == 1
+    partial.extend(answer("", [2], "length"), [1], eos_token_ids=[2])
+    assert partial.stop_reason == "stop"
+    assert partial.response().output_ids == (5, 6, 7, 2)
+
+
+def answer(text: str, output_ids: list[int], finish: Literal["stop", "length", "abort"]) -> Answer:
+    return Answer(
+        output_ids=output_ids,
+        output_logprobs=[-0.5] * len(output_ids),
+        finish=finish,
+        text=text,
+        label="0",
+        spans=(),
+    )
 
 
 async def _settle() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -17,14 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams, ScriptedTrainEngine
-from arl.api.config import ClientConfig, DiskWeightsConfig, LocalEngineConfig, PauseMode
+from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams
+from arl.api.config import ClientConfig, LocalEngineConfig, PauseMode
 from arl.api.errors import PromptTooLongError
 from arl.engine.client import processes
 from arl.engine.client.processes import local_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
-from arl.engine.weights.disk import DiskTransport
 
 PROMPT = (30, 40, 50, 60)
 NUM_TOKENS = 400
@@ -132,24 +130,6 @@ async def test_updates_to_the_same_weights_leave_no_mark_but_the_versions(
     assert len(set(response.output_versions)) > 1
 
 
-@pytest.mark.parametrize("mode", ["retract", "abort"])
-async def test_each_token_is_of_the_weights_that_its_version_names(
-    address: str, models: Models, mode: PauseMode
-) -> None:
-    async with engine_at(address, mode=mode) as engine:
-        await engine.update_weights(DiskWeights(version=1, directory=models.one))
-        old, duration_s = await timed(engine, GREEDY)
-        response = await interrupted(engine, GREEDY, duration_s, models.two)
-        seam = response.output_versions.count(1)
-        assert 0 < seam < NUM_TOKENS
-        rest = dataclasses.replace(GREEDY, max_new_tokens=NUM_TOKENS - seam)
-        new = await engine.agenerate(request(rest, PROMPT + response.output_ids[:seam]))
-    assert response.output_versions == (1,) * seam + (2,) * (NUM_TOKENS - seam)
-    assert response.output_ids == old.output_ids[:seam] + new.output_ids
-    assert response.output_logprobs[:seam] == pytest.approx(old.output_logprobs[:seam], abs=1e-4)
-    assert response.output_logprobs[seam:] == pytest.approx(new.output_logprobs, abs=1e-4)
-
-
 async def test_a_new_turn_does_not_see_the_cache_of_old_weights(address: str, models: Models) -> None:
     async with engine_at(address) as engine:
         await engine.update_weights(DiskWeights(version=1, directory=models.two))
@@ -217,45 +197,3 @@ def _pid(log: Path) -> int:
     """Of the server whose log this is: it tells in its first line."""
     ready = next(line for line in log.read_text().splitlines() if line.startswith("{"))
     return json.loads(ready)["pid"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """A snapshot of a model directory."""
-
-    version: int
-    model: Path
-
-    def write(self, directory: Path) -> int:
-        shutil.copytree(self.model, directory)
-        return (directory / "model.safetensors").stat().st_size
-
-    def release(self) -> None: ...
-
-
-class Copying(ScriptedTrainEngine):
-    """Its weights are those of a model directory."""
-
-    def __init__(self, model: Path) -> None:
-        super().__init__()
-        self._model = model
-
-    def snapshot(self) -> Copy:
-        return Copy(self.version, self._model)
-
-
-async def test_from_a_snapshot_to_the_servers_and_back(models: Models, tmp_path: Path) -> None:
-    config = LocalEngineConfig(context_length=1000)
-    transport = DiskTransport(DiskWeightsConfig(directory=tmp_path / "weights"), tmp_path)
-    short = dataclasses.replace(GREEDY, max_new_tokens=20)
-    async with (
-        local_servers(str(models.two), config, tmp_path / "logs") as addresses,
-        engine_at(*addresses) as engine,
-    ):
-        expected = await engine.agenerate(request(short))
-        for model in (models.one, models.two):
-            stats = await transport.deliver(transport.snapshot(Copying(model)), engine)
-            assert 0 < stats.load_s <= stats.pause_s
-        response = await engine.agenerate(request(short))
-    transport.close()
-    assert_same(response, expected)

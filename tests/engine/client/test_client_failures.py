@@ -1,11 +1,10 @@
 """Servers that fail: their requests go elsewhere without losing or repeating a token, and they come back."""
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
-from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+from protocol_server import Engines, ProtocolServer, ask, assert_seamless, outcome
 from scripted_weights import ScriptedWeights, weights
 
 from arl.api import DiskWeights, ModelResponse, WeightServer
@@ -208,7 +207,7 @@ async def test_a_server_is_not_suspected_for_the_time_that_a_request_spent_elsew
     server.faults.append("hang")
     async with engine_over([server], request_timeout_s=0.5) as engine, asyncio.TaskGroup() as group:
         await engine.pause()
-        call = group.create_task(_outcome(engine.agenerate(ask())))
+        call = group.create_task(outcome(engine.agenerate(ask())))
         await asyncio.sleep(0.35)
         await engine.resume()
         server.calls.clear()
@@ -274,13 +273,6 @@ async def test_many_cancelled_requests_do_not_leak(server: ProtocolServer, engin
         await asyncio.sleep(0.05)
         assert not engine._upkeep._tasks
         assert not any(s.attempts for s in engine._pool.servers)
-
-
-async def _outcome(call: Awaitable[object]) -> object:
-    try:
-        return await call
-    except Exception as error:  # noqa: BLE001 - the error is what is looked at
-        return error
 
 
 async def _served_by(server: ProtocolServer, engine: RemoteSGLangEngine) -> ModelResponse:

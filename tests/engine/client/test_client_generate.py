@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+from protocol_server import Engines, ProtocolServer, ask, assert_seamless, outcome
 
 from arl.api import DiskWeights, ModelRequest, SamplingParams
 from arl.api.config import ClientConfig
@@ -203,7 +203,7 @@ async def test_closing_aborts_what_runs_and_leaves_no_task(server: ProtocolServe
     server.is_automatic = False
     before = asyncio.all_tasks()
     async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(_outcome(engine, ask()))
+        call = group.create_task(outcome(engine.agenerate(ask())))
         await server.until(lambda: len(server.running) == 1)
         await engine.aclose()
         assert isinstance(await call, EngineClosedError)
@@ -221,10 +221,3 @@ async def test_a_cancelled_request_is_aborted_on_its_server(server: ProtocolServ
         await server.until(lambda: len(server.aborted) == 1)
         assert call.cancelled()
     assert server.aborted == [server.requests[0]["rid"]]
-
-
-async def _outcome(engine: RemoteSGLangEngine, request: ModelRequest) -> object:
-    try:
-        return await engine.agenerate(request)
-    except Exception as error:  # noqa: BLE001 - the error is what is looked at
-        return error

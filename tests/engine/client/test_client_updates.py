@@ -25,34 +25,6 @@ async def test_an_update_is_pause_load_resume(
     assert 0 < stats.load_s <= stats.pause_s
 
 
-async def test_all_servers_are_updated_at_once(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
-    server.load_gate.clear()
-    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
-        update = group.create_task(engine.update_weights(weights(1)))
-        await other.until(lambda: "continue_generation" in other.names())
-        await server.until(lambda: "update_weights_from_disk" in server.names())
-        assert engine.version == 0
-        server.load_gate.set()
-        await update
-        assert engine.version == 1
-
-
-async def test_other_servers_generate_while_one_loads(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
-    server.load_gate.clear()
-    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
-        update = group.create_task(engine.update_weights(weights(1)))
-        await other.until(lambda: "continue_generation" in other.names())
-        responses = [await engine.agenerate(ask()) for _ in range(3)]
-        server.load_gate.set()
-        await update
-    assert len(other.requests) == 3
-    assert {response.output_versions for response in responses} == {(1, 1, 1, 1)}
-
-
 async def test_new_requests_wait_while_their_server_loads(server: ProtocolServer, engine_over: Engines) -> None:
     server.load_gate.clear()
     async with engine_over([server]) as engine, asyncio.TaskGroup() as group:

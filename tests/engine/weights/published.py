@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arl.api import (
+    ModelRequest,
     ModelResponse,
+    SamplingParams,
     ScriptedTrainEngine,
     TensorSpec,
     TokenLosses,
@@ -24,8 +27,9 @@ from arl.api import (
     TrainSequence,
     WeightGroup,
 )
-from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.config import ClientConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import PackedTokens
+from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.snapshot import RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
@@ -99,16 +103,18 @@ class Trainee:
         self.twins.append(twin.eval())
 
     @torch.no_grad()
-    def logprobs(self, prompt: Sequence[int], response: ModelResponse) -> torch.Tensor:
+    def logprobs(self, prompt_ids: Sequence[int], response: ModelResponse) -> torch.Tensor:
         """[versions, tokens]: of each token of the response under each version, all of its context under the same."""
-        token_ids = torch.tensor([*prompt, *response.output_ids])
-        logits = torch.stack([twin(input_ids=token_ids[None]).logits[0, len(prompt) - 1 : -1] for twin in self.twins])
-        chosen = token_ids[len(prompt) :].expand(len(self.twins), -1)[..., None]
+        token_ids = torch.tensor([*prompt_ids, *response.output_ids])
+        logits = torch.stack(
+            [twin(input_ids=token_ids[None]).logits[0, len(prompt_ids) - 1 : -1] for twin in self.twins]
+        )
+        chosen = token_ids[len(prompt_ids) :].expand(len(self.twins), -1)[..., None]
         return torch.log_softmax(logits, dim=-1).gather(-1, chosen)[..., 0]
 
-    def assert_of_its_versions(self, prompt: Sequence[int], response: ModelResponse, upto: int | None = None) -> None:
-        """Each of the first `upto` tokens has the trainer's logprob under the version that it bears."""
-        expected = self.logprobs(prompt, response)
+    def assert_of_its_versions(self, response: ModelResponse, seed: int = 0, upto: int | None = None) -> None:
+        """Each of the first `upto` tokens after `prompt(seed)` has the trainer's logprob under its own version."""
+        expected = self.logprobs(prompt(seed), response)
         for version, other in itertools.combinations(range(len(self.twins)), 2):
             assert (expected[version] - expected[other]).abs().max() > 0.1  # so that a wrong version would show
         own = expected[:, :upto].gather(0, torch.tensor(response.output_versions[:upto])[None])[0]
@@ -200,3 +206,18 @@ class EmbeddedServer:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def client(*servers: EmbeddedServer, **settings: Any) -> RemoteSGLangEngine:
+    config = ClientConfig(**{"request_timeout_s": 60.0, **settings})
+    return RemoteSGLangEngine([server.address for server in servers], config)
+
+
+def request(count: int, seed: int = 0) -> ModelRequest:
+    """For so many tokens, after `prompt(seed)`."""
+    sampling = SamplingParams(max_new_tokens=count, ignore_eos=True, seed=seed)
+    return ModelRequest(input_ids=prompt(seed), sampling=sampling)
+
+
+def prompt(seed: int = 0) -> tuple[int, ...]:
+    return (seed, *PROMPT)

@@ -10,28 +10,19 @@ from typing import Any
 import pytest
 import torch
 from agent_script import SayDigits
-from published import PROMPT, EmbeddedServer, Trainee
+from published import EmbeddedServer, Trainee, client, request
 
-from arl.api import Config, Group, ModelRequest, SamplingParams
-from arl.api.config import AdapterWeightsConfig, ClientConfig, LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api import Config
+from arl.api.config import AdapterWeightsConfig, LoRAConfig, OptimizerConfig, TrainConfig
 from arl.assembly import launch
-from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import write_tiny_model
 from arl.engine.weights.adapter import AdapterTransport
 
 
 @pytest.fixture(scope="module")
-def first(model: Path) -> Iterator[EmbeddedServer]:
+def server(model: Path) -> Iterator[EmbeddedServer]:
     """Of this module alone: adapters belong to the weights that a server was started with."""
-    server = EmbeddedServer(model)
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def second(model: Path) -> Iterator[EmbeddedServer]:
-    """The one that tests kill and start again; it runs when they end."""
     server = EmbeddedServer(model)
     yield server
     server.kill()
@@ -53,23 +44,14 @@ def transport(tmp_path: Path) -> Iterator[AdapterTransport]:
     transport.close()
 
 
-def client(*servers: EmbeddedServer) -> RemoteSGLangEngine:
-    return RemoteSGLangEngine([server.address for server in servers], ClientConfig(request_timeout_s=60.0))
-
-
-def request(count: int, seed: int = 0) -> ModelRequest:
-    sampling = SamplingParams(max_new_tokens=count, ignore_eos=True, seed=seed)
-    return ModelRequest(input_ids=(seed, *PROMPT), sampling=sampling)
-
-
 async def test_every_token_is_of_the_adapter_that_its_version_names_while_others_are_published(
-    trainer: Trainee, transport: AdapterTransport, first: EmbeddedServer
+    trainer: Trainee, transport: AdapterTransport, server: EmbeddedServer
 ) -> None:
     updates = [transport.snapshot(trainer.engine)]
     for _ in range(3):
         trainer.train()
         updates.append(transport.snapshot(trainer.engine))
-    async with client(first) as engine, asyncio.TaskGroup() as group:
+    async with client(server) as engine, asyncio.TaskGroup() as group:
         calls: list[asyncio.Task[Any]] = []
         for seed, update in enumerate(updates):
             stats = await transport.deliver(update, engine)
@@ -81,23 +63,23 @@ async def test_every_token_is_of_the_adapter_that_its_version_names_while_others
     for version, call in enumerate(calls[::2]):
         response = call.result()
         assert set(response.output_versions) == {version}
-        trainer.assert_of_its_versions((version, *PROMPT), response)
+        trainer.assert_of_its_versions(response, version)
 
 
 async def test_a_server_that_died_gets_the_newest_adapter_before_it_serves_again(
-    trainer: Trainee, transport: AdapterTransport, second: EmbeddedServer
+    trainer: Trainee, transport: AdapterTransport, server: EmbeddedServer
 ) -> None:
-    async with client(second) as engine:
+    async with client(server) as engine:
         for _ in range(2):
             await transport.deliver(transport.snapshot(trainer.engine), engine)
             trainer.train()
         long = asyncio.create_task(engine.agenerate(request(700)))
         await engine.agenerate(request(1, seed=3))
-        second.kill()
-        second.start()
+        server.kill()
+        server.start()
         response = await long
     assert set(response.output_versions) == {1}
-    trainer.assert_of_its_versions((0, *PROMPT), response)
+    trainer.assert_of_its_versions(response)
 
 
 def config_of(model: Path, run_dir: Path, **changes: Any) -> Config:
@@ -118,7 +100,7 @@ EXAMPLES = [{"number": n} for n in range(9)]
 
 async def test_training_sees_the_samplers_logprobs_again_and_a_rerun_continues(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", ["Say a number"])
-    for steps in (3, 5):
+    for steps in (2, 3):
         config = config_of(model, tmp_path / "run", steps=steps)
         async with launch(config, workflow=SayDigits(), dataset=EXAMPLES) as trainer:
             seen = [step async for step in trainer]
@@ -128,22 +110,4 @@ async def test_training_sees_the_samplers_logprobs_again_and_a_rerun_continues(t
             assert step.metrics["behavior_weight_max"] == pytest.approx(1.0, abs=1e-4)
             assert abs(step.metrics["behavior_kl_proximal"]) < 1e-6
             assert step.metrics["weights/pause_s"] == 0
-    assert len(seen) == 2
-
-
-async def test_tokens_are_no_older_than_their_groups_and_within_the_bound(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model", ["Say a number"])
-    groups: list[Group] = []
-    config = config_of(
-        model,
-        tmp_path / "run",
-        steps=6,
-        engine={"num_servers": 2},
-        rollout={"batch_size": 2, "group_size": 4, "max_staleness": 2},
-    )
-    keep = lambda group: groups.append(group) is None  # noqa: E731
-    async with launch(config, workflow=SayDigits(), dataset=EXAMPLES, keep=keep) as trainer:
-        seen = [step async for step in trainer]
-    assert max(step.max_staleness_seen for step in seen) in (1, 2)
-    for group in groups:
-        assert group.oldest_version >= group.stamp
+    assert len(seen) == 1

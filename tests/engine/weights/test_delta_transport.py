@@ -301,7 +301,7 @@ async def test_loading_comes_after_preparing(setup: Setup, model: Model) -> None
 async def test_weights_that_were_removed_behind_its_back_are_an_error_in_a_sentence(setup: Setup, model: Model) -> None:
     update = setup.transport.snapshot(model)
     await update.prepare(setup.servers[3])  # type: ignore[arg-type]
-    shutil.rmtree(update.written.directory or "")
+    shutil.rmtree(update.directory)
     with pytest.raises(TransportError, match="version 0 can't be read any more"):
         await update.prepare(setup.servers[0])  # type: ignore[arg-type]
 

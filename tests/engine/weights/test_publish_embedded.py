@@ -9,11 +9,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
-from published import PROMPT, EmbeddedServer, Trainee, sequence
+from published import EmbeddedServer, Trainee, client, prompt, request, sequence
 
-from arl.api import ModelRequest, ModelResponse, SamplingParams, WeightTransport
-from arl.api.config import ClientConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
-from arl.engine.client.sglang import RemoteSGLangEngine
+from arl.api import ModelResponse, WeightTransport
+from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, PauseMode
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 
@@ -39,16 +38,6 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path):
     transport.close()
 
 
-def client(*servers: EmbeddedServer, mode: PauseMode = "in_place") -> RemoteSGLangEngine:
-    addresses = [server.address for server in servers]
-    return RemoteSGLangEngine(addresses, ClientConfig(pause_mode=mode, request_timeout_s=60.0))
-
-
-def request(count: int, seed: int = 0) -> ModelRequest:
-    sampling = SamplingParams(max_new_tokens=count, ignore_eos=True, seed=seed)
-    return ModelRequest(input_ids=(seed, *PROMPT), sampling=sampling)
-
-
 async def until_running(address: str, count: int) -> None:
     async with aiohttp.ClientSession(address) as session, asyncio.timeout(30):
         while True:
@@ -66,10 +55,8 @@ async def test_the_servers_logprobs_are_the_trainers_after_a_publish(
         stats = await transport.deliver(update, engine)
         response = await engine.agenerate(request(30))
     assert set(response.output_versions) == {1}
-    (expected,) = trainer.engine.forward([sequence((0, *PROMPT, *response.output_ids))])
-    torch.testing.assert_close(
-        torch.tensor(response.output_logprobs), expected[1 + len(PROMPT) :], rtol=1e-4, atol=1e-4
-    )
+    (expected,) = trainer.engine.forward([sequence((*prompt(), *response.output_ids))])
+    torch.testing.assert_close(torch.tensor(response.output_logprobs), expected[len(prompt()) :], rtol=1e-4, atol=1e-4)
     assert 0 < stats.load_s <= stats.pause_s
     assert update.num_bytes >= trainer.engine.snapshot().num_bytes
 
@@ -82,7 +69,7 @@ async def test_every_token_is_of_the_weights_that_its_version_names(
     for _ in range(3):
         trainer.train()
         updates.append(transport.snapshot(trainer.engine))
-    async with client(first, mode=mode) as engine, asyncio.TaskGroup() as group:
+    async with client(first, pause_mode=mode) as engine, asyncio.TaskGroup() as group:
         await transport.deliver(updates[0], engine)
         calls = [group.create_task(engine.agenerate(request(600, seed))) for seed in range(3)]
         for update in updates[1:]:
@@ -95,4 +82,4 @@ async def test_every_token_is_of_the_weights_that_its_version_names(
         assert list(response.output_versions) == sorted(response.output_versions)
         # What comes after an update in place rests on keys and values of old weights, and is of no version alone.
         upto = response.output_versions.count(response.output_versions[0]) if mode == "in_place" else None
-        trainer.assert_of_its_versions((seed, *PROMPT), response, upto)
+        trainer.assert_of_its_versions(response, seed, upto)
