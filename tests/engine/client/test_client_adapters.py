@@ -29,17 +29,9 @@ async def test_requests_name_the_published_adapter_and_their_tokens_are_of_its_v
             assert engine.version == version
             assert (await engine.agenerate(ask())).output_versions == (version,) * 4
         assert named(server) == ["run-v0", "run-v1"]
+        assert len({body["extra_key"] for body in server.requests}) == 2
         assert server.label == "default"
         assert server.adapters == {"run-v0": "/adapters/0", "run-v1": "/adapters/1"}
-
-
-async def test_each_adapter_has_a_cache_key_of_its_own(server: ProtocolServer, engine_over: Engines) -> None:
-    async with engine_over([server]) as engine:
-        for version in (0, 1):
-            await engine.update_weights(adapter(version))
-            await engine.agenerate(ask())
-        first, second = (body["extra_key"] for body in server.requests)
-        assert first != second
 
 
 async def test_without_adapters_requests_name_none_and_servers_are_asked_for_none(
@@ -125,7 +117,7 @@ async def test_an_adapter_whose_load_was_given_up_and_came_about_all_the_same_is
     async with engine_over([server]) as engine:
         await engine.update_weights(adapter(0))
         server.load_works = False
-        with pytest.raises(ServerError, match="no server took version 1"):
+        with pytest.raises(ServerError, match=r"no server took version 1.*its rank is too large"):
             await engine.update_weights(adapter(1))
         server.adapters["run-v1"] = "/adapters/1"
     assert server.adapters == {}
@@ -150,15 +142,6 @@ async def test_a_server_that_does_not_take_the_adapter_is_fenced_until_it_does(
         other.is_healthy = False
         other.faults.append(500)
         assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
-
-
-async def test_no_server_that_takes_the_adapter_is_an_error_in_the_servers_words(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
-    server.load_works = False
-    async with engine_over([server]) as engine:
-        with pytest.raises(ServerError, match=r"no server took version 0.*its rank is too large"):
-            await engine.update_weights(adapter(0))
 
 
 async def test_a_server_that_was_started_again_gets_the_adapter_before_it_serves(

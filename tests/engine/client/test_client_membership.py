@@ -98,17 +98,6 @@ async def test_a_server_whose_first_load_breaks_off_is_left_out_but_not_paused(
         assert [s.address for s in engine._pool.servers] == [server.address]
 
 
-async def test_a_server_of_another_model_cannot_join(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
-    server.info["model_type"], other.info["model_type"] = "qwen3", "llama"
-    async with engine_over([server]) as engine:
-        with pytest.raises(ServerError, match=r"the model type is qwen3 at .* but llama at"):
-            await engine.add_server(other.address)
-        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(2)))
-    assert other.requests == []
-
-
 async def test_a_server_that_leaves_ends_what_it_runs_and_gets_nothing_new(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:

@@ -119,32 +119,6 @@ async def test_a_label_alone_does_not_bring_a_server_back_after_a_load_that_brok
         assert update.calls.count(("load", server.address)) == 3
 
 
-async def test_requests_on_a_server_whose_load_broke_off_are_answered_by_another(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
-    server.is_automatic = False
-    update = ScriptedWeights(1, midway=raising(ServerError("it broke off"), at=server.address, times=10**6))
-    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(session="s")))
-        await server.until(lambda: len(server.running) == 1)
-        server.advance(2)
-        await engine.update_weights(update)
-        response = await call
-    assert_seamless(response, 4)
-    assert response.output_versions == (1, 1, 1, 1)
-
-
-async def test_a_server_that_another_run_left_with_the_right_label_is_loaded_nevertheless(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
-    server.label = "1"
-    update = ScriptedWeights(1, before=raising(ServerError("not now"), at=server.address))
-    async with engine_over([server, other]) as engine:
-        await engine.update_weights(update)
-        await server.until(lambda: "continue_generation" in server.names())
-    assert ("load", server.address) in update.calls
-
-
 async def test_a_failed_request_in_the_middle_of_an_update_does_not_load_the_server_twice_at_once(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:

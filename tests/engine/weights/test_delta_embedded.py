@@ -54,6 +54,7 @@ async def test_after_each_publish_servers_and_mirror_hold_the_full_export(
     assert all(0 < later <= sent[0] / 2 for later in sent[1:])
 
 
+@pytest.mark.slow
 async def test_a_mirror_and_a_server_that_were_killed_come_back_with_the_current_weights(
     trainer: Trainee, transport: DeltaTransport, mirror: MirrorProcess, first: EmbeddedServer, second: EmbeddedServer
 ) -> None:
