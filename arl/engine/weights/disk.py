@@ -52,7 +52,7 @@ class DiskTransport:
         directory = config.directory
         self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
         first_choice = directory or _ram_directory() or self._fallback
-        self._home = _Home(Path(first_choice or run_dir).absolute())
+        self._homes = [_Home(Path(first_choice or run_dir).absolute())]
         self._num_bytes = 0
         self._writer = ThreadPoolExecutor(1, "arl-weights")
         self._updates: list[WrittenWeights] = []
@@ -60,7 +60,7 @@ class DiskTransport:
     @property
     def directory(self) -> Path:
         """Where this process's snapshots are."""
-        return self._home.path
+        return self._homes[-1].path
 
     def snapshot(self, engine: TrainEngine) -> WrittenWeights:
         """Copy the weights aside; nothing is written yet."""
@@ -90,16 +90,18 @@ class DiskTransport:
         for update in self._updates:
             update.discard()
         self._updates.clear()
-        self._home.remove()
+        for home in self._homes:
+            home.remove()
 
     @property
     def _in_ram(self) -> bool:
-        return self._fallback is not None and self._home.path.parent == _RAM
+        return self._fallback is not None and self.directory.parent == _RAM
 
     def _leave_ram(self) -> None:
         """Later snapshots go to the run directory. Those in memory stay until close: servers may still need them."""
         logger.warning("no room in %s: weights go to %s from now on", _RAM, self._fallback)
-        self._home = _Home(self._fallback, also=self._home) if self._fallback else self._home
+        if self._fallback is not None:
+            self._homes.append(_Home(self._fallback))
 
     def _write(self, snapshot: Snapshot) -> DiskWeights:
         """Raises TransportError if there is no room."""
@@ -112,17 +114,17 @@ class DiskTransport:
                 raise
             if not self._in_ram:
                 raise TransportError(
-                    f"there is no room for version {snapshot.version}'s weights in {self._home.path.parent}: {error}; "
+                    f"there is no room for version {snapshot.version}'s weights in {self.directory.parent}: {error}; "
                     "free some, or set weights.directory to a place that every server sees"
                 ) from error
         self._leave_ram()
         return self._write(snapshot)
 
     def _write_here(self, snapshot: Snapshot) -> DiskWeights:
-        aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._home.path))
+        aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.directory))
         try:
             self._num_bytes = snapshot.write(aside / "model")
-            target = self._home.path / f"version-{snapshot.version}-{aside.name.rpartition('-')[2]}"
+            target = self.directory / f"version-{snapshot.version}-{aside.name.rpartition('-')[2]}"
             (aside / "model").rename(target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -199,9 +201,7 @@ class WrittenWeights:
 class _Home:
     """This process's directory below `base`, named by host and marked by a lock that dies with the process."""
 
-    def __init__(self, base: Path, also: _Home | None = None) -> None:
-        """also: an earlier home, removed with this one."""
-        self._also = also
+    def __init__(self, base: Path) -> None:
         prefix = f"arl-weights-{socket.gethostname()}-"
         try:
             base.mkdir(parents=True, exist_ok=True)
@@ -223,8 +223,6 @@ class _Home:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
-        if self._also is not None:
-            self._also.remove()
 
 
 def _remove_leftovers(base: Path, prefix: str) -> None:

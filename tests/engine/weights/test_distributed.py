@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from published import HookedEngine, Trainee
+from published import HookedEngine, Trainee, trainee
 from safetensors.torch import load_file
 
 from arl.api import ScriptedEngine, ScriptedTrainEngine, TensorSpec, UpdateStats, WeightGroup, WeightUpdate
@@ -133,6 +133,13 @@ class SlowlyOpened:
         self.snapshot.release()
 
 
+@pytest.fixture(scope="module")
+def trainer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainee]:
+    """One for all tests, whatever its version is by then."""
+    with trainee(model, tmp_path_factory.mktemp("trainer")) as made:
+        yield made
+
+
 @pytest.fixture
 async def server() -> AsyncIterator[Receiver]:
     server = Receiver()
@@ -181,7 +188,7 @@ async def test_only_the_last_bucket_names_the_version_and_flushes_the_cache(
 ) -> None:
     await publish(transport, trainer, server)
     assert len(server.labels) > 2
-    assert server.labels == [None] * (len(server.labels) - 1) + [0]
+    assert server.labels == [None] * (len(server.labels) - 1) + [trainer.engine.version]
     assert server.flushes == [False] * (len(server.flushes) - 1) + [True]
 
 
