@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
-from arl.api.config import AdapterWeightsConfig, DeltaWeightsConfig, DiskWeightsConfig
 from arl.api.engine import (
     DiskWeights,
     InferenceEngine,
@@ -27,6 +26,7 @@ from arl.api.engine import (
     WeightServer,
     WeightUpdate,
 )
+from arl.api.engine_config import WeightFilesConfig
 from arl.api.errors import TransportError
 
 _RAM = Path("/dev/shm")
@@ -48,7 +48,7 @@ class DiskTransport:
     after a failure.
     """
 
-    def __init__(self, config: DiskWeightsConfig | AdapterWeightsConfig | DeltaWeightsConfig, run_dir: Path) -> None:
+    def __init__(self, config: WeightFilesConfig, run_dir: Path) -> None:
         directory = config.directory
         self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
         first_choice = directory or _ram_directory() or self._fallback
