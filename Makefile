@@ -8,15 +8,19 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 GPU_VENV ?= .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
+# pip's progress in a terminal; elsewhere nothing but errors.
+PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
 .PHONY: quickstart test test-slow test-sglang test-gpu bubblewrap lint format clean
 
 $(STAMP): pyproject.toml constraints/cpu.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -e '.[cpu,dev]' -c constraints/cpu.txt
-	touch $(STAMP)
+	@echo 'Installing arl, torch for the CPU and the tools of its tests into $(VENV): about 3 minutes, once.'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install $(PIP_SHOWS) -e '.[cpu,dev]' -c constraints/cpu.txt
+	@touch $(STAMP)
 
 quickstart: $(STAMP)
+	@echo 'Training a tool-using math agent on this machine: about 4 minutes on two cores.'
 	$(BIN)/python examples/agents/math_agent.py
 
 test: $(STAMP)
@@ -40,9 +44,10 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)
 
 # With torch as PyPI has it, which is for CUDA on Linux.
 $(GPU_STAMP): pyproject.toml
-	$(PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/pip install --quiet -e '.[examples,dev]'
-	touch $(GPU_STAMP)
+	@echo 'Installing arl, torch for CUDA (several GB) and the tools of its tests into $(GPU_VENV): minutes, once.'
+	@$(PYTHON) -m venv $(GPU_VENV)
+	@$(GPU_VENV)/bin/pip install $(PIP_SHOWS) -e '.[examples,dev]'
+	@touch $(GPU_STAMP)
 
 test-gpu: $(GPU_STAMP)
 	$(GPU_VENV)/bin/python -m pytest -m gpu

@@ -1,13 +1,14 @@
-"""What the README promises: its workflow runs as it stands, its commands are targets, and its map is the tree."""
+"""What the README promises: its code runs as it stands, its commands are targets, and its map names the wings."""
 
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from scripted_launch import use_fakes
 
+import arl
 from arl.api import Config, ModelRequest, ScriptedEngine
 from arl.cli import load_config
 from arl.engine.tiny import TURN_END, tiny_tokenizer
@@ -17,9 +18,11 @@ README = (ROOT / "README.md").read_text()
 TOKENIZER = tiny_tokenizer()
 
 
-def only_block(language: str) -> str:
-    (block,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    return block
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+THREE_LINES, ADDER = blocks("python")
 
 
 def add(request: ModelRequest) -> list[int]:
@@ -29,22 +32,26 @@ def add(request: ModelRequest) -> list[int]:
     return TOKENIZER.encode(f"{int(found[1]) + int(found[2])}{TURN_END}")
 
 
-async def test_the_workflow_trains_as_it_stands(
+def test_the_adder_trains_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    TOKENIZER.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    TOKENIZER.save_pretrained("runs/quickstart/trained")
     use_fakes(monkeypatch, ScriptedEngine(add))
-    script: dict[str, Any] = {"__name__": "adder"}
-    exec(only_block("python"), script)
-    flags = ["--model", str(tmp_path / "model"), "--run_dir", str(tmp_path / "run"), "--steps", "2"]
-    flags += ["--rollout.batch_size", "4", "--rollout.group_size", "2", "--no-log.console"]
-    experiment = script["experiment"]
-    await experiment.train(load_config(experiment.config, flags))
+    exec(ADDER.replace("steps=50", "steps=2, batch_size=4, group_size=2"), {"__name__": "adder"})
     assert "held-out reward 1.000 -> 1.000 in 2 steps" in capsys.readouterr().out
 
 
-def test_the_workflow_has_at_most_20_lines() -> None:
-    assert len([line for line in only_block("python").splitlines() if line.strip()]) <= 20
+def test_the_adder_has_at_most_12_lines_and_one_import() -> None:
+    lines = [line for line in ADDER.splitlines() if line.strip()]
+    assert len(lines) <= 12
+    assert [line for line in lines if "import" in line] == ["import arl"]
+
+
+def test_the_three_lines_ask_for_what_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arl, "train", create_autospec(arl.train))
+    exec(THREE_LINES, {})
+    assert len([line for line in THREE_LINES.splitlines() if line.strip()]) == 3
 
 
 def test_the_make_targets_exist() -> None:
@@ -63,7 +70,7 @@ def test_the_flags_of_the_command_for_a_real_model_are_settings() -> None:
 
 
 def test_the_map_names_every_wing() -> None:
-    mapped = {line.split()[0].rstrip("/") for line in only_block("text").splitlines()}
+    mapped = {line.split()[0].rstrip("/") for line in blocks("text")[0].splitlines()}
     wings = {str(init.parent.relative_to(ROOT)) for init in (ROOT / "arl").glob("*/__init__.py")}
     assert {path for path in mapped if not (ROOT / path).is_dir()} == set()
     assert wings <= mapped
