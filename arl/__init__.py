@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
     from arl.experiment import Experiment, ExperimentConfig, Setup
     from arl.start import atrain, train
+    from arl.training.display import progress
     from arl.training.finetuning import Preference, PreferenceLoss, finetune, train_preferences, train_reward_model
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
     from arl.workflow.call_formats import parse_tool_calls
@@ -54,6 +55,7 @@ _HOMES = {
     "arl.rewards": "",
     "arl.sandbox": "",
     "arl.start": "atrain train",
+    "arl.training.display": "progress",
     "arl.training.finetuning": "Preference PreferenceLoss finetune train_preferences train_reward_model",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",

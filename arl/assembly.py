@@ -22,6 +22,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.console import Console
+
 from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.config import (
     AdapterWeightsConfig,
@@ -51,6 +53,7 @@ from arl.rollout.episode import EpisodeRunner, check_workflow
 from arl.rollout.failures import FailureLog
 from arl.rollout.group import GroupRules
 from arl.training.checkpoint import Checkpoints
+from arl.training.display import Display
 from arl.training.evaluation import Evaluator
 from arl.training.learner import Learner, TrainThread
 from arl.training.metrics import RunLog, RunTotals, make_run_dir
@@ -160,11 +163,14 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
     thread = TrainThread()
     stack.callback(thread.close)
-    learner, engine = await _engines(stack, config, thread)
+    display = Display(config.steps, Console(quiet=not config.log.console))
+    stack.callback(display.close)
+    with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
+        learner, engine = await _engines(stack, config, thread)
     transport = _transport(config)
     stack.callback(transport.close)
-    run_log = RunLog(config.run_dir, config.log, steps=config.steps, decode=await asyncio.to_thread(_decoder, config))
-    stack.callback(run_log.close)
+    decode = await asyncio.to_thread(_decoder, config)
+    run_log = RunLog(config.run_dir, config.log, display=display, decode=decode)
 
     identity = {"model": config.model, "seed": config.seed, "num_examples": len(given.dataset)}
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
@@ -177,7 +183,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     if state is not None:
         rollout.load_state_dict(state.values["rollout"], state.groups)
         replay.restore(state.replay, learner.version)
-        _say_where_it_continues(config, learner.version, run_log)
+        _say_where_it_continues(config, learner.version, display)
     return Trainer(
         config=config,
         learner=learner,
@@ -249,9 +255,9 @@ def _evaluator(config: Config, given: _Given, engine: InferenceEngine, runner: E
     )
 
 
-def _say_where_it_continues(config: Config, version: int, run_log: RunLog) -> None:
+def _say_where_it_continues(config: Config, version: int, display: Display) -> None:
     if version < config.steps:
-        run_log.say(f"continuing {config.run_dir} from version {version} of {config.steps}")
+        display.say(f"continuing {config.run_dir} from version {version} of {config.steps}")
         return
     log.warning(
         "%s holds a run that has trained %d steps, and steps is %d: there is nothing left to train; set steps higher "

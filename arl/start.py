@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from pathlib import Path
@@ -184,5 +185,12 @@ def _runnable(reward: Any) -> RewardLike:
     if not inspect.isfunction(reward) or inspect.iscoroutinefunction(reward):
         return reward
     check_signature(reward)
-    is_importable = reward.__module__ != "__main__" and "<" not in reward.__qualname__
-    return reward if is_importable else ThreadReward(reward)
+    return reward if _is_importable(reward) else ThreadReward(reward)
+
+
+def _is_importable(function: Any) -> bool:
+    """Whether a worker process finds it without running the script."""
+    try:
+        return bool(pickle.dumps(function)) and function.__module__ != "__main__"
+    except (pickle.PicklingError, AttributeError, ImportError):
+        return False

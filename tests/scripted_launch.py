@@ -1,5 +1,6 @@
 """`launch` over the official fakes: what a document's code runs on in tests, instead of servers and a model."""
 
+from collections.abc import Callable
 from typing import Self
 
 import pytest
@@ -9,15 +10,16 @@ from arl.api import ScriptedEngine, ScriptedTrainEngine
 
 
 class ScriptedServers:
-    """Stands where RemoteSGLangEngine does: opens and closes the engine."""
+    """Stands where RemoteSGLangEngine does: opens and closes the engine, or a new one for each launch."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self.engine = engine
+    def __init__(self, made: ScriptedEngine | Callable[[], ScriptedEngine]) -> None:
+        self.made = made
 
     def __call__(self, *args: object, **kwargs: object) -> Self:
         return self
 
     async def __aenter__(self) -> ScriptedEngine:
+        self.engine = self.made if isinstance(self.made, ScriptedEngine) else self.made()
         return self.engine
 
     async def __aexit__(self, *exc: object) -> None:
@@ -28,7 +30,7 @@ async def _no_addresses(*args: object) -> tuple[list[str], None]:
     return [], None
 
 
-def use_fakes(monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine) -> None:
+def use_fakes(monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine | Callable[[], ScriptedEngine]) -> None:
     """Let `launch` compose everything as it does, but for the two engines."""
     monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", ScriptedServers(engine))
     monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: ScriptedTrainEngine())

@@ -9,18 +9,15 @@ import argparse
 import asyncio
 import json
 import math
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +29,7 @@ from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.experiment import Experiment
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.failures import FailureBudget
+from arl.training.display import Advance, Display
 from arl.training.metrics import mean_rewards
 
 # What a number of episodes says about a model: means with their standard errors, and pass@k.
@@ -142,8 +140,6 @@ ABOUT = (
     "the workflow's own metrics. Ctrl-C ends it with the scores of what was run until then."
 )
 DEFAULT_N = 8
-LINES_OF_PROGRESS = 10
-"""How many are printed where there is no terminal to draw a bar on."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -197,22 +193,24 @@ class Scoring:
         self._out = out
         rollout = stage.config.rollout
         self._budget = FailureBudget(rollout.max_failure_rate)
-        self._progress = ProgressShown(len(self._works), f"{size} {stage.name} examples")
+        self._name = f"{size} {stage.name} examples"
+        self._display = Display(console=Console(stderr=True))  # stdout has the scores alone
 
     async def run(self) -> None:
         """Prints the scores in the end, whatever that is. Raises FailureBudgetError as training does."""
         try:
-            with self._progress:
-                await self._stage.run(self._works, self._ended)
+            with self._display.work(self._name, len(self._works), "episodes") as advance:
+                await self._stage.run(self._works, lambda run: self._ended(run, advance))
         finally:
+            self._display.close()
             if self._scores.num_episodes:
                 self._print()
 
-    async def _ended(self, run: Run) -> None:
+    async def _ended(self, run: Run, advance: Advance) -> None:
         outcome = self._scores.add(run)
         if self._out is not None:
             await asyncio.to_thread(self._write, self._out, run, outcome)
-        self._progress.show(self._scores)
+        advance(reward=self._scores.total_reward / self._scores.num_episodes)
         self._budget.record(run.episode.error)
 
     def _write(self, out: TextIO, run: Run, outcome: EpisodeOutcome) -> None:
@@ -272,37 +270,6 @@ def score_table(scores: Scores) -> Table:
     for name, mean in scores.means().items():
         table.add_row(Text(name), f"{mean:.3f}" if abs(mean) < 1000 else f"{mean:.0f}", "", "")
     return table
-
-
-class ProgressShown:
-    """A bar on a terminal, else a line now and then; both on stderr, so that stdout has the scores alone."""
-
-    def __init__(self, total: int, name: str) -> None:
-        self._total = total
-        self._name = name
-        self._began = time.monotonic()
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task(name, total=total)
-        self._is_drawn = self._bar.console.is_terminal
-
-    def __enter__(self) -> Self:
-        if self._is_drawn:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._is_drawn:
-            self._bar.stop()
-
-    def show(self, scores: Scores) -> None:
-        done = scores.num_episodes
-        text = f"{self._name}: reward {scores.total_reward / done:.3f}"
-        if self._is_drawn:
-            self._bar.update(self._task, completed=done, description=text)
-        elif done * LINES_OF_PROGRESS // self._total > (done - 1) * LINES_OF_PROGRESS // self._total:
-            elapsed_s = time.monotonic() - self._began
-            sys.stderr.write(f"{text}, {done} of {self._total} episodes, {elapsed_s:.0f} s\n")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -227,11 +227,12 @@ async def run_examples(
     *,
     max_concurrent: int,
     seed: int | None = None,
+    on_end: Callable[[], None] = lambda: None,
 ) -> list[Episode]:
     """Run one episode for each example, `max_concurrent` at a time, and return them in order: for evaluation.
 
-    seed: each request gets a seed of its own, the same in every evaluation. A failed episode has an `error`; its
-    reward, and that of a rejected one, is 0.
+    seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends.
+    A failed episode has an `error`; its reward, and that of a rejected one, is 0.
     """
     episodes: dict[int, Episode] = {}
     indices = iter(range(len(examples)))
@@ -240,6 +241,7 @@ async def run_examples(
         for index in indices:
             sampler = EpisodeSampler(engine, seed=None if seed is None else f"{seed}-evaluation-{index}")
             episodes[index] = await runner.run(sampler, examples[index], name=f"evaluation of example {index}")
+            on_end()
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(max_concurrent, len(examples))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import fmean
 
 from arl.api.config import EvaluationConfig
@@ -33,8 +34,15 @@ class Evaluator:
         self._config = config
         self._seed = seed
 
-    async def evaluate(self) -> Evaluation:
-        """Failed and rejected episodes count as reward 0; `version` is the one published at the start."""
+    @property
+    def num_examples(self) -> int:
+        return len(self._dataset)
+
+    async def evaluate(self, on_end: Callable[[], None] = lambda: None) -> Evaluation:
+        """Failed and rejected episodes count as reward 0; `version` is the one published at the start.
+
+        on_end: called as each episode ends.
+        """
         began, version = time.monotonic(), self._engine.version
         episodes = await run_examples(
             self._engine,
@@ -42,6 +50,7 @@ class Evaluator:
             self._dataset,
             max_concurrent=self._config.max_concurrent_episodes,
             seed=self._seed,
+            on_end=on_end,
         )
         return Evaluation(
             version=version,

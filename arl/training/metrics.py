@@ -1,4 +1,4 @@
-"""What a run leaves for its users to look at: metrics, trajectories and evaluations as JSONL, and a live table.
+"""What a run leaves for its users to look at: metrics, trajectories and evaluations as JSONL.
 
 Files live in the run directory and are cut back to the checkpoint's version when a run resumes, so that a line
 stands once for each version. All calls are short and blocking; the trainer makes them on a thread.
@@ -17,17 +17,13 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from arl.api.config import LogConfig
 from arl.api.engine import PublishStats
 from arl.api.errors import ConfigError, RunFileError
 from arl.api.types import Group, StepStats, Trajectory
 from arl.rollout.episode import episode_reward
-
-ROWS_SHOWN = 16
-COLUMNS = ("step", "reward", "staleness", "samples/s", "waited", "trained", "paused", "loss", "entropy")
+from arl.training.display import Display
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +39,10 @@ class Evaluation:
 
 
 class RunLog:
-    """Writes a run's files and its live table. Owned by `launch`, used from one thread at a time. Raises RunFileError.
+    """Writes a run's files, and shows its steps and evaluations. Used from one thread at a time. Raises RunFileError.
 
-    steps: how many the run is to train, for the table. decode: token ids -> text, for the trajectories; without it they
-    hold ids alone.
+    display: where they are shown; nowhere without one. decode: token ids -> text, for the trajectories; without it
+    they hold ids alone.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class RunLog:
         run_dir: Path,
         config: LogConfig,
         *,
-        steps: int | None = None,
+        display: Display | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         with _usable(run_dir):
@@ -62,7 +58,7 @@ class RunLog:
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
         self._config = config
         self._decode = decode
-        self._table = StepTable(steps) if config.console else None
+        self.display = display or Display(console=Console(quiet=True))
 
     def resume(self, version: int) -> None:
         """Drop what was written after `version`, and torn lines."""
@@ -79,25 +75,14 @@ class RunLog:
         """advantages: of each trajectory of the groups, the mean over its trained tokens; None where there are none."""
         self._append("metrics", [dict(stats.metrics)])
         self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages))
-        if self._table:
-            self._table.step(stats)
+        self.display.step(stats)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self._append("evaluations", [asdict(evaluation)])
-        if self._table:
-            self._table.say(
-                f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
-                f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
-            )
-
-    def say(self, message: str) -> None:
-        """One line for the person at the terminal."""
-        if self._table:
-            self._table.say(message)
-
-    def close(self) -> None:
-        if self._table:
-            self._table.close()
+        self.display.say(
+            f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
+            f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
+        )
 
     def _trajectory_rows(
         self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
@@ -120,62 +105,6 @@ class RunLog:
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         with _usable(self._paths[name]), self._paths[name].open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-class StepTable:
-    """The live table: the last steps in place on a terminal, a line per step where output is a file or a pipe.
-
-    steps: how many there are to be.
-    """
-
-    def __init__(self, steps: int | None = None, console: Console | None = None) -> None:
-        self._steps = steps
-        self._console = console or Console()
-        self._rows: list[tuple[str, ...]] = []
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._started = False
-
-    def step(self, stats: StepStats) -> None:
-        metrics = stats.metrics
-        row = (
-            str(stats.version) if self._steps is None else f"{stats.version} of {self._steps}",
-            f"{stats.reward:.3f}",
-            f"{stats.mean_staleness:.1f} / {stats.max_staleness_seen}",
-            f"{metrics['samples_per_s']:.0f}",
-            f"{stats.wait_s:.2f}s",
-            f"{stats.train_s:.2f}s",
-            f"{metrics.get('weights/pause_s', 0.0) * 1000:.0f}ms",
-            f"{metrics['loss']:+.4f}" if "loss" in metrics else "-",
-            f"{metrics['entropy']:.3f}" if "entropy" in metrics else "-",
-        )
-        self._rows = [*self._rows[1 - ROWS_SHOWN :], row]
-        if self._live:
-            self._start(self._live)
-            self._live.update(self._render(), refresh=True)
-        else:
-            cells = (f"{name} {cell}" for name, cell in zip(COLUMNS, row, strict=True))
-            self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
-
-    def say(self, message: str) -> None:
-        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        if self._live and self._started:
-            self._live.stop()
-            self._started = False
-
-    def _start(self, live: Live) -> None:
-        if not self._started:
-            live.start()
-            self._started = True
-
-    def _render(self) -> Table:
-        table = Table(box=None, header_style="bold")
-        for column in COLUMNS:
-            table.add_column(column, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
-        return table
 
 
 def make_run_dir(run_dir: Path) -> None:

@@ -242,7 +242,9 @@ class Trainer:
         if self.evaluator is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         await self._served(self.version)
-        evaluation = await self.evaluator.evaluate()
+        num_examples = self.evaluator.num_examples
+        with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
+            evaluation = await self.evaluator.evaluate(advance)
         await self.thread(self.log.evaluation, evaluation)
         self.evaluations[evaluation.version] = evaluation
         return evaluation

@@ -31,6 +31,7 @@ from arl import (
     TrainConfig,
     finetune,
     load_train_engine,
+    progress,
     tiny_tokenizer,
     write_tiny_model,
 )
@@ -84,22 +85,19 @@ def warm_start(
     engine = load_train_engine(blank, TrainConfig(optimizer=optimizer, num_threads=num_threads), seed=seed)
     try:
         tokenizer = tiny_tokenizer(known)
-        for number, lesson in enumerate(taught, start=1):
-            examples = [demonstrated(demonstration, tokenizer) for demonstration in lesson]
-            finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=_report(number))
+        with progress("warm start", num_steps) as advance:
+
+            def report(_: int, metrics: Mapping[str, float]) -> None:
+                advance(loss=metrics["loss"])
+
+            for lesson in taught:
+                examples = [demonstrated(demonstration, tokenizer) for demonstration in lesson]
+                finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=report)
         engine.export(directory)
     finally:
         engine.close()
         shutil.rmtree(blank, ignore_errors=True)
     return directory
-
-
-def _report(lesson: int) -> Callable[[int, Mapping[str, float]], None]:
-    def report(step: int, metrics: Mapping[str, float]) -> None:
-        if step % 50 == 0:
-            print(f"warm start: lesson {lesson}, {step:4d} steps, loss {metrics['loss']:.3f}")
-
-    return report
 
 
 def tool_call(name: str, **arguments: object) -> str:

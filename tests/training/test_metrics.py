@@ -2,11 +2,9 @@
 
 import json
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from arl.api import Group, StepStats, Trajectory, TurnSpan
 from arl.api.config import LogConfig
@@ -14,7 +12,6 @@ from arl.api.errors import RunFileError
 from arl.training.metrics import (
     Evaluation,
     RunLog,
-    StepTable,
     batch_metrics,
     episode_rewards,
     plot_run,
@@ -146,27 +143,6 @@ def test_a_file_that_cannot_be_written_is_an_error_of_arls_own_that_names_it(tmp
         write(log, 1, group(trajectory()))
     with pytest.raises(RunFileError, match="Is a directory"):
         log.resume(1)
-
-
-def test_the_table_is_a_line_per_step_where_there_is_no_terminal() -> None:
-    out = StringIO()
-    table = StepTable(9, Console(file=out, width=20))
-    table.step(stats(1))
-    table.step(stats(2))
-    table.close()
-    assert len(out.getvalue().splitlines()) == 2
-    assert out.getvalue().startswith("step 1 of 9  reward 0.500")
-
-
-def test_the_table_shows_the_newest_steps_on_a_terminal() -> None:
-    out = StringIO()
-    table = StepTable(29, Console(file=out, width=120, height=40, force_terminal=True))
-    for version in range(1, 30):
-        table.step(stats(version))
-    table.close()
-    assert table._render().row_count == 16
-    assert "staleness" in out.getvalue()
-    assert "28 of 29" in out.getvalue()
 
 
 def test_the_picture_is_drawn_from_the_files(tmp_path: Path) -> None:

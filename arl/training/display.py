@@ -1,0 +1,202 @@
+"""What a person sees of long work: bars and a table in a terminal; plain lines in a file, a notebook or CI."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from arl.api.types import StepStats
+
+ROWS_SHOWN = 16
+COLUMNS = ("step", "reward", "staleness", "samples/s", "waited", "trained", "paused", "loss", "entropy")
+LINE_EVERY_S = 10.0
+"""Seconds between two plain lines about the same work."""
+
+Advance = Callable[..., None]
+"""Called after each piece of work, with numbers to show, by name: `advance(loss=0.3)`."""
+
+
+class Display:
+    """One per console, used from any thread. A terminal shows the last steps and a bar for all work that is under way.
+
+    num_steps: how many steps the run is to train, if it is a run. console: stdout's unless given; a quiet one shows
+    nothing.
+    """
+
+    def __init__(self, num_steps: int | None = None, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._is_live = self._console.is_terminal and not self._console.quiet
+        self._num_steps = num_steps
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS_SHOWN)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[said]}"),
+            console=self._console,
+        )
+        self._training: TaskID | None = None
+        self._live: Live | None = None
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Show that something is under way whose end is not known."""
+        bar = self._bars.add_task(name, total=None, said="")
+        self._open()
+        if not self._is_live:
+            self.say(name)
+        try:
+            yield
+        finally:
+            self._bars.remove_task(bar)
+
+    @contextmanager
+    def work(self, name: str, total: int, unit: str = "steps", *, leave: bool = True) -> Iterator[Advance]:
+        """Show how far it is, how fast it goes and how long it will take. leave: one line about it stays at the end."""
+        lines = _Lines(name=name, total=total, unit=unit)
+        bar = self._bars.add_task(name, total=total, said="")
+        self._open()
+
+        def advance(**numbers: float) -> None:
+            lines.done, lines.said = lines.done + 1, ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+            self._bars.update(bar, completed=lines.done, said=lines.said)
+            if not self._is_live and lines.are_due():
+                self.say(lines.under_way())
+
+        try:
+            yield advance
+        finally:
+            self._bars.remove_task(bar)
+            if leave and lines.done:
+                self.say(lines.at_the_end())
+
+    def step(self, stats: StepStats) -> None:
+        """A step of training has ended."""
+        self._rows.append(_row(stats, self._num_steps))
+        if not self._is_live:
+            cells = (f"{name} {cell}" for name, cell in zip(COLUMNS, self._rows[-1], strict=True))
+            self.say("  ".join(cells))
+            return
+        if self._training is None:
+            self._training = self._bars.add_task(
+                "training", total=self._num_steps, completed=stats.version - 1, said=""
+            )
+        self._bars.update(self._training, completed=stats.version)
+        self._open()
+
+    def say(self, message: str) -> None:
+        """One line."""
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the table of the last steps on the screen. Idempotent."""
+        if self._training is not None:
+            self._bars.remove_task(self._training)
+            self._training = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _open(self) -> None:
+        if self._live is None and self._is_live:
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=2)
+            self._live.start()
+
+    def _render(self) -> Group:
+        table = Table(box=None, header_style="bold")
+        for column in COLUMNS:
+            table.add_column(column, justify="right")
+        for row in tuple(self._rows):
+            table.add_row(*row)
+        return Group(*([table] if self._rows else []), *([self._bars] if self._bars.tasks else []))
+
+
+@contextmanager
+def progress(name: str, total: int, unit: str = "steps") -> Iterator[Advance]:
+    """Show how far work of one's own is: `with progress("loading", 10) as advance`, and call `advance()` ten times."""
+    display = Display()
+    try:
+        with display.work(name, total, unit) as advance:
+            yield advance
+    finally:
+        display.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lines:
+    """The plain lines about some work."""
+
+    name: str
+    total: int
+    unit: str
+    done: int = 0
+    said: str = ""
+    began: float = field(default_factory=time.monotonic)
+    last: float = field(default_factory=time.monotonic)
+
+    def are_due(self) -> bool:
+        now = time.monotonic()
+        if self.done >= self.total or now - self.last < LINE_EVERY_S:
+            return False
+        self.last = now
+        return True
+
+    def under_way(self) -> str:
+        elapsed_s = time.monotonic() - self.began
+        left_s = elapsed_s / self.done * (self.total - self.done)
+        rate = _rate(self.done / elapsed_s if elapsed_s else None)
+        return self._line(f"{rate}, {left_s:.0f} s left")
+
+    def at_the_end(self) -> str:
+        return self._line(f"{time.monotonic() - self.began:.1f} s")
+
+    def _line(self, times: str) -> str:
+        return ", ".join(filter(None, (f"{self.name}: {self.done} of {self.total} {self.unit}", times, self.said)))
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(_rate(task.finished_speed or task.speed))
+
+
+def _rate(per_s: float | None) -> str:
+    if not per_s:
+        return ""
+    return f"{per_s:.1f}/s" if per_s >= 1 else f"{1 / per_s:.1f} s each"
+
+
+def _row(stats: StepStats, num_steps: int | None) -> tuple[str, ...]:
+    metrics = stats.metrics
+    return (
+        str(stats.version) if num_steps is None else f"{stats.version} of {num_steps}",
+        f"{stats.reward:.3f}",
+        f"{stats.mean_staleness:.1f} / {stats.max_staleness_seen}",
+        f"{metrics['samples_per_s']:.0f}",
+        f"{stats.wait_s:.2f}s",
+        f"{stats.train_s:.2f}s",
+        f"{metrics.get('weights/pause_s', 0.0) * 1000:.0f}ms",
+        f"{metrics['loss']:+.4f}" if "loss" in metrics else "-",
+        f"{metrics['entropy']:.3f}" if "entropy" in metrics else "-",
+    )
