@@ -81,7 +81,7 @@ def test_every_episode_is_a_line_of_the_file(script: Commands) -> None:
     assert [by_example[i]["passed"] for i in range(3)] == [True, False, False]
     assert [by_example[i]["rejected"] for i in range(3)] == [False, True, False]
     assert [by_example[i]["error"] for i in range(3)] == [None, None, "RuntimeError: the tool broke"]
-    assert by_example[0]["metrics"] == {"turns": 1}
+    assert by_example[0]["metrics"] == {"turns": 1, "context_full": 0}
     (trajectory,) = by_example[0]["trajectories"]
     assert trajectory["rewards"] == {"right": 1.0, "short": 0.5}
     assert trajectory["text"].endswith("Add: 0 + 1 = ?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>")
