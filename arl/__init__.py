@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
     from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
     from arl.workflow.tool_agent import ToolAgentWorkflow
-    from arl.workflow.tools import Tool, acall_tools
+    from arl.workflow.tools import Tool, ToolLimits, acall_tools
     from arl.workflow.verifiers_workflow import VerifiersWorkflow
 
 _HOMES = {
@@ -66,7 +66,7 @@ _HOMES = {
     "arl.workflow.teachers": "DistillationWorkflow RewardModelClient TeacherClient",
     "arl.workflow.team": "DebateWorkflow Member SolverCheckerWorkflow Team TeamSettings",
     "arl.workflow.tool_agent": "ToolAgentWorkflow",
-    "arl.workflow.tools": "Tool acall_tools",
+    "arl.workflow.tools": "Tool ToolLimits acall_tools",
     "arl.workflow.verifiers_workflow": "VerifiersWorkflow",
 }
 """Where each name is loaded from when it is first used. The imports above say the same to editors; a test compares."""

@@ -1,0 +1,15 @@
+"""Workflows: agents that run an episode and return what to train on.
+
+| module | what lives there |
+|---|---|
+| agent | AgentWorkflow, SingleTurnWorkflow, MultiTurnWorkflow |
+| tool_agent, tools, tool_schema, call_formats, mcp_tools | agents that call tools, and the tools |
+| team | several agents in one episode |
+| conversation, dialogue, chat_template | transcripts, exact to the token, and the trajectories made of them |
+| sdk_agent, proxy | programs that call an OpenAI-compatible URL |
+| verifiers_workflow, verifiers_harness | environments of the verifiers package |
+| teachers | distillation, and clients of teachers and reward models |
+
+Users import these names from `arl`. This package may import arl.api, arl.web, arl.sandbox and arl.rewards, and never
+arl.engine: a workflow gets a Sampler, and knows nothing else of what serves the model.
+"""

@@ -1,4 +1,4 @@
-"""What the ready-made workflows have in common: where an episode's messages come from, and what an answer is worth."""
+"""Agents that answer: AgentWorkflow, the base of the ready-made workflows, and those of one turn and of several."""
 
 from __future__ import annotations
 
@@ -21,34 +21,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from arl.api.engine import Sampler
-    from arl.workflow.conversation import Conversation
     from arl.workflow.tools import Tool
 
-
 PromptFunction = Callable[[Example], str | Sequence[Message]]
-"""From an example to what the user asks, or to all messages that an episode begins with."""
+"""From an example to the user's question, or to all messages that an episode begins with."""
 
 _COLUMNS = ("messages", "prompt", "question")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class AgentWorkflow(Shared, RolloutWorkflow):
-    """The base of the ready-made workflows. Its methods without an underscore are there to be overridden.
-
-    tokenizer: with a chat template. reward: of the answer, `(answer, data)`; see as_reward for what it may be.
-    sampling: of each turn. system: the system prompt, unless the example's messages have one. prompt: from an example
-    to its messages; unset: the example's column `messages`, `prompt` or `question`. template_options: passed to the
-    chat template (`{"enable_thinking": False}`, say). rewriting: what becomes of turns that the template shows
-    otherwise later.
-    """
+    """The base of the ready-made workflows. Override its methods without an underscore."""
 
     tokenizer: PreTrainedTokenizerBase = field(kw_only=False)
+    """Must have a chat template."""
     reward: RewardLike = field(kw_only=False)
+    """A function `(answer, data)`, or anything else that as_reward takes."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How each turn is sampled."""
     system: str | None = None
+    """The system prompt, unless the example's messages have one."""
     prompt: PromptFunction | None = None
+    """Makes the messages of an example. Unset, they are its column `messages`, `prompt` or `question`."""
     template_options: Mapping[str, Any] | None = None
+    """Passed to the chat template, `{"enable_thinking": False}` for instance."""
     rewriting: Rewriting = "branch"
+    """What becomes of turns that the template shows otherwise later."""
 
     def __post_init__(self) -> None:
         Shared.__init__(self)
@@ -61,7 +59,7 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         await self._score.__aexit__()
 
     def messages(self, data: Example) -> Sequence[Message]:
-        """What an episode begins with. Raises DatasetError for an example without messages."""
+        """The messages that an episode begins with. Raises DatasetError for an example without any."""
         given = self.prompt(data) if self.prompt is not None else _of_columns(data)
         return with_system(self.system, given)
 
@@ -75,16 +73,16 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         )
 
     def answer(self, turn: Turn) -> str:
-        """What is rewarded of a turn: all of its text, thinking included."""
+        """The part of a turn that is rewarded: all of its text, thinking included."""
         return turn.text
 
     async def ascore(self, answer: str, data: Example) -> Score:
-        """What an answer is worth."""
+        """The reward of an answer."""
         return await self._score(answer, data)
 
 
 def with_system(system: str | None, given: object) -> list[Message]:
-    """A question, or messages as they are, after the system prompt; one of their own comes before ours.
+    """The system prompt and then a question or messages. Messages with a system prompt of their own keep that one.
 
     Raises DatasetError for anything else, and for messages that end with the assistant's.
     """
@@ -118,9 +116,6 @@ def _checked(given: object) -> list[Message]:
     return messages
 
 
-# One question, one answer, one reward.
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class SingleTurnWorkflow(AgentWorkflow):
     """Asks once and rewards the answer.
@@ -137,11 +132,8 @@ class SingleTurnWorkflow(AgentWorkflow):
         return chat.trajectories(score.value, score.metrics, rewards=score.parts)
 
 
-# An answer, what is wrong with it, and another try.
-
-
 Feedback = Callable[[str, Example, int], "str | Awaitable[str | None] | None"]
-"""From an answer, its example and how many answers came before it to what the user says; None ends the episode."""
+"""From an answer, its example and the number of earlier answers to what the user says; None ends the episode."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -153,16 +145,17 @@ class MultiTurnWorkflow(AgentWorkflow):
 
         workflow = MultiTurnWorkflow(tokenizer, exact_match, feedback=feedback, max_turns=3, discount=0.9)
 
-    feedback: sync, then in a thread, or async; None ends the episode. max_turns: answers in an episode; the last one
-    gets no feedback. discount: the reward and its parts are multiplied by it once for each retry. turn_reward: of each
-    answer, beside the outcome (TurnSpan.reward); of a Score only the value counts. An episode whose context is full
-    ends with the answer it has, as one that a length limit ended. Metrics: turns.
+    An episode whose context is full ends truncated, with the last answer it has. Metrics: turns, context_full.
     """
 
     feedback: Feedback | None = None
+    """Sync functions run in a thread."""
     max_turns: int = 3
+    """Answers in an episode. The last one gets no feedback."""
     discount: float = 1.0
+    """The reward and its parts are multiplied by it once for each retry."""
     turn_reward: RewardLike | None = None
+    """Rewards each answer, beside the outcome (TurnSpan.reward). Of a Score only the value counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,7 +184,7 @@ class MultiTurnWorkflow(AgentWorkflow):
             await super()._close()
 
     async def afeedback(self, answer: str, data: Example, attempt: int) -> str | None:
-        """What the user says to an answer; None when it needs no other. attempt: how many answers came before it."""
+        """What the user says to an answer; None ends the episode. attempt: how many answers came before it."""
         feedback = self.feedback
         assert feedback is not None
         if inspect.iscoroutinefunction(feedback):

@@ -1,4 +1,4 @@
-"""A workflow from a program that is there already: it calls a model over HTTP, and does not know that it is trained."""
+"""SDKWorkflow: trains a program that calls a model over HTTP, and need not know that it is trained."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ if TYPE_CHECKING:
     from arl.api.engine import Sampler
 
 Program = Callable[[str, str, Example], "str | Awaitable[str]"]
-"""`(base_url, api_key, data)` to the agent's final answer. A coroutine function runs in the event loop, another in a
-thread of its own, which the end of the episode cannot kill: its next call is answered with 401."""
+"""From `(base_url, api_key, data)` to the agent's final answer. A coroutine function runs on the event loop, any other
+in a thread. The end of the episode cannot kill a thread, but its next call is answered with 401."""
 
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_TOLD = 2000
 _DRAIN_S = 2.0
 _THREADS = CallThreads(max_threads=4096, max_hung=4096)
-"""Programs run as long as their episodes do, so there are as many threads as episodes that run at once."""
+"""A program runs as long as its episode, so there is a thread for each episode that runs at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A program in a process of its own, in whatever language.
+    """A program in a process of its own, in any language.
 
-    arguments: the command line, without a shell. The example is its standard input, as JSON; what it prints is its
-    answer, without the space around it, and any exit status but 0 is an error. Its environment has OPENAI_BASE_URL and
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and `env` beside that of this process. It is killed, with
-    all that it started and that did not leave its process group, when the episode ends. It is not in a sandbox.
+    It reads the example from standard input, as JSON. Its answer is what it prints, without the space around it. Any
+    exit status but 0 is an error. Its environment has OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY. At the end of the episode it is killed, with its process group. It is not in a sandbox.
     """
 
     arguments: Sequence[str]
+    """The command line, without a shell."""
     cwd: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Added to this process's environment."""
 
     def __post_init__(self) -> None:
         if isinstance(self.arguments, str) or not self.arguments:
@@ -58,7 +59,7 @@ class Command:
             )
 
     async def arun(self, session: EpisodeSession, data: Example) -> str:
-        """What it prints. Raises ProgramError."""
+        """Run it and return what it prints. Raises ProgramError."""
         keys = {"OPENAI_API_KEY": session.api_key, "ANTHROPIC_API_KEY": session.api_key}
         urls = {"OPENAI_BASE_URL": session.base_url, "ANTHROPIC_BASE_URL": session.url}
         try:
@@ -150,11 +151,11 @@ class SDKWorkflow(Shared, RolloutWorkflow):
 
         workflow = SDKWorkflow(program, reward, tokenizer, sampling=SamplingParams(max_new_tokens=1024))
 
-    program: a function, sync or async, or a Command. reward: of the text that it returns; see as_reward. proxy: what it
-    is called through, where tokenizer and sampling do not say enough.
+    program: a function, sync or async, or a Command. reward: of the text that it returns; see as_reward. proxy: in the
+    place of tokenizer and sampling, for further settings.
 
-    A program that fails fails its episode. But one whose last call found no room in the model's context has the answer
-    "", and a trajectory that is truncated.
+    A program that fails fails its episode. If it fails because a call found no room in the model's context, and earlier
+    calls were answered, the episode ends truncated, with the answer "". Metrics: context_full, and the proxy's.
     """
 
     def __init__(

@@ -25,22 +25,20 @@ ToolLike = Tool | Callable[..., Any]
 """A tool, or a typed function to make one of."""
 
 ToolSource = AbstractAsyncContextManager[Sequence[ToolLike]]
-"""Tools that are there while it is open: those of an MCP server, for instance."""
+"""Has tools while it is open: an MCP server, for instance."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ToolEpisode:
-    """An episode as it goes: what its workflow's methods look at.
-
-    results: of all calls so far, in order. answer: the turn without a call that ended it; None until then, and where
-    something else ended it (max_turns, is_done, a full context).
-    """
+    """The state of an episode, for its workflow's methods."""
 
     data: Example
     conversation: Conversation
     tools: Sequence[Tool]
     results: list[ToolResult] = field(default_factory=list[ToolResult])
+    """Those of all calls so far, in order."""
     answer: Turn | None = None
+    """The turn without a call that ended the episode; None if max_turns, is_done or a full context ended it."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -65,22 +63,22 @@ class ToolAgentWorkflow(AgentWorkflow):
 
         workflow = ToolAgentWorkflow(tokenizer, math_reward(), tools=[divide], max_turns=6)
 
-    tools: shared by all episodes; among them may be sources such as MCPTools, which are open as long as the workflow
-    is. open_tools: from an example to a source that is opened for its episode alone and closed at its end, however it
-    ends. max_turns: how often the model may speak. limits: of the calls. call_format: unset, as the chat template asks
-    for.
-
-    An episode that ends without an answer (at max_turns, by is_done, or because the context is full) is scored as one
-    with the empty answer, so that its score has the same named parts as others. The calls of the last turn are run, as
-    they may be what counts. An answer that max_new_tokens cut off is scored as it stands; the trajectory is
-    is_truncated. Metrics: tool_calls, tool_errors, malformed_calls, turns, answered (1 or 0).
+    An episode that ends without an answer (at max_turns, by is_done, or because the context is full) is scored with the
+    empty answer, so that its score has the same named parts as others. The calls of the last turn are run too: their
+    effect may be what counts. An answer that max_new_tokens cut off is scored as it stands, and the trajectory is
+    truncated. Metrics: tool_calls, tool_errors, malformed_calls, turns, answered and context_full (1 or 0).
     """
 
     tools: Sequence[ToolLike | ToolSource] = ()
+    """Shared by all episodes. Sources such as MCPTools are open as long as the workflow is."""
     open_tools: Callable[[Example], ToolSource] | None = None
+    """Makes the tools of one episode, which are closed at its end, however it ends."""
     max_turns: int = 8
+    """How often the model may speak."""
     limits: ToolLimits = DEFAULT_LIMITS
+    """How long a call may take, and how much of its result the model reads."""
     call_format: CallFormat | None = None
+    """Unset, the one that the chat template asks for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,11 +125,11 @@ class ToolAgentWorkflow(AgentWorkflow):
             yield [*shared, *map(Tool.of, own)]
 
     def is_done(self, episode: ToolEpisode) -> bool:
-        """Whether the episode ends now, after calls were answered: where one of them was `submit`, for instance."""
+        """Whether the episode ends now, after calls were answered: after a call of `submit`, for instance."""
         return False
 
     async def ascore_episode(self, episode: ToolEpisode) -> Score:
-        """What the episode is worth. Its tools are still open."""
+        """The reward of the episode. Its tools are still open."""
         return await self.ascore("" if episode.answer is None else self.answer(episode.answer), episode.data)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
@@ -146,7 +144,7 @@ class ToolAgentWorkflow(AgentWorkflow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpeaker:
-    """How a model with tools speaks: it goes on calling them until it answers."""
+    """Lets a model with tools speak until it answers without a call."""
 
     call_format: CallFormat
     limits: ToolLimits
@@ -159,7 +157,7 @@ class ToolSpeaker:
         episode: ToolEpisode,
         is_done: Callable[[ToolEpisode], bool] = lambda _: False,
     ) -> None:
-        """Until episode.answer is there, or something else ends it. Raises PromptTooLongError if nothing was said."""
+        """Set episode.answer, unless something else ends the episode. Raises what Conversation.agenerate raises."""
         chat = episode.conversation
         episode.answer = None
         for _ in range(self.max_turns):

@@ -10,8 +10,8 @@ import math_tasks
 import pytest
 from math_agent import MathAgent, MathAgentConfig, answer_score, questions
 
-from arl.api import SamplingParams, ScriptedEngine, Trajectory
-from arl.api.errors import ConfigError, DatasetError
+from arl.api import ModelRequest, SamplingParams, ScriptedEngine, Trajectory
+from arl.api.errors import ConfigError, DatasetError, PromptTooLongError
 from arl.cli import load_config
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import InlineReward
@@ -26,10 +26,17 @@ def call(expression: str) -> str:
     )
 
 
-async def episode(*answers: str, max_turns: int = 4) -> tuple[Trajectory, str]:
+async def episode(*answers: str | PromptTooLongError, max_turns: int = 4) -> tuple[Trajectory, str]:
     """Run the agent on ENTRY with a model that says `answers`; also the text of all that it saw and said."""
     remaining = iter(answers)
-    engine = ScriptedEngine(lambda _: [*TOKENIZER.encode(next(remaining)), TOKENIZER.eos_token_id])
+
+    def script(_: ModelRequest) -> list[int]:
+        answer = next(remaining)
+        if isinstance(answer, PromptTooLongError):
+            raise answer
+        return [*TOKENIZER.encode(answer), TOKENIZER.eos_token_id]
+
+    engine = ScriptedEngine(script)
     score, sampling = InlineReward(math_tasks.score), SamplingParams(max_new_tokens=500)
     agent = MathAgent(tokenizer=TOKENIZER, score=score, sampling=sampling, max_turns=max_turns)
     (trajectory,) = await agent.arun_episode(engine, ENTRY)
@@ -64,6 +71,13 @@ async def test_an_agent_that_never_answers_has_no_reward() -> None:
     trajectory, _ = await episode(call("1 + 1"), call("1 + 1"), max_turns=2)
     assert trajectory.reward == 0.0
     assert trajectory.metrics == {"tool_calls": 2, "turns": 2, "context_full": 0}
+
+
+async def test_an_agent_whose_context_is_full_ends_with_what_it_has() -> None:
+    trajectory, text = await episode(call("9 ** 9"), PromptTooLongError("no room"))
+    assert trajectory.is_truncated
+    assert text.endswith("</tool_call><|im_end|>")
+    assert trajectory.metrics == {"tool_calls": 1, "turns": 1, "context_full": 1}
 
 
 async def test_what_the_model_said_is_trained_and_nothing_else() -> None:

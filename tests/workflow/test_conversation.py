@@ -149,12 +149,6 @@ async def test_each_sampled_turn_has_its_span_with_its_reward_and_state() -> Non
     assert trajectory.rewards == {"form": 0.5}
 
 
-async def test_turns_have_no_reward_and_no_state_unless_given() -> None:
-    trajectory = (await talked(["abc", "de"], [[("tool", "more")]], ended=True)).trajectory(1.0)
-    assert [(turn.reward, turn.state) for turn in trajectory.turns] == [(0.0, None), (0.0, None)]
-    assert trajectory.rewards == {}
-
-
 @pytest.mark.parametrize("name", ["turn_rewards", "states"])
 async def test_turn_by_turn_values_that_are_not_as_many_as_turns_are_named(name: str) -> None:
     conversation = await talked(["abc", "de"], [[("tool", "more")]], ended=True)
@@ -215,24 +209,6 @@ async def test_turns_of_one_episode_share_a_session_and_episodes_do_not() -> Non
         await conversation.agenerate(engine, SAMPLING)
     sessions = [request.session_id for request in engine.requests]
     assert sessions[0] == sessions[1] != sessions[2]
-
-
-async def test_turns_of_different_temperatures_are_trained_in_trajectories_of_their_own() -> None:
-    conversation, engine = Conversation(TOKENIZER, user("?")), saying("a", "b", "c")
-    for temperature in (1.0, 0.5, 1.0):
-        await conversation.agenerate(engine, SamplingParams(temperature=temperature))
-        conversation.add(*user("more"))
-    with pytest.raises(TrajectoryError, match=r"branched into 2 trajectories.*return conversation\.trajectories"):
-        conversation.trajectory(1.0)
-    first, second = conversation.trajectories(1.0)
-    assert (first.temperature, second.temperature) == (1.0, 0.5)
-    assert first.token_ids == conversation.token_ids
-    assert second.token_ids == first.token_ids[: len(second.token_ids)]
-    assert [a + b for a, b in zip(first.loss_mask, second.loss_mask, strict=False)] == list(
-        conversation.loss_mask[: len(second.token_ids)]
-    )
-    trained = [TOKENIZER.decode(t.token_ids[turn.start : turn.stop]) for t in (first, second) for turn in t.turns]
-    assert trained == ["a<|im_end|>", "c<|im_end|>", "b<|im_end|>"]
 
 
 async def test_a_demonstration_has_the_tokens_of_the_same_conversation_sampled() -> None:

@@ -213,6 +213,7 @@ def served(model: Path) -> Iterator[str]:
         process.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_few_steps_bring_the_student_nearer_to_its_teacher(tmp_path: Path) -> None:
     teacher_model = write_model_of_habits(tmp_path / "teacher", strength=0.4, seed=1)

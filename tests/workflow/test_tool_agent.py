@@ -145,6 +145,13 @@ async def test_a_full_context_ends_the_episode_with_what_there_is() -> None:
         await agent().arun_episode(saying(too_long()), QUESTION)
 
 
+async def test_a_workflow_says_how_much_of_a_result_the_model_reads() -> None:
+    engine = saying(call("fetch", page="a" * 100), "done")
+    workflow = ToolAgentWorkflow(TOKENIZER, exact, tools=[fetch], limits=ToolLimits(max_output_chars=10))
+    await workflow.arun_episode(engine, QUESTION)
+    assert "<tool_response>\n<aaaaaaaaa\n[cut here: " in seen_by(engine)
+
+
 async def test_an_answer_that_was_cut_off_is_scored_as_it_stands() -> None:
     (trajectory,) = await agent().arun_episode(ScriptedEngine(lambda _: cut_off("done")), QUESTION)
     assert (trajectory.reward, trajectory.is_truncated) == (1.0, True)

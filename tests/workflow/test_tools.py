@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from arl.api.errors import ConfigError, ServerError
 from arl.workflow.tools import (
     DEFAULT_LIMITS,
-    MalformedCall,
     Tool,
     ToolCall,
     ToolError,
@@ -63,43 +60,6 @@ def test_a_tool_is_described_as_its_function_is() -> None:
             },
         },
     }
-
-
-def test_calls_are_read_in_order_from_the_text_around_them() -> None:
-    text = 'First <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call> then\n'
-    text += '<tool_call>{"name": "b", "arguments": {}}</tool_call>.'
-    assert parse_tool_calls(text) == [ToolCall(name="a", arguments={"x": 1}), ToolCall(name="b", arguments={})]
-
-
-def test_text_without_a_call_has_none() -> None:
-    assert parse_tool_calls('{"name": "a", "arguments": {}}') == []
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "",
-        "nonsense",
-        "[]",
-        '{"name": "a"}',
-        '{"name": 3, "arguments": {}}',
-        '{"name": "a", "arguments": "x"}',
-        "[" * 9999,
-    ],
-)
-def test_a_malformed_call_is_one_that_says_why(body: str) -> None:
-    (call,) = parse_tool_calls(f"<tool_call>{body}</tool_call>")
-    assert isinstance(call, MalformedCall)
-    assert call.reason.startswith("a tool call ")
-
-
-@given(st.text())
-def test_whatever_stands_in_a_call_is_read_without_an_error(body: str) -> None:
-    assert parse_tool_calls(f"<tool_call>{body}</tool_call>")
-
-
-def test_a_call_that_was_not_closed_counts() -> None:
-    assert parse_tool_calls('<tool_call>{"name": "a", "arguments": {}}') == [ToolCall(name="a", arguments={})]
 
 
 async def test_calls_of_sync_and_async_tools_are_answered_in_order() -> None:
@@ -287,6 +247,9 @@ async def test_a_megabyte_is_cut_with_a_note_of_how_much_is_missing(kind: str) -
     result = await called(tool, ToolLimits(max_output_chars=100))
     assert result.content == "é" * 100 + "\n[cut here: 999900 more characters]"
     assert result.failure is None
+    assert (await called(tool)).content.startswith("é" * 2000 + "\n[cut here")
+    own = Tool.from_function(tool.function, max_output_chars=5)
+    assert (await called(own)).content == "é" * 5 + "\n[cut here: 999995 more characters]"
 
 
 @dataclass

@@ -141,6 +141,9 @@ async def test_a_program_that_found_no_room_in_the_context_has_no_answer_and_is_
 
     made = await run(talks, ScriptedEngine(once), {"question": "?", "answer": ""})
     assert [(trajectory.reward, trajectory.is_truncated) for trajectory in made] == [(1.0, True)]
+    assert made[0].metrics["context_full"] == 1.0
+    with pytest.raises(openai.BadRequestError, match="the context is full"):  # nothing was recorded to train on
+        await run(talks, ScriptedEngine(once))
 
 
 async def test_a_program_that_returns_no_text_is_told_so() -> None:
