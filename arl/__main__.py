@@ -82,7 +82,7 @@ def _settings(name: str) -> dict[str, Any]:
     settings = preset(name).model_dump(mode="json")
     if settings["correction"]["kind"] == "none":
         # Bounds of no correction are a contradiction, so they cannot be pasted.
-        settings["correction"] = {key: settings["correction"][key] for key in ("kind", "level", "veto")}
+        settings["correction"] = {key: settings["correction"][key] for key in ("kind", "level")}
     return settings
 
 

@@ -105,14 +105,14 @@ def test_flags_beside_a_preset_override_the_file_field_by_field(tmp_path: Path) 
         ),
         (["--engine.kind", "sglang"], "engine: addresses is empty; name at least one server"),
         (["--engine.kind", "vllm"], "engine.kind is 'vllm'; allowed there: local, sglang, "),
-        (["--algorithm.loss.kind", "gspp"], "algorithm.loss.kind is 'gspp'; allowed there: ppo, reinforce, gspo, "),
+        (["--algorithm.loss.kind", "gspp"], "algorithm.loss.kind is 'gspp'; allowed there: ppo, gspo, gmpo, "),
         (
             ["--algorithm.loss.clip_low", "2"],
             "algorithm.loss.clip_low is '2' with loss.kind=ppo: Input should be less than or equal to 1",
         ),
         (
-            ["--algorithm.preset", "gspo", "--algorithm.loss.dual_clip", "3"],
-            "algorithm.loss.dual_clip is not a setting with loss.kind=gspo; allowed there: clip_high, clip_low, kind",
+            ["--algorithm.preset", "sapo", "--algorithm.loss.dual_clip", "3"],
+            "algorithm.loss.dual_clip is not a setting with loss.kind=sapo; allowed there: kind, tau_negative",
         ),
         (["--algorithm.preset", "gropo"], "algorithm: no preset is named 'gropo'; did you mean grpo"),
         (["--algorithm.advantage.kind", "gae"], "algorithm: advantage.kind is gae, which needs a critic's values"),

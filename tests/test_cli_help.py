@@ -59,7 +59,7 @@ def shown(config: type[Config], capsys: pytest.CaptureFixture[str]) -> dict[str,
         ("--train.optimizer.betas", "[0.9, 0.95]"),
         ("--algorithm.advantage.kind", "returns"),
         ("--algorithm.loss.kind", "ppo"),
-        ("--algorithm.selection.kind", "none"),
+        ("--algorithm.selection", "null"),
         ("--algorithm.correction.kind", "truncate"),
         ("--algorithm.critic", "null"),
         ("--weights.transport", "disk"),
@@ -97,7 +97,9 @@ def test_a_setting_of_some_variants_names_them(capsys: pytest.CaptureFixture[str
     assert "[sglang] Base URLs" in texts["--engine.addresses"]
     assert "[disk, delta, adapter] Where the files are written; " in texts["--weights.directory"]
     assert "[" not in texts["--engine.request_timeout_s"]
-    assert re.search(r"\[ppo\] .*\(default: 0.2\) \[gspo\] .*\(default: 0.0004\)", texts["--algorithm.loss.clip_high"])
+    assert "[ppo, gspo, gmpo, cispo] The ratio is clipped" in texts["--algorithm.loss.clip_high"]
+    pattern = r"\[returns\] .*\(default: 1.0\) \[gigpo\] .*\(default: 0.95\)"
+    assert re.search(pattern, texts["--algorithm.advantage.turn_discount"])
 
 
 def test_a_kind_says_what_each_is(capsys: pytest.CaptureFixture[str]) -> None:

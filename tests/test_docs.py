@@ -18,7 +18,7 @@ from scripted_launch import use_fakes
 
 from arl.__main__ import main as arl_main
 from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.policy import ValueLoss
+from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.api import (
     Config,
     Example,

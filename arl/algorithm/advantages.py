@@ -39,7 +39,7 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     advantages = torch.where(batch.loss_mask, _estimated(batch, peers_of(batch, config.overlong), config), 0.0)
     if isinstance(settings, GAEAdvantage):
         returns = torch.where(batch.loss_mask, advantages + batch.values, 0.0).float()
-        advantages = whitened(batch, advantages) if settings.whiten else advantages
+        advantages = whitened(batch, advantages)
     elif isinstance(settings, ReturnsAdvantage) and settings.scale == "batch_std":
         # REINFORCE++ subtracts the mean (2501.03262, as do OpenRLHF and verl), and so does its variant with the group's
         # mean as a baseline: longer trajectories weigh more, so the mean over tokens is not 0 there either, and a group
@@ -60,9 +60,9 @@ def _estimated(batch: Batch, peers: Sequence[Peers], config: AlgorithmConfig) ->
             return gae_advantages(batch, outcomes, settings, config.kl)
         case GiGPOAdvantage() as settings:
             standing = _of_each(batch, peers, lambda one: scaled(one.totals, one, "group_mean", settings.scale))
-            return batch.over_tokens(standing) + settings.step_weight * turn_advantages(batch, peers, settings)
-        case DistillationAdvantage() as settings:
-            return distillation_advantages(batch, settings)
+            return batch.over_tokens(standing) + turn_advantages(batch, peers, settings)
+        case DistillationAdvantage():
+            return distillation_advantages(batch)
         case PassAtKAdvantage() as settings:
             return batch.over_tokens(_of_each(batch, peers, lambda one: _one_success(one, settings.k)))
         case RejectionAdvantage() as settings:
@@ -116,15 +116,15 @@ def returns_advantages(
     return advantages + returns_to_go(rewards, batch, settings, trained)
 
 
-def distillation_advantages(batch: Batch, settings: DistillationAdvantage) -> torch.Tensor:
-    """float64[T]: coefficient (teacher logprob - p), each trained token's own, from what the workflow saw of it.
+def distillation_advantages(batch: Batch) -> torch.Tensor:
+    """float64[T]: teacher logprob - p, each trained token's own, from what the workflow saw of it.
 
     The reverse KL(student || teacher) of a policy pi has the gradient E[(log pi - log teacher) grad log pi], with pi
     the policy that learns. The workflow could only compare the teacher with the sampler b: b - p is added, or stale
     tokens would be pushed on after the student has reached its teacher.
     """
     given = joined("d", (t.token_rewards or (0.0,) * len(t.token_ids) for t in batch.trajectories))
-    return settings.coefficient * (given + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double()))
+    return given + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double())
 
 
 def _one_success(peers: Peers, k: int) -> list[float]:

@@ -14,24 +14,20 @@ from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationEr
 
 from arl.api.objective import (
     AdvantageConfig,
-    CISPOLossConfig,
     ClipCovSelection,
+    ClippedLossConfig,
     CorrectionConfig,
     CriticConfig,
     DistillationAdvantage,
     DPPOLossConfig,
     GAEAdvantage,
     GiGPOAdvantage,
-    GMPOLossConfig,
-    GSPOLossConfig,
     KLConfig,
     KLCovSelection,
     LossConfig,
     MirrorDescentLossConfig,
-    NoSelection,
     OverlongConfig,
     PassAtKAdvantage,
-    PPOLossConfig,
     ReinforceLossConfig,
     RejectionAdvantage,
     ReturnsAdvantage,
@@ -47,23 +43,19 @@ __all__ = [
     "AdvantageConfig",
     "Aggregation",
     "AlgorithmConfig",
-    "CISPOLossConfig",
     "ClipCovSelection",
+    "ClippedLossConfig",
     "CorrectionConfig",
     "CriticConfig",
     "DPPOLossConfig",
     "DistillationAdvantage",
     "GAEAdvantage",
-    "GMPOLossConfig",
-    "GSPOLossConfig",
     "GiGPOAdvantage",
     "KLConfig",
     "KLCovSelection",
     "LossConfig",
     "MirrorDescentLossConfig",
-    "NoSelection",
     "OverlongConfig",
-    "PPOLossConfig",
     "PassAtKAdvantage",
     "Proximal",
     "ReinforceLossConfig",
@@ -91,8 +83,8 @@ class AlgorithmConfig(Section):
     """How rewards become advantages."""
     loss: LossConfig
     """The policy's loss, of advantages and ratios."""
-    selection: SelectionConfig
-    """Tokens that the loss treats apart."""
+    selection: SelectionConfig | None
+    """Tokens that the loss treats apart. Unset: none."""
     correction: CorrectionConfig
     kl: KLConfig
     overlong: OverlongConfig
@@ -147,7 +139,7 @@ class AlgorithmConfig(Section):
         """Whether p has to be known before the first update on a batch."""
         recomputed = self.proximal == "recomputed" and self.num_updates > 1
         in_advantages = isinstance(self.advantage, DistillationAdvantage) or self.has_kl_in_reward
-        return recomputed or (in_advantages and self.proximal == "recomputed") or self.selection.kind != "none"
+        return recomputed or (in_advantages and self.proximal == "recomputed") or self.selection is not None
 
     @property
     def has_kl_in_reward(self) -> bool:
@@ -207,18 +199,17 @@ class AlgorithmConfig(Section):
         if self.num_updates > 1:
             return
         unmoved = "but with one update per batch c - p is 0; use minibatches=2, or proximal=bypassed"
-        if self.selection.kind == "kl_cov":
+        if isinstance(self.selection, KLCovSelection):
             yield f"selection.kind is kl_cov, which holds tokens back by c - p, {unmoved}"
         if self.loss.kind == "mirror_descent":
             yield f"loss.kind is mirror_descent, which pulls back by c - p, {unmoved}"
-        if self.loss.kind != "topr":  # its ratio_cap holds for a ratio of 1 too
-            for name, bound in self._chosen("loss").items():
-                if bound is not None:
-                    yield f"loss.{name} is {bound}, which holds tokens back by c - p, {unmoved}"
+        for name, bound in self._chosen("loss").items():
+            if bound is not None:
+                yield f"loss.{name} is {bound}, which holds tokens back by c - p, {unmoved}"
 
     def _approximated_contradictions(self) -> Iterator[str]:
         unknown = "proximal=approximated knows p only during an update, not before the first; use proximal=recomputed"
-        if self.selection.kind != "none":
+        if self.selection is not None:
             yield f"selection.kind is {self.selection.kind}, and {unknown}"
         if self.advantage.kind == "distillation":
             yield f"advantage.kind is distillation, and {unknown}"
@@ -231,8 +222,6 @@ class AlgorithmConfig(Section):
         no_weight = "with proximal=bypassed there is no weight exp(p - b)"
         if self.correction.kind != "none":
             yield f"correction.kind is {self.correction.kind}, but {no_weight}; use none, or proximal=recomputed"
-        if self.correction.veto is not None:
-            yield f"correction.veto is set, but {no_weight} to look at"
         if level := self._chosen("correction").get("level"):
             yield f"correction.level is {level}, but {no_weight}; use proximal=recomputed"
 

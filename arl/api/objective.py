@@ -5,7 +5,8 @@ Letters are those of arl.api.algorithm; formulas and papers are in docs/algorith
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -61,11 +62,9 @@ class RejectionAdvantage(Section):
 
 
 class GiGPOAdvantage(Section):
-    """Group-relative over episodes, plus step_weight times group-relative over turns taken in equal states."""
+    """Group-relative over episodes, plus group-relative over turns taken in equal states."""
 
     kind: Literal["gigpo"] = "gigpo"
-    step_weight: float = Field(default=1.0, ge=0)
-    """What the turns' part counts beside the episodes'."""
     turn_discount: float = Field(default=0.95, ge=0, le=1)
     """What a later turn's reward is worth, per turn in between. The outcome is the last turn's."""
     scale: Literal["none", "group_std"] = "group_std"
@@ -73,24 +72,20 @@ class GiGPOAdvantage(Section):
 
 
 class GAEAdvantage(Section):
-    """Generalised advantage estimation over trained tokens, with a critic's values (PPO)."""
+    """Generalised advantage estimation over trained tokens, with a critic's values, whitened over the batch (PPO)."""
 
     kind: Literal["gae"] = "gae"
     discount: float = Field(default=1.0, ge=0, le=1)
     """gamma, per trained token."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """lambda: 1 sums rewards up, 0 trusts the critic's next value."""
-    whiten: bool = True
-    """Subtract the batch's mean advantage and divide by its standard deviation, over trained tokens."""
 
 
 class DistillationAdvantage(Section):
-    """A = coefficient (teacher logprob - p), from token_rewards that are teacher logprob - b, as DistillationWorkflow
-    gives them. Other rewards are not looked at."""
+    """A = teacher logprob - p, from token_rewards that are teacher logprob - b, as DistillationWorkflow gives them.
+    Other rewards are not looked at."""
 
     kind: Literal["distillation"] = "distillation"
-    coefficient: PositiveFloat = 1.0
-    """What the advantages are scaled by."""
 
 
 AdvantageConfig = Annotated[
@@ -101,52 +96,55 @@ AdvantageConfig = Annotated[
 # Policy losses --------------------------------------------------------------------------------------------------------
 
 
-class PPOLossConfig(Section):
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))"""
+CLIPS: Mapping[str, tuple[float | None, float | None]] = {
+    "ppo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+    "gmpo": (0.4, 0.4),
+    "cispo": (None, 4.0),
+}
+"""clip_low and clip_high of each kind, where they are not given."""
 
-    kind: Literal["ppo"] = "ppo"
+
+class ClippedLossConfig(Section):
+    """Losses that hold a ratio between two bounds."""
+
+    kind: Literal["ppo", "gspo", "gmpo", "cispo"] = "ppo"
+    """ppo: max(-A r, -A clip(r)). gspo: the same with one ratio for each trajectory, exp(mean(c - p)). gmpo: the
+    geometric mean of a trajectory's clipped ratios. cispo: -sg(clip(r)) A c, so that every token keeps its gradient."""
     clip_low: float | None = Field(default=0.2, ge=0, le=1)
-    """r is clipped to at least 1 - clip_low. Unset: no lower clip."""
+    """The ratio is clipped to at least 1 - clip_low; for gmpo log r to at least -clip_low. Unset: no lower clip. The
+    default is the kind's own: 3e-4 for gspo, 0.4 for gmpo, unset for cispo."""
     clip_high: float | None = Field(default=0.2, ge=0)
-    """r is clipped to at most 1 + clip_high. Unset: no upper clip; with neither: plain importance sampling, -A r."""
+    """The ratio is clipped to at most 1 + clip_high; for gmpo log r to at most clip_high. Unset: no upper clip; ppo
+    with neither is plain importance sampling, -A r. The kind's own: 4e-4 for gspo, 0.4 for gmpo, 4 for cispo."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """For A < 0 the loss is at most dual_clip * |A|."""
+    """With kind ppo: for A < 0 the loss is at most dual_clip * |A|."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_the_bounds_of_its_kind(cls, given: Any) -> object:
+        settings = cast("dict[str, Any]", given) if isinstance(given, dict) else dict[str, Any]()
+        if settings.get("kind") not in CLIPS:
+            return cast("object", given)
+        low, high = CLIPS[settings["kind"]]
+        return {"clip_low": low, "clip_high": high, **settings}
+
+    def _changed(self, *names: str) -> list[str]:
+        low, high = CLIPS[self.kind]
+        usual = {"kind": self.kind, "clip_low": low, "clip_high": high, "dual_clip": None}
+        return [name for name in names if getattr(self, name) != usual[name]]
+
+    @model_validator(mode="after")
+    def _dual_clip_is_ppos(self) -> Self:
+        if self.dual_clip is not None and self.kind != "ppo":
+            raise ValueError(f"dual_clip is {self.dual_clip}, which is for kind=ppo; kind is {self.kind}")
+        return self
 
 
 class ReinforceLossConfig(Section):
     """-A c: no ratio to p, so the gradient is the same wherever c has moved."""
 
     kind: Literal["reinforce"] = "reinforce"
-
-
-class GSPOLossConfig(Section):
-    """PPO's clip on one ratio for each trajectory, exp(mean(c - p))."""
-
-    kind: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, ge=0, le=1)
-    """The trajectory's ratio is clipped to at least 1 - clip_low."""
-    clip_high: float = Field(default=4e-4, ge=0)
-    """The trajectory's ratio is clipped to at most 1 + clip_high."""
-
-
-class GMPOLossConfig(Section):
-    """The geometric mean of a trajectory's clipped token ratios."""
-
-    kind: Literal["gmpo"] = "gmpo"
-    clip_low: float = Field(default=0.4, ge=0)
-    """log r is clipped to at least -clip_low."""
-    clip_high: float = Field(default=0.4, ge=0)
-    """log r is clipped to at most clip_high."""
-
-
-class CISPOLossConfig(Section):
-    """-sg(clip(r)) A c: every token keeps its gradient, with a clipped weight."""
-
-    kind: Literal["cispo"] = "cispo"
-    clip_low: float | None = Field(default=None, ge=0, le=1)
-    """The weight is clipped to at least 1 - clip_low. Unset: no lower clip, as in the paper."""
-    clip_high: float = Field(default=4.0, ge=0)
-    """The weight is clipped to at most 1 + clip_high."""
 
 
 class SAPOLossConfig(Section):
@@ -160,12 +158,10 @@ class SAPOLossConfig(Section):
 
 
 class TOPRLossConfig(Section):
-    """-A c where A >= 0; with the trajectory's ratio, truncated, as a weight where A < 0. A sum over tokens, so the
-    paper's scale is that of aggregation=sequence_sum."""
+    """-A c where A >= 0; weighed by the trajectory's ratio, at most 1, where A < 0. A sum over tokens, so the paper's
+    scale is that of aggregation=sequence_sum."""
 
     kind: Literal["topr"] = "topr"
-    ratio_cap: PositiveFloat = 1.0
-    """The weight of trajectories with A < 0 is min(exp(sum(c - p)), ratio_cap)."""
 
 
 class MirrorDescentLossConfig(Section):
@@ -187,11 +183,8 @@ class DPPOLossConfig(Section):
 
 
 LossConfig = Annotated[
-    PPOLossConfig
+    ClippedLossConfig
     | ReinforceLossConfig
-    | GSPOLossConfig
-    | GMPOLossConfig
-    | CISPOLossConfig
     | SAPOLossConfig
     | TOPRLossConfig
     | MirrorDescentLossConfig
@@ -200,12 +193,6 @@ LossConfig = Annotated[
 ]
 
 # Tokens treated apart, over the whole minibatch -----------------------------------------------------------------------
-
-
-class NoSelection(Section):
-    """All tokens are treated alike."""
-
-    kind: Literal["none"] = "none"
 
 
 class SecondMomentSelection(Section):
@@ -239,9 +226,7 @@ class KLCovSelection(Section):
     """How strongly these tokens are held."""
 
 
-SelectionConfig = Annotated[
-    NoSelection | SecondMomentSelection | ClipCovSelection | KLCovSelection, Field(discriminator="kind")
-]
+SelectionConfig = Annotated[SecondMomentSelection | ClipCovSelection | KLCovSelection, Field(discriminator="kind")]
 
 # What stale tokens weigh ----------------------------------------------------------------------------------------------
 
@@ -249,26 +234,23 @@ SelectionConfig = Annotated[
 class CorrectionConfig(Section):
     """What becomes of the behavior weight w = exp(p - b), which decoupling multiplies each token's loss with."""
 
-    kind: Literal["none", "truncate", "mask", "icepop"] = "truncate"
-    """none: w as it is. truncate: min(w, upper) (TIS). mask: w where w <= upper, else 0 (MIS). icepop: w where
-    lower <= w <= upper, else 0."""
+    kind: Literal["none", "truncate", "mask"] = "truncate"
+    """none: w as it is. truncate: min(w, upper) (TIS). mask: w where lower <= w <= upper, else 0 (MIS, IcePop)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Whether w is each token's, the product over its trajectory's trained tokens, or their geometric mean."""
     upper: PositiveFloat = 5.0
     """What w may be at most: see kind."""
-    lower: float = Field(default=0.5, ge=0)
-    """What w has to be at least, with kind icepop."""
-    veto: float | None = Field(default=None, gt=0, lt=1)
-    """A trajectory with a token of exp(p - b) below this has weight 0. Unset: none is vetoed."""
+    lower: float = Field(default=0.0, ge=0)
+    """With kind mask: what w has to be at least."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
-        if self.kind == "icepop" and self.lower > self.upper:
+        if self.kind == "mask" and self.lower > self.upper:
             raise ValueError(f"lower is {self.lower}; it must be at most upper, which is {self.upper}")
         if self.kind == "none" and self._changed("upper"):
             raise ValueError(f"upper is {self.upper}, but kind=none corrects nothing")
-        if self.kind != "icepop" and self._changed("lower"):
-            raise ValueError(f"lower is {self.lower}, but kind={self.kind} has no lower bound; icepop has one")
+        if self.kind != "mask" and self._changed("lower"):
+            raise ValueError(f"lower is {self.lower}, but kind={self.kind} has no lower bound; mask has one")
         return self
 
 
@@ -279,7 +261,7 @@ class KLConfig(Section):
     """A penalty on the distance to a reference policy, with d = c - reference logprob."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """What the KL is multiplied by. 0: none, and no reference policy is held."""
+    """What the KL is multiplied by. 0: there is none, and no reference policy is held."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
     place: Literal["loss", "reward"] = "loss"
@@ -287,18 +269,9 @@ class KLConfig(Section):
     unbiased: bool = False
     """In the loss: weigh the estimate with the ratio exp(c - b), so that its gradient is that of the divergence itself.
     Without it k1 teaches nothing, k2 is right on-policy, and k3's gradient is that of the divergence turned round."""
-    reference: Literal["frozen", "moving"] = "frozen"
-    """frozen: the model that the run began with. moving: it follows the trained one."""
-    update_every: PositiveInt = 100
-    """A moving reference moves each time so many batches were trained."""
-    update_share: float = Field(default=1.0, gt=0, le=1)
-    """How far towards the current weights: 1 all the way."""
-
-    @model_validator(mode="after")
-    def _a_frozen_reference_stands_still(self) -> Self:
-        if self.reference == "frozen" and (moved := self._changed("update_every", "update_share")):
-            raise ValueError(f"{moved[0]} is set, but reference=frozen does not move; set reference=moving")
-        return self
+    update_every: PositiveInt | None = None
+    """The reference becomes the current policy each time so many batches were trained. Unset: it stays the model that
+    the run began with."""
 
 
 class OverlongConfig(Section):

@@ -16,7 +16,7 @@ from typing import Any, cast
 BASE: Mapping[str, Any] = {
     "advantage": {"kind": "returns", "baseline": "group_mean", "scale": "group_std"},
     "loss": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2},
-    "selection": {"kind": "none"},
+    "selection": None,
     "correction": {"kind": "truncate", "level": "token", "upper": 5.0},
     "kl": {"coefficient": 0.0},
     "overlong": {},
@@ -76,7 +76,7 @@ _OF_PPO: Mapping[str, Preset] = {
     "ppo": _preset(
         "2203.02155",
         "PPO with a critic, for process rewards and long episodes; InstructGPT's constants.",
-        advantage={"kind": "gae", "discount": 1.0, "lam": 0.95, "whiten": True},
+        advantage={"kind": "gae", "discount": 1.0, "lam": 0.95},
         critic={"value_clip": 0.2},
         kl={"coefficient": 0.02, "estimator": "k1", "place": "reward"},
         minibatches=8,
@@ -194,7 +194,7 @@ _OF_REINFORCE: Mapping[str, Preset] = {
         "2503.14286",
         "For old data: good trajectories are imitated as they are, bad ones only as far as they are still likely.",
         advantage=_CENTRED,
-        loss={"kind": "topr", "ratio_cap": 1.0},
+        loss={"kind": "topr"},
         aggregation="sequence_sum",
         **_BYPASSED,
     ),
@@ -222,7 +222,7 @@ _OF_ADVANTAGES: Mapping[str, Preset] = {
     "gigpo": _preset(
         "2505.10978",
         "For agents that meet the same states again: turns are compared with turns from the same state.",
-        advantage={"kind": "gigpo", "step_weight": 1.0, "turn_discount": 0.95, "scale": "group_std"},
+        advantage={"kind": "gigpo", "turn_discount": 0.95, "scale": "group_std"},
         kl={"coefficient": 0.01, "estimator": "k3"},
     ),
     "raft++": _preset(
@@ -260,7 +260,7 @@ _OF_CORRECTIONS: Mapping[str, Preset] = {
     "icepop": _preset(
         "2510.18855",
         "Tokens on which trainer and sampler disagree, either way, are left out; for mixtures of experts.",
-        correction={"kind": "icepop", "lower": 0.5, "upper": 5.0},
+        correction={"kind": "mask", "lower": 0.5, "upper": 5.0},
     ),
     "m2po": _preset(
         "2510.01161",

@@ -74,13 +74,13 @@ def settings_of(
         if len(variants) > 1:
             yield _tag_setting(variants, value, path)
         for inner in variants:
-            kind = _kind(inner) if len(variants) > 1 else ""
+            kind = ", ".join(_kinds(inner)) if len(variants) > 1 else ""
             yield from settings_of(inner, value if type(value) is inner else None, f"{path}.", kind)
 
 
 def _tag_setting(variants: list[type[BaseModel]], section: object, path: str) -> Setting:
     tag = _tag(variants[0])
-    about = " ".join(f"{_kind(variant)}: {_summary(variant)}" for variant in variants)
+    about = " ".join(f"{', '.join(_kinds(variant))}: {_summary(variant)}" for variant in variants)
     default = getattr(section, tag, REQUIRED)
     return Setting(name=f"{path}.{tag}", about=about, default=default, variant="", field=variants[0].model_fields[tag])
 
@@ -115,8 +115,8 @@ def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
     for part in map(str, detail["loc"]):
         options = sections(field.annotation) if field is not None else []
         if options:
-            model = next((option for option in options if _kind(option) == part), options[0])
-        if len(options) > 1 and _kind(model) == part:
+            model = next((option for option in options if part in _kinds(option)), options[0])
+        if len(options) > 1 and part in _kinds(model):
             variant, field = f" with {path[-1]}.{_tag(model)}={part}", None
         elif "[" not in part:  # what pydantic calls a member of a union, such as tuple[str, ...]
             path.append(part)
@@ -143,10 +143,10 @@ def _tag(section: type[BaseModel]) -> str:
     return "transport" if "transport" in section.model_fields else "kind"
 
 
-def _kind(section: type[BaseModel]) -> str:
-    """The tag of this variant; empty if it has none."""
+def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
+    """What the tag of this variant may hold; empty if it has none."""
     field = section.model_fields.get(_tag(section))
-    return field.default if field else ""
+    return get_args(field.annotation) if field else ()
 
 
 def _summary(section: type[BaseModel]) -> str:

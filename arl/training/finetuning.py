@@ -12,7 +12,7 @@ import torch
 
 from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses import SFTLoss
-from arl.algorithm.losses.finetuning import Pair, PreferenceLoss, RewardModelLoss, paired
+from arl.algorithm.losses.supervised import Pair, PreferenceLoss, RewardModelLoss, paired
 from arl.api.engine import ModelLimits, TokenLoss, TrainEngine
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.types import NOT_SAMPLED, TrainSequence

@@ -20,7 +20,7 @@ import torch
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch, loss_weights
 from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
+from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import Saving, TokenLoss, TrainEngine
@@ -91,8 +91,8 @@ class Learner:
         else:
             metrics |= self.engine.train_batch(batch.minibatches, self._loss(version))
         kl = config.kl
-        if kl.coefficient > 0 and kl.reference == "moving" and self.version % kl.update_every == 0:
-            self.engine.update_reference(kl.update_share)
+        if kl.coefficient > 0 and kl.update_every is not None and self.version % kl.update_every == 0:
+            self.engine.update_reference()
         return metrics
 
     def save(self, directory: Path) -> Saving:

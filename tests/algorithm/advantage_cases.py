@@ -148,17 +148,17 @@ ESTIMATORS: list[tuple[Settings, Settings]] = [
     (returns("none", token_discount=0.0), {"kl": KL[0]}),
     (returns("none"), {"kl": KL[2] | {"place": "loss"}}),
     (returns("leave_one_out", turn_discount=0.0), {"kl": KL[1], "overlong": OVERLONG | {"mask_truncated": False}}),
-    ({"kind": "distillation", "coefficient": 0.6}, {}),
+    ({"kind": "distillation"}, {}),
     *((returns(b, s, separate_rewards=True), {}) for b in ("group_mean", "leave_one_out") for s in SCALES),
     (returns("group_mean", "group_std", separate_rewards=True), {"overlong": OVERLONG}),
     (returns("group_mean", "batch_std"), {"overlong": OVERLONG}),
     *(({"kind": "pass_at_k", "k": k}, {}) for k in (1, 2, 3)),
     ({"kind": "pass_at_k", "k": 2}, {"overlong": OVERLONG}),
     ({"kind": "rejection", "threshold": 0.4}, {}),
-    *(({"kind": "gigpo", "scale": scale, "step_weight": 0.8}, {}) for scale in ("none", "group_std")),
+    *(({"kind": "gigpo", "scale": scale}, {}) for scale in ("none", "group_std")),
     ({"kind": "gigpo", "turn_discount": 0.0}, {"overlong": OVERLONG}),
     *(({"kind": "gae", "discount": d, "lam": lam}, {}) for d in (1.0, 0.9, 0.0) for lam in (1.0, 0.95, 0.0)),
-    ({"kind": "gae", "lam": 0.95, "whiten": False}, {"kl": KL[2], "overlong": OVERLONG}),
+    ({"kind": "gae", "lam": 0.95}, {"kl": KL[2], "overlong": OVERLONG}),
 ]
 """Every estimator with its options: (advantage, the other sections)."""
 

@@ -76,7 +76,7 @@ def _of_one(member: Member, group: list[Member], config: AlgorithmConfig) -> Num
         moved = [
             b - p for b, p in zip(sequence.behavior_logprobs.tolist(), sequence.proximal_logprobs.tolist(), strict=True)
         ]
-        return [settings.coefficient * (r + m) for r, m in zip(given, moved, strict=True)]
+        return [r + m for r, m in zip(given, moved, strict=True)]
     totals = _totals(peers, config)
     if isinstance(settings, PassAtKAdvantage):
         is_right = [value > 0.5 for value in _by_episode(totals, peers).values()]
@@ -300,7 +300,7 @@ def _gigpo(place: int, peers: list[Member], config: AlgorithmConfig, settings: G
             continue
         among = [q(t, i) for _, t, *_ in peers for i, other in enumerate(t.turns) if other.state == turn.state]
         for token in range(turn.start, turn.stop):
-            advantages[token] += settings.step_weight * standing(q(me, j), among)
+            advantages[token] += standing(q(me, j), among)
     return advantages
 
 
@@ -335,7 +335,7 @@ def _whitened(
 ) -> list[list[Numbers]]:
     settings = config.advantage
     is_returns = isinstance(settings, ReturnsAdvantage)
-    by_tokens = settings.scale == "batch_std" if is_returns else isinstance(settings, GAEAdvantage) and settings.whiten
+    by_tokens = settings.scale == "batch_std" if is_returns else isinstance(settings, GAEAdvantage)
     if not by_tokens and not (is_returns and settings.separate_rewards):
         return rows
     pairs = [(row, s) for r, sequences in zip(rows, batch, strict=True) for row, s in zip(r, sequences, strict=True)]

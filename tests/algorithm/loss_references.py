@@ -12,8 +12,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from arl.algorithm.losses.ratios import Trajectories
-from arl.api.algorithm import AlgorithmConfig, CorrectionConfig, LossConfig
+from arl.algorithm.losses.surrogates import Trajectories
+from arl.api.algorithm import (
+    AlgorithmConfig,
+    ClipCovSelection,
+    CorrectionConfig,
+    KLCovSelection,
+    LossConfig,
+    SecondMomentSelection,
+)
 from arl.api.engine import PackedTokens
 
 Logprobs = Sequence[float]
@@ -104,11 +111,9 @@ def sapo(current: Logprobs, _fixed: Logprobs, proximal: Logprobs, advantages: Lo
     return losses
 
 
-def topr_token(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
+def topr_token(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, _config) -> list[float]:
     ratio = math.prod(math.exp(f - p) for f, p in zip(fixed, proximal, strict=True))
-    return [
-        -(1.0 if a >= 0 else min(ratio, config.ratio_cap)) * a * c for c, a in zip(current, advantages, strict=True)
-    ]
+    return [-(1.0 if a >= 0 else min(ratio, 1.0)) * a * c for c, a in zip(current, advantages, strict=True)]
 
 
 def mirror_token(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
@@ -157,8 +162,8 @@ def gmpo(current: Logprobs, _fixed: Logprobs, proximal: Logprobs, a: float, conf
     return -a * product ** (1 / len(current))
 
 
-def topr(current: Logprobs, fixed: Logprobs, proximal: Logprobs, a: float, config) -> float:
-    weight = 1.0 if a >= 0 else min(math.exp(sum(fixed) - sum(proximal)), config.ratio_cap)
+def topr(current: Logprobs, fixed: Logprobs, proximal: Logprobs, a: float, _config) -> float:
+    weight = 1.0 if a >= 0 else min(math.exp(sum(fixed) - sum(proximal)), 1.0)
     return -weight * a * sum(current)
 
 
@@ -185,11 +190,7 @@ def behavior_weights(proximal: Logprobs, behavior: Logprobs, config: CorrectionC
     if config.kind == "truncate":
         weights = [min(w, config.upper) for w in weights]
     elif config.kind == "mask":
-        weights = [w if w <= config.upper else 0.0 for w in weights]
-    elif config.kind == "icepop":
         weights = [w if config.lower <= w <= config.upper else 0.0 for w in weights]
-    if config.veto is not None and min(ratios) < config.veto:
-        weights = [0.0] * len(weights)
     return weights
 
 
@@ -222,9 +223,9 @@ def policy_loss(
     total = 0.0
     for t, c in enumerate(current):
         policy = surrogate[t]
-        if tokens.selected[t] and config.selection.kind in ("second_moment", "clip_cov"):
+        if tokens.selected[t] and isinstance(config.selection, SecondMomentSelection | ClipCovSelection):
             policy = 0.0
-        elif tokens.selected[t] and config.selection.kind == "kl_cov":
+        elif tokens.selected[t] and isinstance(config.selection, KLCovSelection):
             policy += config.selection.coefficient * abs(c - anchor[t])
         loss = weights[t] * policy - config.entropy * 2.0
         if config.kl.coefficient and config.kl.place == "loss":

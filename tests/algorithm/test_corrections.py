@@ -6,24 +6,24 @@ import pytest
 import torch
 from loss_references import Tokens, behavior_weights, joined, random_batch, trajectories_of
 
-from arl.algorithm.losses.ratios import Trajectories, behavior_weight
+from arl.algorithm.losses.reinforcement import behavior_weight
+from arl.algorithm.losses.surrogates import Trajectories
 from arl.api.algorithm import CorrectionConfig
 
 KINDS = {
     "none": {"kind": "none"},
     "truncate": {"kind": "truncate", "upper": 1.3},
     "mask": {"kind": "mask", "upper": 1.3},
-    "icepop": {"kind": "icepop", "lower": 0.7, "upper": 1.3},
+    "icepop": {"kind": "mask", "lower": 0.7, "upper": 1.3},
 }
 every_correction = pytest.mark.parametrize(
     "config",
     [
-        CorrectionConfig(**settings, level=level, veto=veto)
+        CorrectionConfig(**settings, level=level)
         for settings in KINDS.values()
         for level in ("token", "sequence", "geometric")
-        for veto in (None, 0.6)
     ],
-    ids=lambda config: f"{config.kind}-{config.level}-{config.veto}",
+    ids=lambda config: f"{config.kind}-{config.level}-{config.lower}",
 )
 
 
@@ -56,7 +56,7 @@ def test_masked_importance_sampling_drops_the_token():
 
 
 def test_icepop_drops_tokens_on_both_sides():
-    assert weights_of_ratios(0.4, 0.5, 2.0, 3.0, kind="icepop", lower=0.5, upper=2.0) == pytest.approx([0, 0.5, 2.0, 0])
+    assert weights_of_ratios(0.4, 0.5, 2.0, 3.0, kind="mask", lower=0.5, upper=2.0) == pytest.approx([0, 0.5, 2.0, 0])
 
 
 def test_a_sequences_weight_is_the_product_over_its_tokens():
@@ -65,13 +65,6 @@ def test_a_sequences_weight_is_the_product_over_its_tokens():
 
 def test_a_geometric_weight_is_the_mean_over_its_tokens():
     assert weights_of_ratios(0.5, 8.0, kind="none", level="geometric") == pytest.approx([2.0, 2.0])
-
-
-def test_one_token_vetoes_its_whole_trajectory_and_no_other():
-    log_weight = torch.tensor([math.log(r) for r in (1.0, 1e-5, 1.0, 1.0, 2e-4)])
-    trajectories = Trajectories.of(torch.tensor([0, 0, 0, 1, 1]))
-    weight = behavior_weight(log_weight, trajectories, CorrectionConfig(kind="none", veto=1e-4))
-    assert weight.tolist() == pytest.approx([0, 0, 0, 1, 2e-4])
 
 
 def test_the_weight_is_held_fixed():

@@ -11,20 +11,31 @@ from hypothesis import strategies as st
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch
-from arl.algorithm.returns import discounted_sums
-from arl.api.types import TrainSequence, Trajectory, TurnSpan
+from arl.algorithm.returns import discounted_sums, gae_advantages
+from arl.api.algorithm import GAEAdvantage, KLConfig
+from arl.api.types import Trajectory, TurnSpan
 
 VALUES = (9.0, 0.5, 9.0, 0.25, 9.0, 2.0)
 """Those of untrained tokens are 9: whoever looks at them is found out."""
 MASK = (0, 1, 0, 1, 0, 1)
 
 
-def estimated(*members: Trajectory, **changes: object) -> list[TrainSequence]:
-    """The trajectories' sequences with advantages and returns, and VALUES for the first of their tokens."""
-    config = config_of({"kind": "gae", "whiten": False} | changes)
-    batch = Batch.of([group(*members)], config.overlong)
-    values = torch.tensor([v for length in batch.lengths for v in VALUES[:length]])
-    return with_advantages(replace(batch, values=values), config).sequences()
+def batch_of(*members: Trajectory) -> Batch:
+    """The trajectories, with VALUES for the first of their tokens."""
+    batch = Batch.of([group(*members)])
+    return replace(batch, values=torch.tensor([v for length in batch.lengths for v in VALUES[:length]]))
+
+
+def advantages_of(*members: Trajectory, **settings: float) -> list[list[float]]:
+    """Of each trajectory, before whitening."""
+    outcomes = [t.reward for t in members]
+    batch = batch_of(*members)
+    return [row.tolist() for row in batch.split(gae_advantages(batch, outcomes, GAEAdvantage(**settings), KLConfig()))]
+
+
+def returns_of(member: Trajectory, **settings: float) -> list[float]:
+    """What the critic learns."""
+    return with_advantages(batch_of(member), config_of({"kind": "gae", **settings})).returns.tolist()
 
 
 def close(*numbers: float) -> object:
@@ -32,48 +43,45 @@ def close(*numbers: float) -> object:
 
 
 def test_with_lambda_0_the_critics_next_value_is_trusted():
-    (sequence,) = estimated(trajectory(1.0, MASK), discount=0.5, lam=0.0)
-    assert sequence.advantages.tolist() == close(0, 0.125 - 0.5, 0, 1.0 - 0.25, 0, 1.0 - 2.0)
+    (row,) = advantages_of(trajectory(1.0, MASK), discount=0.5, lam=0.0)
+    assert row == close(0, 0.125 - 0.5, 0, 1.0 - 0.25, 0, 1.0 - 2.0)
 
 
 def test_with_lambda_1_returns_are_what_is_still_to_come():
-    (sequence,) = estimated(trajectory(1.0, MASK), discount=0.5, lam=1.0)
-    assert sequence.returns.tolist() == close(0, 0.25, 0, 0.5, 0, 1.0)
-    assert sequence.advantages.tolist() == close(0, 0.25 - 0.5, 0, 0.5 - 0.25, 0, 1.0 - 2.0)
+    (row,) = advantages_of(trajectory(1.0, MASK), discount=0.5, lam=1.0)
+    assert returns_of(trajectory(1.0, MASK), discount=0.5, lam=1.0) == close(0, 0.25, 0, 0.5, 0, 1.0)
+    assert row == close(0, 0.25 - 0.5, 0, 0.5 - 0.25, 0, 1.0 - 2.0)
 
 
 def test_untrained_tokens_are_stepped_over():
-    (short,) = estimated(trajectory(1.0, (0, 1, 0)), lam=0.9)
-    (long,) = estimated(trajectory(1.0, (0, 1, 0, 0, 0, 0)), lam=0.9)
-    assert short.advantages[1] == long.advantages[1]
+    short, long = advantages_of(trajectory(1.0, (0, 1, 0)), trajectory(1.0, (0, 1, 0, 0, 0, 0)), lam=0.9)
+    assert short[1] == long[1]
 
 
 def test_a_reward_of_an_untrained_token_is_the_trained_one_befores():
-    (sequence,) = estimated(trajectory(0.0, MASK, token_rewards=(5.0, 0.0, 3.0, 0.0, 0.0, 0.0)), lam=1.0)
-    assert sequence.returns.tolist() == close(0, 3.0, 0, 0.0, 0, 0.0)
+    rewarded = trajectory(0.0, MASK, token_rewards=(5.0, 0.0, 3.0, 0.0, 0.0, 0.0))
+    assert returns_of(rewarded) == close(0, 3.0, 0, 0.0, 0, 0.0)
 
 
 def test_a_turns_reward_is_its_last_tokens():
     turns = (TurnSpan(start=1, stop=4, reward=2.0), TurnSpan(start=5, stop=6, reward=4.0))
-    (sequence,) = estimated(trajectory(1.0, MASK, turns=turns), discount=0.5)
-    assert sequence.returns.tolist() == close(0, 0.5 * (2 + 2.5), 0, 2 + 2.5, 0, 5.0)
+    assert returns_of(trajectory(1.0, MASK, turns=turns), discount=0.5) == close(0, 0.5 * (2 + 2.5), 0, 2 + 2.5, 0, 5.0)
 
 
 def test_a_trajectory_that_was_cut_off_ends_with_value_zero_too():
-    (cut,), (whole,) = estimated(trajectory(1.0, MASK, is_truncated=True)), estimated(trajectory(1.0, MASK))
-    assert torch.equal(cut.advantages, whole.advantages)
+    cut, whole = advantages_of(trajectory(1.0, MASK, is_truncated=True), trajectory(1.0, MASK))
+    assert cut == whole
 
 
 def test_a_trajectory_does_not_see_its_peers():
     alone, other = trajectory(1.0, MASK), trajectory(-7.0, MASK)
-    assert torch.equal(estimated(alone)[0].advantages, estimated(alone, other)[0].advantages)
+    assert advantages_of(alone)[0] == advantages_of(alone, other)[0]
 
 
-def test_returns_are_those_before_whitening():
-    members = (trajectory(1.0, MASK), trajectory(0.0, MASK))
-    raw, white = estimated(*members), estimated(*members, whiten=True)
-    assert [s.returns.tolist() for s in white] == [s.returns.tolist() for s in raw]
-    trained = [a for s in white for a in s.advantages[s.loss_mask].tolist()]
+def test_advantages_are_whitened_and_returns_are_not():
+    batch = with_advantages(batch_of(trajectory(1.0, MASK), trajectory(0.0, MASK)), config_of({"kind": "gae"}))
+    assert batch.returns.tolist() == close(*(0, 1.0) * 3, *(0.0,) * 6)
+    trained = batch.advantages[batch.loss_mask].tolist()
     assert statistics.mean(trained) == pytest.approx(0.0, abs=1e-6)
     assert statistics.stdev(trained) == pytest.approx(1.0, abs=1e-5)
 

@@ -68,8 +68,8 @@ def test_process_rewards_count_for_the_episode_and_for_the_turn_they_came_in():
 
 
 def test_the_parts_are_scaled_by_their_groups_and_weighed():
-    first, _, third = rows(walked(1.0, "door"), walked(0.0, "door"), walked(0.0), scale="group_std", step_weight=0.25)
+    first, _, third = rows(walked(1.0, "door"), walked(0.0, "door"), walked(0.0), scale="group_std")
     episode = (1 - 1 / 3) / (statistics.stdev([1, 0, 0]) + 1e-6)
     step = 0.5 / (statistics.stdev([1, 0]) + 1e-6)
-    assert first == close(episode + 0.25 * step, *[episode] * 4)
+    assert first == close(episode + step, *[episode] * 4)
     assert third == close(*[-1 / 3 / (statistics.stdev([1, 0, 0]) + 1e-6)] * 5)

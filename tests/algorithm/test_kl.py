@@ -7,7 +7,7 @@ import pytest
 import torch
 from loss_references import gradient, kl
 
-from arl.algorithm.losses.ratios import divergence_from_sampler, kl_estimate, unbiased_kl
+from arl.algorithm.losses.reinforcement import divergence_from_sampler, kl_estimate, unbiased_kl
 
 LOGITS = [0.3, -1.2, 0.8, 0.1, -0.4]
 BEHAVIOR = [math.log(q) for q in (0.3, 0.1, 0.25, 0.15, 0.2)]

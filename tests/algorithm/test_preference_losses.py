@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arl.algorithm.losses.finetuning import PreferenceLoss, RewardModelLoss, paired
+from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss, paired
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
 from arl.api.types import TOKEN_FIELDS, TrainSequence
 

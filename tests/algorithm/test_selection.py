@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from arl.algorithm.batch import Batch
 from arl.algorithm.losses.selection import selected_tokens
-from arl.api.algorithm import ClipCovSelection, KLCovSelection, NoSelection, SecondMomentSelection, SelectionConfig
+from arl.api.algorithm import ClipCovSelection, KLCovSelection, SecondMomentSelection, SelectionConfig
 
 SECOND_MOMENT = SecondMomentSelection(limit=0.04)
 CLIP_COV = ClipCovSelection(share=0.1, low=0.2, high=2.0)
@@ -60,12 +60,12 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
     return rows
 
 
-def selected(rows: Sequence[Row], config: SelectionConfig, seed: int = 0) -> list[list[bool]]:
+def selected(rows: Sequence[Row], config: SelectionConfig | None, seed: int = 0) -> list[list[bool]]:
     batch = batch_of(*rows)
     return [flags.tolist() for flags in batch.split(selected_tokens(batch, config, seed=seed))]
 
 
-def trained_flags(rows: Sequence[Row], config: SelectionConfig, seed: int = 0) -> list[bool]:
+def trained_flags(rows: Sequence[Row], config: SelectionConfig | None, seed: int = 0) -> list[bool]:
     """Of the trained tokens alone."""
     flags = selected(rows, config, seed)
     return [f for row, own in zip(rows, flags, strict=True) for f, m in zip(own, row.mask, strict=True) if m]
@@ -86,7 +86,7 @@ def covariances(rows: Sequence[Row]) -> list[float]:
 
 @every_selection
 @pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_the_trajectories_changes_nothing(config: SelectionConfig, seed: int):
+def test_the_order_of_the_trajectories_changes_nothing(config: SelectionConfig | None, seed: int):
     rows = random_rows(seed)
     there = selected(rows, config)
     assert any(any(tokens) for tokens in there)
@@ -109,7 +109,7 @@ def test_a_minibatch_in_which_nothing_is_trained_has_nothing_to_select(config: S
 
 
 def test_without_a_selection_nothing_is_selected():
-    assert not any(map(any, selected(random_rows(0), NoSelection())))
+    assert not any(map(any, selected(random_rows(0), None)))
 
 
 @every_selection

@@ -7,7 +7,7 @@ import torch
 from loss_references import clip, gradient
 
 from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
+from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
 from arl.api.algorithm import preset
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 

@@ -13,7 +13,7 @@ from arl.algorithm.batch import Batch
 from arl.api.algorithm import ClipCovSelection, KLCovSelection, SecondMomentSelection, SelectionConfig
 
 
-def selected_tokens(batch: Batch, config: SelectionConfig, *, seed: int) -> torch.Tensor:
+def selected_tokens(batch: Batch, config: SelectionConfig | None, *, seed: int) -> torch.Tensor:
     """bool[T]: the tokens that `config` chooses among the trained ones of `batch`, a minibatch.
 
     It looks at proximal_logprobs p, behavior_logprobs b and advantages A: at what is known before any update on the
@@ -24,7 +24,7 @@ def selected_tokens(batch: Batch, config: SelectionConfig, *, seed: int) -> torc
 
     The choice is a function of the set of trajectories, whatever their order, and of `seed` where it is random.
     """
-    if config.kind == "none":
+    if config is None:
         return batch.selected
     mask = batch.loss_mask
     fields = (batch.advantages, batch.proximal_logprobs, batch.behavior_logprobs)

@@ -21,19 +21,59 @@ from dataclasses import dataclass
 
 import torch
 
-from arl.algorithm.losses.ratios import Trajectories, attached, clamped
 from arl.api.algorithm import (
-    CISPOLossConfig,
+    ClippedLossConfig,
     DPPOLossConfig,
-    GMPOLossConfig,
-    GSPOLossConfig,
     LossConfig,
     MirrorDescentLossConfig,
-    PPOLossConfig,
     ReinforceLossConfig,
     SAPOLossConfig,
     TOPRLossConfig,
 )
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20 before exp. exp(20) = 5e8 is far beyond any clip, so no ratio that trains sensibly is
+touched; but a token that the current policy all but excludes would overflow, and one inf makes the whole step nan."""
+
+
+def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def attached(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    """`value` held fixed, with the gradient of value * c: what the score function of a detached weight is made of."""
+    # exp(0) is 1 exactly, and its derivative as well.
+    return value.detach() * torch.exp(current - current.detach())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectories:
+    """Which of the trajectories in a microbatch each trained token belongs to; a trajectory is never split.
+
+    index int64[M]: 0 for the first trajectory that has a trained token, then 1, and so on. counts int64[M]: how many
+    trained tokens its trajectory has.
+    """
+
+    index: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, sequence_ids: torch.Tensor) -> Trajectories:
+        """sequence_ids int64[M], ascending; those of sequences without trained tokens do not occur."""
+        # Numbered anew, as ids may be larger than M. Sizes are M and not the number of trajectories, which a GPU would
+        # have to be asked for and waited for.
+        index = (sequence_ids[1:] != sequence_ids[:-1]).cumsum(0)
+        index = torch.cat([torch.zeros_like(sequence_ids[:1]), index])
+        ones = torch.ones_like(index)
+        return cls(index=index, counts=torch.zeros_like(index).index_add(0, index, ones)[index])
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """For each token the sum of `values` over the trained tokens of its trajectory: float[M]."""
+        return torch.zeros_like(values).index_add(0, self.index, values)[self.index]
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """For each token the mean of `values` over the trained tokens of its trajectory: float[M]."""
+        return self.sums(values) / self.counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,27 +104,21 @@ class Surrogate:
 
 def surrogate(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
     match config:
-        case PPOLossConfig():
-            return ppo(tokens, config)
+        case ClippedLossConfig():
+            return {"ppo": ppo, "gspo": gspo, "gmpo": gmpo, "cispo": cispo}[config.kind](tokens, config)
         case ReinforceLossConfig():
             return reinforce(tokens)
-        case GSPOLossConfig():
-            return gspo(tokens, config)
-        case GMPOLossConfig():
-            return gmpo(tokens, config)
-        case CISPOLossConfig():
-            return cispo(tokens, config)
         case SAPOLossConfig():
             return sapo(tokens, config)
         case TOPRLossConfig():
-            return topr(tokens, config)
+            return topr(tokens)
         case MirrorDescentLossConfig():
             return mirror_descent(tokens, config)
         case DPPOLossConfig():
             return dppo_tv(tokens, config)
 
 
-def ppo(tokens: PolicyTokens, config: PPOLossConfig) -> Surrogate:
+def ppo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
     """PPO's clip (1707.06347, eq. 7), with bounds apart (DAPO, 2503.14476) and dual clip (1912.09729):
 
         L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          and min(L, dual_clip |A|)
@@ -92,9 +126,7 @@ def ppo(tokens: PolicyTokens, config: PPOLossConfig) -> Surrogate:
     The last concerns A < 0 alone, as L <= 0 elsewhere. A bound that is unset does not bind; without both this is
     importance sampling, -A r. Clipped: no gradient.
     """
-    low = 0.0 if config.clip_low is None else 1 - config.clip_low
-    high = torch.inf if config.clip_high is None else 1 + config.clip_high
-    loss, is_clipped = _clipped(tokens.ratio, tokens.advantages, low, high)
+    loss, is_clipped = _clipped(tokens.ratio, tokens.advantages, config)
     if config.dual_clip is not None:
         highest = config.dual_clip * tokens.advantages.abs()
         is_above = loss > highest
@@ -107,7 +139,7 @@ def reinforce(tokens: PolicyTokens) -> Surrogate:
     return Surrogate(loss=-tokens.advantages * tokens.current, is_clipped=torch.zeros_like(tokens.current).bool())
 
 
-def gspo(tokens: PolicyTokens, config: GSPOLossConfig) -> Surrogate:
+def gspo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
     """GSPO (2507.18071, eq. 5-7), in its token form (eq. 13-14), the same where A is one number per trajectory:
 
         s = exp(D_i / n_i)      s_t = sg(s) exp(c_t - sg(c_t))      L_t = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
@@ -116,11 +148,11 @@ def gspo(tokens: PolicyTokens, config: GSPOLossConfig) -> Surrogate:
     """
     mean = tokens.trajectories.means(tokens.log_ratio.detach())
     ratio = attached(torch.exp(clamped(mean)), tokens.current)
-    loss, is_clipped = _clipped(ratio, tokens.advantages, 1 - config.clip_low, 1 + config.clip_high)
+    loss, is_clipped = _clipped(ratio, tokens.advantages, config)
     return Surrogate(loss=loss, is_clipped=is_clipped)
 
 
-def gmpo(tokens: PolicyTokens, config: GMPOLossConfig) -> Surrogate:
+def gmpo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
     """GMPO (2507.20673): the geometric mean of token ratios, each clipped before, on the side that A pulls to.
 
         m_t = min(d_t, clip_high) where A > 0, max(d_t, -clip_low) where A < 0       g = exp(mean(m))       L_i = -A g
@@ -129,22 +161,21 @@ def gmpo(tokens: PolicyTokens, config: GMPOLossConfig) -> Surrogate:
     among a trajectory's tokens, each has its own A and sign.
     """
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
-    is_above = (advantages > 0) & (log_ratio > config.clip_high)
-    is_below = (advantages < 0) & (log_ratio < -config.clip_low)
-    is_clipped = is_above | is_below
-    moved = torch.where(is_clipped, log_ratio.clamp(-config.clip_low, config.clip_high), log_ratio)
+    low = -torch.inf if config.clip_low is None else -config.clip_low
+    high = torch.inf if config.clip_high is None else config.clip_high
+    is_clipped = ((advantages > 0) & (log_ratio > high)) | ((advantages < 0) & (log_ratio < low))
+    moved = torch.where(is_clipped, log_ratio.clamp(low, high), log_ratio)
     mean = torch.exp(clamped(tokens.trajectories.means(moved.detach())))
     return Surrogate(loss=-advantages * attached(mean, moved), is_clipped=is_clipped)
 
 
-def cispo(tokens: PolicyTokens, config: CISPOLossConfig) -> Surrogate:
+def cispo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
     """CISPO (MiniMax-M1, 2506.13585, eq. 4-5): L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A c.
 
     Clipped: tokens whose weight is; they keep their gradient.
     """
-    low = 0.0 if config.clip_low is None else 1 - config.clip_low
     ratio = tokens.ratio.detach()
-    weight = ratio.clamp(low, 1 + config.clip_high)
+    weight = ratio.clamp(*_bounds(config))
     return Surrogate(loss=-weight * tokens.advantages * tokens.current, is_clipped=weight != ratio)
 
 
@@ -162,19 +193,19 @@ def sapo(tokens: PolicyTokens, config: SAPOLossConfig) -> Surrogate:
     return Surrogate(loss=-4 / tau * gate * tokens.advantages, is_clipped=passed < 0.5)
 
 
-def topr(tokens: PolicyTokens, config: TOPRLossConfig) -> Surrogate:
+def topr(tokens: PolicyTokens) -> Surrogate:
     """TOPR (2503.14286): off-policy REINFORCE, in which good trajectories need no ratio and bad ones have theirs.
 
-        L_i = -sum_t w A_t c_t       w = 1 where A >= 0, sg(min(exp(D_i), ratio_cap)) where A < 0
+        L_i = -sum_t w A_t c_t       w = 1 where A >= 0, sg(min(exp(D_i), 1)) where A < 0
 
     The paper's rewards, positive or negative, are the advantages here, and its behavior policy is p: it is bypassed.
     Clipped: tokens of A < 0 whose trajectory's ratio is capped; they keep their gradient.
     """
     total = torch.exp(clamped(tokens.trajectories.sums(tokens.log_ratio.detach())))
     is_bad = tokens.advantages < 0
-    weight = torch.where(is_bad, total.clamp(max=config.ratio_cap), torch.ones_like(total))
+    weight = torch.where(is_bad, total.clamp(max=1.0), torch.ones_like(total))
     loss = -weight * tokens.advantages * tokens.current
-    return Surrogate(loss=loss, is_clipped=is_bad & (total > config.ratio_cap))
+    return Surrogate(loss=loss, is_clipped=is_bad & (total > 1))
 
 
 def mirror_descent(tokens: PolicyTokens, config: MirrorDescentLossConfig) -> Surrogate:
@@ -208,9 +239,15 @@ def dppo_tv(tokens: PolicyTokens, config: DPPOLossConfig) -> Surrogate:
     return Surrogate(loss=-tokens.advantages * tokens.ratio * ~is_masked, is_clipped=is_masked)
 
 
+def _bounds(config: ClippedLossConfig) -> tuple[float, float]:
+    """Of a ratio; one that is unset does not bind."""
+    low = 0.0 if config.clip_low is None else 1 - config.clip_low
+    return low, torch.inf if config.clip_high is None else 1 + config.clip_high
+
+
 def _clipped(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+    ratio: torch.Tensor, advantages: torch.Tensor, config: ClippedLossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(-A r, -A clip(r, low, high)), and where the second is the larger."""
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
+    """max(-A r, -A clip(r)), and where the second is the larger."""
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(*_bounds(config))
     return torch.maximum(unclipped, clipped), (clipped > unclipped).detach()

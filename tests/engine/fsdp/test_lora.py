@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from arl.algorithm.losses import SFTLoss
-from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
+from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
 from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -8,7 +8,7 @@ import torch
 from train_models import MakeEngine
 from transformers import AutoModelForSequenceClassification
 
-from arl.algorithm.losses.finetuning import PreferenceLoss
+from arl.algorithm.losses.supervised import PreferenceLoss
 from arl.api import ModelLimits, ScriptedTrainEngine
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, DatasetError

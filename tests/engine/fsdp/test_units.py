@@ -8,7 +8,7 @@ from train_models import MakeEngine, load_twin
 from train_ranks import Ranks, Report
 from train_sequences import family_sequences, share_of, twin_logprobs
 
-from arl.algorithm.losses.finetuning import PreferenceLoss, paired
+from arl.algorithm.losses.supervised import PreferenceLoss, paired
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.types import TrainSequence

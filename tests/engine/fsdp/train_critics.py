@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.policy import ActorCriticLoss, ValueLoss
+from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
 from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs

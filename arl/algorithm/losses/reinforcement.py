@@ -1,6 +1,7 @@
-"""The policy's loss, put together from orthogonal parts. c current, p proximal, b behavior logprobs, A advantage.
+"""The losses of reinforcement learning: the policy's, put together from orthogonal parts, the critic's, and both on one
+backbone. c current, p proximal, b behavior logprobs, A advantage, w behavior weight.
 
-L = w (surrogate(c, p, A) + what a selection does) + coefficient * KL(c || reference) - entropy * H
+    policy = w (surrogate(c, p, A) + what a selection does) + coefficient * KL(c || reference) - entropy * H
 """
 
 from __future__ import annotations
@@ -10,18 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
-from arl.algorithm.losses.ratios import (
-    Trajectories,
-    approximated_proximal,
-    behavior_weight,
-    divergence_from_sampler,
-    kl_estimate,
-    unbiased_kl,
-)
-from arl.algorithm.losses.surrogates import PolicyTokens, surrogate
-from arl.api.algorithm import AlgorithmConfig
+from arl.algorithm.losses.surrogates import MAX_LOG_RATIO, PolicyTokens, Trajectories, clamped, surrogate
+from arl.api.algorithm import AlgorithmConfig, CorrectionConfig, KLCovSelection
 from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
+
+Estimator = Literal["k1", "k2", "k3"]
 
 STALENESS_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))
 """By which metrics are told apart: first and last staleness of each, with no end to the last."""
@@ -44,7 +40,7 @@ class PolicyLoss:
         ratio, ratio_max             exp(c - p)
         clip_fraction                share of tokens that the surrogate's trust region holds back: see each surrogate
         behavior_weight, .._max      w, as corrected
-        behavior_weight_zero         share of tokens that the correction masked or a veto took out
+        behavior_weight_zero         share of tokens that the correction masked
         behavior_kl_proximal         estimate of KL(b || p), where p is known; of KL(b || c): behavior_kl_current
         effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
         entropy                      of the sampling distribution
@@ -118,12 +114,12 @@ class PolicyLoss:
     def _selected(self, loss: torch.Tensor, terms: PolicyTokens, tokens: PackedTokens) -> torch.Tensor:
         """M2PO and Clip-Cov: no loss for selected tokens. KL-Cov: `coefficient` |c - p| more."""
         selection = self.config.selection
-        if selection.kind == "kl_cov":
+        if isinstance(selection, KLCovSelection):
             distance = terms.log_ratio.abs()
             # Before the first update c - p is the rounding between two forward passes, whose sign leads nowhere.
             distance = torch.where(distance < ROUNDING, distance.detach(), distance)
             return loss + selection.coefficient * distance * tokens.selected
-        return loss if selection.kind == "none" else loss * ~tokens.selected
+        return loss if selection is None else loss * ~tokens.selected
 
     def _divergence(self, current: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
         kl, reference = self.config.kl, tokens.reference_logprobs
@@ -135,7 +131,7 @@ class PolicyLoss:
         metrics: dict[str, torch.Tensor] = {}
         if self.config.kl.coefficient > 0:
             metrics["kl_reference"] = kl_estimate(current - tokens.reference_logprobs, "k3")
-        if self.config.selection.kind != "none":
+        if self.config.selection is not None:
             metrics["selected"] = tokens.selected.to(current.dtype)
         return metrics
 
@@ -155,6 +151,88 @@ class PolicyLoss:
             quotients[f"{name}/tokens"] = (inside, torch.ones_like(inside))
             quotients |= {f"{name}/{metric}": (value * inside, inside) for metric, value in values.items()}
         return quotients
+
+
+# Its parts: the proximal policy, the behavior weight, and divergences.
+
+
+def approximated_proximal(
+    current: torch.Tensor, behavior: torch.Tensor, versions: torch.Tensor, version: int
+) -> torch.Tensor:
+    """p without a forward pass: log-linear between b and c by their versions (A-3PO, 2512.06547), detached.
+
+        p = b + a (c - b)        a = (v_p - v_b) / (v_c - v_b)
+
+    for each token by its own version v_b, with v_p = `version`, that of the weights that the batch was taken with, and
+    v_c = v_p + 1, that of the weights being made of it. A token of staleness 0 has p = b.
+    """
+    staleness = (version - versions).clamp(min=0).to(behavior.dtype)
+    return behavior + staleness / (staleness + 1) * (current.detach() - behavior)
+
+
+def behavior_weight(log_weight: torch.Tensor, trajectories: Trajectories, config: CorrectionConfig) -> torch.Tensor:
+    """w float[M], detached, from log_weight = p - b: the weight of decoupled PPO (2110.00641), and what corrects it.
+
+        level: token      w = exp(p - b)
+               sequence   w = exp(sum(p - b)), the product over the trajectory's trained tokens
+               geometric  w = exp(mean(p - b))
+        kind:  none       w
+               truncate   min(w, upper)                          truncated importance sampling (IMPALA, 1802.01561)
+               mask       w where lower <= w <= upper, else 0    masked importance sampling; IcePop (2510.18855)
+
+    Denominators stay as they are: a token of weight 0 counts in its loss_weights as before.
+    """
+    log_weight = log_weight.detach()
+    weight = torch.exp(clamped(_at_level(log_weight, trajectories, config.level)))
+    if config.kind == "truncate":
+        weight = weight.clamp(max=config.upper)
+    elif config.kind == "mask":
+        weight = weight * ((weight >= config.lower) & (weight <= config.upper))
+    return weight
+
+
+def _at_level(log_weight: torch.Tensor, trajectories: Trajectories, level: str) -> torch.Tensor:
+    if level == "sequence":
+        return trajectories.sums(log_weight)
+    return trajectories.means(log_weight) if level == "geometric" else log_weight
+
+
+def kl_estimate(log_ratio: torch.Tensor, estimator: Estimator) -> torch.Tensor:
+    """k1, k2 or k3 of d = log_ratio, float[M].
+
+    Beyond +-MAX_LOG_RATIO k2 goes on as a straight line, and below -MAX_LOG_RATIO k3 stays where it is.
+    """
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return F.huber_loss(log_ratio, torch.zeros_like(log_ratio), reduction="none", delta=MAX_LOG_RATIO)
+    # d >= 20 needs no bound, as exp(-d) only vanishes, and has to keep the gradient that draws it back.
+    d = log_ratio.clamp(min=-MAX_LOG_RATIO)
+    return torch.expm1(-d) + d
+
+
+def unbiased_kl(
+    current: torch.Tensor, behavior: torch.Tensor, reference: torch.Tensor, estimator: Estimator
+) -> torch.Tensor:
+    """An estimate from tokens of the behavior policy whose expected gradient is that of KL(pi || ref), whatever c is.
+
+        exp(c - b) k1,   exp(c - b) k3,   sg(exp(c - b)) k2
+
+    (DeepSeek-V3.2, 2512.02556, section 3.1, with k3). The ratio is to b and not to p, as b is what the tokens were
+    drawn from. For k1 and k3 it is differentiated too: sum(exp(b) exp(c - b) k) = sum(pi k) is the divergence itself.
+    k2 is not an estimate of it, but its gradient is right without that of the ratio.
+    """
+    ratio = torch.exp(clamped(current - behavior))
+    if estimator == "k2":
+        ratio = ratio.detach()
+    return ratio * kl_estimate(current - reference, estimator)
+
+
+def divergence_from_sampler(log_ratio: torch.Tensor) -> torch.Tensor:
+    """k3 seen from the other side, for metrics: exp(x) - 1 - x >= 0 with x = log(. / b), whose mean over tokens from b
+    estimates KL(b || .), without bias and calmly."""
+    x = clamped(log_ratio)
+    return torch.expm1(x) - x
 
 
 # The critic's loss, alone and beside the policy's on a shared backbone.
