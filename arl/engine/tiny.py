@@ -1,7 +1,7 @@
-"""Tiny Qwen3 models and tokenizers, built on the spot: for tests, examples and benchmarks where nothing is downloaded.
+"""Tiny Qwen3 models and tokenizers, built on the spot: for tests, examples and benchmarks that download nothing.
 
-The tokenizer knows single bytes, the tags of Qwen's chat format, and whatever phrases it is given, each as one token;
-so it encodes any text, copies numbers digit by digit, and still spends few tokens on boilerplate.
+The tokenizer has a token for each byte, for each tag of Qwen's chat format, and for each phrase that it is given. So it
+encodes any text, copies numbers digit by digit, and spends few tokens on boilerplate.
 """
 
 from __future__ import annotations

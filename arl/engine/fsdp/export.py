@@ -1,4 +1,4 @@
-"""Writing the trained weights as a Hugging Face model directory, quickly enough to do so after every step."""
+"""Writes the trained weights as a Hugging Face model directory, quickly enough to do so after every step."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from arl.engine.weights.layout import spec_of
 
 
 class ModelWriter:
-    """Writes model directories. Config, generation config and tokenizer are rendered once, and only copied after."""
+    """Writes model directories. Config, generation config and tokenizer are rendered once and copied from then on."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """Before the model is sharded."""
+        """To be made before the model is sharded."""
         self.model = loaded.model
         self._companions = _companion_files(loaded)
         tied = getattr(loaded.model, "all_tied_weights_keys", None) or {}
         own = {name: tensor for name, tensor in loaded.model.state_dict().items() if name not in tied}
         self.own_specs = _specs(own, loaded)
-        """The model's tensors by its own names, in its order; tied ones once. In the dtypes that files have."""
+        """The model's tensors by its own names, in its order and in the files' dtypes; tied ones once."""
         served = _specs(self.served({name: tensor.to("meta") for name, tensor in own.items()}), loaded)
         self.is_converted = set(served) != set(self.own_specs)
-        """Whether files, and servers, have other tensors than the model, as with fused experts."""
+        """Whether the tensors of files and servers differ from the model's, as with fused experts."""
         self.specs = served if self.is_converted else self.own_specs
         """The tensors as files and servers have them."""
 
     def served(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors as files have them: transformers fuses some when it loads (experts, for one)."""
+        """The model's tensors as files have them: transformers fuses some when it loads, such as experts."""
         return revert_weight_conversion(self.model, dict(tensors))
 
     def write(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -61,9 +61,9 @@ def _specs(tensors: Mapping[str, torch.Tensor], loaded: LoadedModel) -> tuple[Te
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A directory to write to, which is renamed to `directory` at the end, and deleted where that is not reached.
+    """A directory to write to. It is renamed to `directory` at the end, and deleted on an error.
 
-    It is not forced to the disk, which would make a step wait for it: a checkpoint is what survives a power cut.
+    It is not forced to the disk, as a step would have to wait for that. A checkpoint survives a power cut.
     """
     directory = Path(os.path.abspath(directory))
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +93,6 @@ def _companion_files(loaded: LoadedModel) -> dict[str, bytes]:
         loaded.stored_config.save_pretrained(scratch)
         loaded.tokenizer.save_pretrained(scratch)
         if loaded.model.can_generate() and loaded.model.generation_config is not None:
-            # Not save_pretrained, which refuses to write what some published models have in theirs.
+            # save_pretrained refuses the generation configs of some published models.
             loaded.model.generation_config.to_json_file(Path(scratch) / "generation_config.json")
         return {file.name: file.read_bytes() for file in Path(scratch).iterdir() if file.is_file()}

@@ -17,7 +17,7 @@ def token_logprobs(
     """(logprob of each target, entropy of each distribution), float32[M] in nats, both differentiable.
 
     hidden [M, H] and weight [V, H] (the language-model head) in the compute dtype; targets int64[M];
-    temperatures float32[M]: what each row's logits are divided by. With l = hidden W^T / temperature:
+    temperatures float32[M]: the divisor of each row's logits. With l = hidden W^T / temperature:
 
         logprob = l[target] - logsumexp(l)        entropy = logsumexp(l) - sum_v softmax(l)_v l_v
 
@@ -31,8 +31,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     dl = g (onehot(target) - p) - e p (log p + H),   dhidden = dl W / temperature,   dW = (dl / temperature)^T hidden
 
-    The vocabulary is long, so what counts beside the matrix products is how often a chunk of logits is read and
-    written: what belongs to a row is put together first, and work is done in place.
+    Beside the matrix products, reading and writing chunks of logits costs most, as the vocabulary is long. So numbers
+    of a row are combined first, and logits are changed in place.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """float32. On a GPU the product is not rounded to half precision first; torch has that for no other device."""
+    """float32. On a GPU the product is not rounded to half precision first; torch can do so on GPUs alone."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     else:

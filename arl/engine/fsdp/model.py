@@ -1,4 +1,4 @@
-"""Loading a Hugging Face model for training, and reading log-probabilities or values off it.
+"""Loads a Hugging Face model for training, and computes log-probabilities or values with it.
 
 tokens --decoder--> hidden states --language-model head--> log-probabilities, entropies
                                   --value head [1, H]----> values
@@ -34,8 +34,8 @@ from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.logprobs import token_logprobs
 from arl.engine.fsdp.minibatch import Microbatch
 
-# Sharding gathers the root's weights for the backward pass when it reaches the outputs, which torch before 2.13 does
-# not find in a record that it knows nothing of.
+# Sharding gathers the root's weights for the backward pass when it reaches the outputs. torch before 2.13 finds them
+# only in registered records.
 register_dataclass(TokenOutputs)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -51,10 +51,10 @@ class LoadedModel:
     stored_config: PreTrainedConfig
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """What files and servers have the floating-point tensor of this name in.
+        """The dtype in which files and servers hold the floating-point tensor of this name.
 
-        That is the config's dtype; but some tensors of some models are to be float32 in any case, as the biases that
-        choose among experts, which bfloat16 would make equal.
+        It is the config's dtype, except for tensors that a model keeps in float32, such as the biases that choose among
+        experts: bfloat16 would make them equal.
         """
         dtype = self.stored_config.dtype
         is_exempt = any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
@@ -62,9 +62,9 @@ class LoadedModel:
 
 
 class TokenModel(nn.Module):
-    """The model as the trainer uses it: a microbatch in, what it says of the trained tokens out.
+    """The model as the trainer uses it: a microbatch goes in, outputs for its trained tokens come out.
 
-    Heads' weights are used inside `forward`, so that sharding this module as the root makes them whole when needed.
+    Heads' weights are used inside `forward`, so that sharding this module as the root gathers them when needed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -77,7 +77,7 @@ class TokenModel(nn.Module):
 
 
 class Policy(TokenModel):
-    """A causal language model; with a value head beside it, if one is given, which it owns."""
+    """A causal language model, optionally with a value head of its own."""
 
     def __init__(self, model: PreTrainedModel, logprob_chunk_size: int, value_head: nn.Linear | None = None) -> None:
         super().__init__(model)
@@ -85,7 +85,7 @@ class Policy(TokenModel):
         self.value_head = value_head
 
     def forward(self, batch: Microbatch, *, with_logprobs: bool = True) -> TokenOutputs:
-        """with_logprobs: unset where values alone are asked for; logprobs and entropy are then 0."""
+        """Without `with_logprobs` only values are computed; logprobs and entropy are then 0."""
         hidden = self.predicting(batch)
         nothing = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         logprobs, entropy = nothing, nothing
@@ -100,19 +100,19 @@ class Policy(TokenModel):
 class Critic(TokenModel):
     """A sequence-classification model of one label, read at every trained token: a critic, or a reward model.
 
-    A token's value is that of the context before it. The score of a whole text, as the model by itself gives it, is
-    that of its last token's hidden state: the value of any token that is put behind the text.
+    A token's value is that of the context before it. So the score that the model by itself gives a whole text is the
+    value of any token appended to the text.
     """
 
     def forward(self, batch: Microbatch, *, with_logprobs: bool = True) -> TokenOutputs:
-        """Without logprobs in any case: there is no vocabulary."""
+        """Logprobs and entropy are always 0, as there is no vocabulary."""
         values = token_values(self.predicting(batch), score_weight(self.model))
         nothing = torch.zeros_like(values, requires_grad=False)
         return TokenOutputs(logprobs=nothing, entropy=nothing, values=values)
 
 
 def token_values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """hidden [M, H], weight [1, H] of a value head -> float32[M], summed in float32 whatever they are in."""
+    """hidden [M, H], weight [1, H] of a value head -> float32[M], summed in float32."""
     return hidden.float() @ weight.float()[0]
 
 
@@ -125,11 +125,11 @@ def decode(
 
 
 def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
-    """Load from a directory or, by name, from the hub. Raises ModelError saying what is missing or cannot be trained.
+    """Load a directory or, by name, a model of the hub. Raises ModelError naming what is missing or cannot be trained.
 
-    head value: a sequence-classification model of one label; where `name` is a causal language model, its value head is
-    new, and zero. Otherwise a causal language model. The model is in evaluation mode, and stays so: dropout would make
-    the trainer's log-probabilities random.
+    head value: a sequence-classification model of one label, with a new head of zeros where `name` is a causal language
+    model. Other heads: a causal language model. The model stays in evaluation mode, as dropout would make the trainer's
+    log-probabilities random.
     """
     if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
         raise ModelError(
@@ -148,16 +148,16 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     model.eval()
     _check_supported(model, name, head)
     if is_new_head:
-        nn.init.zeros_(score_weight(model))  # not before the check, which has to see a head that does something
+        nn.init.zeros_(score_weight(model))  # after the check, which needs a head that is not zero
         _describe_classifier(config, model, tokenizer, end_token_ids(name))
     return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config)
 
 
 def new_value_head(model: PreTrainedModel) -> nn.Linear:
-    """A value head for the model's hidden states: zero, so that it begins by saying the same 0 of every context.
+    """A value head for the model's hidden states. It is zero, so every context's first value is 0.
 
-    Whatever a random one would say first is noise in the advantages; and its gradient would move a shared backbone in
-    random directions until the head has learnt something.
+    A random head would add noise to the advantages, and its gradient would move a shared backbone in random directions
+    until the head has learnt something.
     """
     head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
     nn.init.zeros_(head.weight)
@@ -165,16 +165,16 @@ def new_value_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or of a model on the hub, for workflows. Raises ModelError in a sentence."""
+    """The tokenizer of a model directory or of a model on the hub. Raises ModelError."""
     tokenizer = _load(AutoTokenizer, name, "its tokenizer")
-    # Without its files, transformers makes up an empty tokenizer of the model's kind.
+    # Without its files, transformers returns an empty tokenizer of the model's kind.
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ModelError(f"{name} has no tokenizer: save one there with tokenizer.save_pretrained(directory)")
     return tokenizer
 
 
 def end_token_ids(name: str | Path) -> frozenset[int]:
-    """The tokens at which inference servers end a response of this model: its config's and its tokenizer's."""
+    """The tokens at which inference servers end a response: those of the model's config and of its tokenizer."""
     configs: list[Any] = [_load(AutoConfig, name, "its config")]
     with contextlib.suppress(OSError):  # not every model has one
         configs.append(GenerationConfig.from_pretrained(str(name)))
@@ -183,7 +183,7 @@ def end_token_ids(name: str | Path) -> frozenset[int]:
 
 
 def model_limits(config: PreTrainedConfig) -> ModelLimits:
-    """Of a model with this config; rotary positions that are scaled reach as far as they are scaled to."""
+    """The limits of a model with this config. Scaled rotary positions reach as far as they are scaled."""
     text: Any = config.get_text_config()
     context_length = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -194,19 +194,19 @@ def model_limits(config: PreTrainedConfig) -> ModelLimits:
 
 
 def local_directory(name: str) -> str:
-    """`name` if it is a directory; else where the hub's model of that name is, downloaded if need be."""
+    """`name` if it is a directory; else the local copy of the hub's model of that name, downloaded if necessary."""
     if Path(name).is_dir():
         return name
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"])
     except Exception as error:
         raise ModelError(
-            f"{name} is neither a model directory here nor a model that can be downloaded: {_first_line(error)}"
+            f"{name} is neither a local model directory nor a model that can be downloaded: {_first_line(error)}"
         ) from error
 
 
 def transformer_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The repeated blocks of the model, which are sharded one by one."""
+    """The model's repeated blocks. They are sharded one by one."""
     return cast("nn.ModuleList", model.get_decoder().layers)
 
 
@@ -232,7 +232,7 @@ def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> An
 
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
-    """Without transformers' own table of what is missing, which here is looked at more closely."""
+    """Silence transformers' own report of missing tensors; _check_whole reports them instead."""
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -247,35 +247,35 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:
-    """Whether the directory is one of a causal language model."""
+    """Whether the config is that of a causal language model."""
     return any(name.endswith("ForCausalLM") for name in config.architectures or ())
 
 
 def _check_whole(report: Mapping[str, Any], name: str | Path, head: Head, *, may_lack: set[str]) -> None:
-    """Nothing may have been made up, and no head that was there left out."""
+    """Raise ModelError if transformers made a tensor up, or left a head out."""
     if missing := sorted(set(report["missing_keys"]) - may_lack):
         raise ModelError(f"the weights of {name} lack {', '.join(missing)}: the download or copy is incomplete")
     if head != "value" and _SCORE in report["unexpected_keys"]:
         raise ModelError(
-            f"{name} has a value head ({_SCORE}): it is a critic or a reward model, and cannot be the policy. A "
-            "separate critic begins with it as algorithm.critic.model"
+            f"{name} has a value head ({_SCORE}): it is a critic or a reward model, and cannot be the policy. To "
+            "start a separate critic from it, set algorithm.critic.model"
         )
     own = {"lm_head.weight"} if may_lack else set()
     if head == "value" and (others := sorted(set(report["unexpected_keys"]) - own)):
         raise ModelError(
-            f"{name} has {', '.join(others)}, which a sequence-classification model of one label has not; if that is "
-            f"a value head, save it as {_SCORE}"
+            f"{name} has {', '.join(others)}, which no sequence-classification model of one label has; if it is a "
+            f"value head, save it as {_SCORE}"
         )
 
 
 def _describe_classifier(
     config: PreTrainedConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int]
 ) -> None:
-    """Make a causal language model's config and tokenizer those of the value model that was built from it.
+    """Turn a causal language model's config and tokenizer into those of the value model that was built from it.
 
-    By itself the model gives a padded text the score of its last token that is not the pad token. That has to be one
-    that no text ends in: the tokenizer's own, or one new to it that the embedding has a row for, or the first token of
-    every text. Where there is none, it stays unset, and the model by itself takes no padded texts.
+    The model by itself scores a padded text at its last token that is not the pad token, so no text may end in the pad
+    token. Candidates are the tokenizer's own, a new one if the embedding has a row for it, and the first token of every
+    text. Without any of them the pad token stays unset, and the model by itself takes no padded texts.
     """
     config.architectures = [type(model).__name__]
     config.num_labels = 1
@@ -294,8 +294,8 @@ def _check_supported(model: PreTrainedModel, name: str | Path, head: Head) -> No
     unknown = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         raise ModelError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}; only {' and '.join(sorted(_LAYER_TYPES))} "
-            "can be kept inside each sequence of a packed row"
+            f"{name} has layers of type {', '.join(sorted(unknown))}; in a packed row only "
+            f"{' and '.join(sorted(_LAYER_TYPES))} can be kept inside each sequence"
         )
     _check_logits(model, name, head)
 
@@ -313,12 +313,12 @@ def _check_head(model: PreTrainedModel, name: str | Path, head: Head) -> None:
 
 @torch.no_grad()
 def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
-    """Compare with the model's own logits, so that a final scaling or soft-capping is refused, not left out.
+    """Compare with the model's own logits, so that a final scaling or soft-capping is refused and not left out.
 
-    Nor are sliding windows: some models mean to have them from the mask alone, which a packed row does without.
+    Sliding windows that a model applies by its mask alone are refused too, as a packed row has no mask.
     """
     config = model.config.get_text_config()
-    # No pad token: a sequence-classification model by itself gives the score before it.
+    # Without the pad token: a sequence-classification model by itself would score the token before it.
     tokens = [token for token in range(5) if token != config.pad_token_id][:4]
     input_ids = torch.tensor([tokens]) % config.vocab_size
     layout = PackedLayout.of((4,), input_ids.device)
@@ -337,8 +337,8 @@ def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
         )
     if sum(window is not None for window in windows) < (num_sliding := _num_sliding_layers(model.config)):
         raise ModelError(
-            f"{name}: its config gives {num_sliding} layers a sliding window, which {type(model).__name__} does not "
-            "tell its attention function; arl would train it without"
+            f"{name}: its config gives {num_sliding} layers a sliding window, but {type(model).__name__} does not pass "
+            "it to its attention function; arl would train the model without it"
         )
 
 

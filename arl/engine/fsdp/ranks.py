@@ -60,20 +60,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOutcome:
-    """How a call on a rank ended: with a value, or an error and its traceback; and what was logged until then.
-
-    is_dead: the error is not one that the rank raised, but that it is gone.
-    """
+    """How a call on a rank ended: with a value, or with an error and its traceback."""
 
     value: Any = None
     error: Exception | None = None
     traceback: str = ""
     messages: tuple[Message, ...] = ()
+    """Logged on the rank since its last call."""
     is_dead: bool = False
+    """Whether the rank did not raise the error, but is gone."""
 
 
 class _Messages(logging.Handler):
-    """Keeps what is logged until it is taken, the last hundred at most."""
+    """Keeps the last hundred messages until they are taken."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -87,7 +86,7 @@ class _Messages(logging.Handler):
 
 
 def reported(method: Callable[Concatenate[RankActor, P], Any]) -> Callable[Concatenate[RankActor, P], CallOutcome]:
-    """A method of the actor that never raises: whatever happens comes back as its CallOutcome."""
+    """Make a method of the actor return a CallOutcome, also of an error."""
 
     @functools.wraps(method)
     def call(self: RankActor, *args: P.args, **kwargs: P.kwargs) -> CallOutcome:
@@ -101,7 +100,10 @@ def reported(method: Callable[Concatenate[RankActor, P], Any]) -> Callable[Conca
 
 
 class RankActor:
-    """The actor. Keys name snapshots and savings; the driver makes them up, the same for every rank."""
+    """One rank: an FSDPTrainEngine in a process of its own.
+
+    Keys name snapshots and savings. The driver makes them up, the same for every rank.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -113,11 +115,11 @@ class RankActor:
 
     @reported
     def open_store(self, address: str) -> int:
-        """Open the store through which the ranks meet, on this rank's machine alone; returns its port."""
+        """Open the store through which the ranks meet, at `address` alone; returns its port."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
-        # Handed over open: a free port that is only looked up may be taken by the time it is used.
+        # Handed over open: a port that is only looked up may be taken by the time it is used.
         self._store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -157,26 +159,19 @@ class RankActor:
         return self._engine.version
 
     @reported
-    def snapshot(self, key: str) -> None:
-        self._kept[key] = self._engine.snapshot()
-
-    @reported
-    def snapshot_adapter(self, key: str) -> None:
-        self._kept[key] = self._engine.snapshot_adapter()
-
-    @reported
-    def save(self, key: str, directory: Path) -> None:
-        self._kept[key] = self._engine.save(directory)
+    def keep(self, key: str, name: str, *args: Any) -> None:
+        """Keep what the engine's method `name` returns: snapshot, snapshot_adapter or save."""
+        self._kept[key] = getattr(self._engine, name)(*args)
 
     @reported
     def ask(self, key: str, name: str, args: tuple[Any, ...]) -> Any:
-        """What a kept snapshot or saving answers: its attribute `name`, or what that returns for `args`."""
+        """The attribute `name` of a kept snapshot or saving, or what it returns when called with `args`."""
         answer = getattr(self._kept[key], name)
         return answer(*args) if callable(answer) else answer
 
     @reported
     def forget(self, key: str) -> None:
-        """Release a snapshot, or let go of a saving. Idempotent."""
+        """Release a snapshot, or forget a saving. Idempotent."""
         kept = self._kept.pop(key, None)
         if isinstance(kept, RankSnapshot | RankAdapter):
             kept.release()
@@ -189,9 +184,9 @@ class RankActor:
 
 @contextmanager
 def _gloo_at(address: str) -> Iterator[None]:
-    """Let gloo's groups that are made meanwhile listen at loopback, where that is where the ranks meet.
+    """Let the gloo groups that are made within listen at loopback, if the ranks meet there.
 
-    Those that are made later may be of servers on other machines.
+    Later groups may include servers on other machines.
     """
     is_local = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ
     if is_local:
@@ -204,7 +199,7 @@ def _gloo_at(address: str) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error itself where it survives being sent to another process, else one that says as much."""
+    """The error itself if it can be sent to another process, else a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 (an exception's own pickling may raise anything)
@@ -213,19 +208,19 @@ def _portable(error: Exception) -> Exception:
 
 
 class RankTracebackError(Exception):
-    """What a rank's error is raised from: the traceback as it was there."""
+    """The cause that a rank's error is raised from: its text is the traceback on the rank."""
 
 
 class Ranks:
     """N actors. `train` calls a method on all of them, one call at a time; `beside` calls one, from any thread.
 
     When a rank raises or dies in a call of `train`, others may wait for it in a collective for ever. So all are ended,
-    and TrainingError says who failed, and of what. Where every rank raises an error of arl's own, none waits: that
+    and TrainingError names the rank and the error. If every rank raises the same error of arl's own, none waits: the
     error is raised, and the ranks live on. After their end, calls raise EngineClosedError.
     """
 
     def __init__(self, count: int, placement: Placement, *, num_threads: int, num_gpus: int) -> None:
-        # Ray shows each actor its own GPU alone, which is therefore its first.
+        # Ray shows each actor its own GPU alone, so it is the first.
         environment = {"OMP_NUM_THREADS": str(num_threads), "LOCAL_RANK": "0"}
         actor: Any = ray.remote(concurrency_groups=_THREADS)(RankActor)  # pyright: ignore[reportCallIssue] (stubs lag)
         self._actors: list[Any] = [
@@ -244,21 +239,21 @@ class Ranks:
         return len(self._actors)
 
     def put(self, value: Any) -> Any:
-        """A reference to a copy of `value` that ranks can be called with. Raises TypeError if it does not pickle."""
+        """A reference to a copy of `value`, as an argument of ranks. Raises TypeError if it does not pickle."""
         self._check()
         return ray.put(value)
 
     def train(self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline: float | None = None) -> list[Any]:
         """Call `method` on the first ranks, each with its own arguments, and return what each returns.
 
-        deadline: of the monotonic clock, for what belongs to the start.
+        deadline: on the monotonic clock, for calls that belong to the start.
         """
         self._check()
         try:
             refs = [self._submit(rank, "training", method, own) for rank, own in enumerate(arguments)]
             outcomes = self._collect(refs, deadline)
         except BaseException:
-            self.end(f"{method} was interrupted")  # ranks may be anywhere in it
+            self.end(f"{method} was interrupted")  # the ranks may be anywhere in it
             raise
         _log(outcomes)
         if len(outcomes) < len(refs) or any(outcome.error for outcome in outcomes.values()):
@@ -270,16 +265,13 @@ class Ranks:
         return self.train(method, [arguments] * len(self), deadline=deadline)
 
     def beside(self, rank: int, method: str, *arguments: Any, group: str = "beside") -> Any:
-        """Call `method` on one rank, and return what it returns or raise what it raises.
-
-        Raises TrainingError if the rank died meanwhile.
-        """
+        """Call `method` on one rank; returns or raises as it does there. Raises TrainingError if the rank died."""
         self._check()
         outcome = _outcome(self._submit(rank, group, method, arguments))
         return self._value(rank, outcome)
 
     def beside_all(self, method: str, *arguments: Any) -> None:
-        """Call `method` on every rank, and wait until it has ended on each, or one of them is dead."""
+        """Call `method` on every rank, and wait until it has ended on each or one of them is dead."""
         self._check()
         refs = [self._submit(rank, "beside", method, arguments) for rank in range(len(self))]
         outcomes = self._collect(refs)
@@ -287,20 +279,20 @@ class Ranks:
             self._value(rank, outcome)
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call `method` on every rank, and don't wait."""
+        """Call `method` on every rank without waiting."""
         if self._ended is None:
             for rank in range(len(self)):
                 self._submit(rank, "leaving", method, arguments)
 
     def close(self) -> None:
-        """Let the ranks end what they are at; then end them. Idempotent."""
+        """Let the ranks finish, then end them. Idempotent."""
         if self._ended is None:
             refs = [self._submit(rank, "training", "close", ()) for rank in range(len(self))]
             ray.wait(refs, num_returns=len(refs), timeout=_CLOSING_S)
             self.end("")
 
     def end(self, reason: str) -> None:
-        """Kill the ranks, for a reason that later calls give. Idempotent: the first reason stays."""
+        """Kill the ranks. Later calls raise with the reason. Idempotent: the first reason stays."""
         with self._ending:
             if self._ended is not None:
                 return
@@ -316,7 +308,7 @@ class Ranks:
             raise EngineClosedError("the train engine was closed" + (f": {self._ended}" if self._ended else ""))
 
     def _collect(self, refs: Sequence[Any], deadline: float | None = None) -> dict[int, CallOutcome]:
-        """How the call ended on each rank; without those that were still at it when others had failed."""
+        """How the call ended on each rank, without ranks that had not ended soon after others failed."""
         ranks = {ref: rank for rank, ref in enumerate(refs)}
         outcomes: dict[int, CallOutcome] = {}
         while ranks:
@@ -337,7 +329,7 @@ class Ranks:
         if outcome.error is None:
             return outcome.value
         if outcome.is_dead:
-            self._check()  # where the ranks were ended, that is the reason
+            self._check()  # if the ranks were ended, that is the reason
             raise TrainingError(f"rank {rank} of {len(self)} died") from RankTracebackError(outcome.traceback)
         raise outcome.error from RankTracebackError(f"on rank {rank}:\n{outcome.traceback}")
 
@@ -350,7 +342,7 @@ class Ranks:
                 f"{reason}: longer than train.startup_timeout_s for each rank (those of a machine load the model one "
                 "after another). Set it higher if the model is large or its storage slow"
             )
-        # The dead explain the living, whose connections they broke; otherwise the first that failed is the cause.
+        # A dead rank is the cause of the others' broken connections; otherwise the first that failed is.
         rank, first = min(failed.items(), key=lambda item: not item[1].is_dead)
         cause = RankTracebackError(f"on rank {rank}:\n{first.traceback}")
         if isinstance(first.error, ArlError) and _are_all_alike(failed, len(self)):
@@ -367,14 +359,14 @@ def _are_all_alike(failed: Mapping[int, CallOutcome], count: int) -> bool:
 def _outcome(ref: Any) -> CallOutcome:
     try:
         return ray.get(ref)
-    except RayTaskError as error:  # it could not be called: its arguments did not arrive
+    except RayTaskError as error:  # the call's arguments did not arrive
         return CallOutcome(error=error.cause, traceback=str(error))
     except RayError as error:
         return CallOutcome(error=error, traceback=str(error), is_dead=True)
 
 
 def _log(outcomes: Mapping[int, CallOutcome]) -> None:
-    """Repeat what ranks logged in this process's log: once, what several say alike."""
+    """Repeat the ranks' messages in this process's log; a message of several ranks once."""
     said: dict[Message, int] = {}
     for rank, outcome in sorted(outcomes.items()):
         for message in outcome.messages:

@@ -1,4 +1,4 @@
-"""Ray as an engine uses it: one that is there, or one of this machine for this run alone; and a place for each rank."""
+"""Ray for an engine: a cluster that exists, or one on this machine for this run alone; and a place for each rank."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class RayLease:
-    """Holds Ray for an engine: the one that this process uses already, which is left as it was, or another.
+    """Holds Ray for an engine. If this process uses Ray already, that one is taken and left as it was.
 
-    address None: one of this machine alone, with so many CPUs and GPUs whatever the machine has, that listens at
-    loopback, asks for a token, reports to nobody, and is gone with the last lease (or the process). Otherwise the
-    cluster at that address, which this process leaves with the last lease.
+    Otherwise, address None starts Ray on this machine alone, with so many CPUs and GPUs whatever the machine has. It
+    listens at loopback, asks for a token, reports to nobody, and ends with the last lease or the process. Any other
+    address is that of a cluster, which this process leaves with the last lease.
     """
 
     _holders: ClassVar[int] = 0
     _directory: ClassVar[str | None] = None
 
     def __init__(self, address: str | None, *, num_cpus: int, num_gpus: int) -> None:
-        """Raises ConfigError where Ray is not installed, not at the address, or the machine lacks the GPUs."""
+        """Raises ConfigError without Ray, or without a cluster at the address."""
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("several ranks need Ray: pip install 'arl[ray]', or set train.num_ranks to 1")
         cls = type(self)
@@ -96,7 +96,7 @@ class RayLease:
 
     def _connect(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        # One try, where `auto` finds what is left of a cluster that has ended: Ray itself would try for minutes.
+        # One try: where `auto` finds traces of a cluster that has ended, Ray itself would try for minutes.
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
         try:
             if port.isdigit():  # Ray itself would try for minutes
@@ -106,19 +106,19 @@ class RayLease:
             self._ray.shutdown()
             raise ConfigError(
                 f"there is no Ray cluster at train.ray_address={address}: {error}; start one with `ray start --head`, "
-                "or leave ray_address unset for one of this machine"
+                "or leave ray_address unset to use this machine alone"
             ) from error
 
 
 @contextmanager
 def _as_ray_starts(*, private: bool) -> Iterator[None]:
-    """What Ray reads when it is imported and started; and what it changes of this process is put back afterwards."""
+    """Set the variables that Ray reads at import and start. Afterwards undo what Ray changed in this process."""
     environment = dict(os.environ)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if private:
-        # Ranks bring an environment of their own, so workers that are started before them would idle.
+        # Ranks bring an environment of their own, so workers started before them would idle.
         os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (this is its name)
-        # Ray's own setting for machines whose firewall asks: all of it listens at loopback. It is read at import.
+        # Ray's setting for machines whose firewall asks: everything listens at loopback. It is read at import.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             os.environ["RAY_AUTH_TOKEN"] = _token()  # else Ray makes one and leaves it in the home directory
@@ -129,7 +129,7 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in os.environ.keys() - environment.keys():  # no other: threads may be reading them
+        for name in os.environ.keys() - environment.keys():  # only these: threads may be reading the others
             del os.environ[name]
         os.environ.update(environment)
         logging.getLogger("ray").setLevel(level)
@@ -139,7 +139,7 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
 
 @cache
 def _token() -> str:
-    """One for this process's life, as Ray reads it but once."""
+    """One token for this process's life, as Ray reads it only once."""
     return secrets.token_hex(32)
 
 
@@ -150,7 +150,7 @@ class Placement:
     """
 
     def __init__(self, num_ranks: int, *, num_cpus: int, num_gpus: int, deadline: float) -> None:
-        """deadline: of the monotonic clock. Raises TrainingError where the cluster has no room until then."""
+        """deadline: on the monotonic clock. Raises TrainingError if the cluster has no room until then."""
         import ray
 
         self._ray = ray
@@ -160,7 +160,7 @@ class Placement:
         node_of: dict[int, str] = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle] != here, node_of[bundle], bundle))
         self.address: str = self._nodes()[node_of[self._bundles[0]]]["NodeManagerAddress"]
-        """Of rank 0's node."""
+        """The address of rank 0's node."""
 
     def strategy(self, rank: int) -> Any:
         """Ray's scheduling strategy that puts an actor into the rank's place."""
@@ -175,7 +175,7 @@ class Placement:
         return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
 
     def _reserve(self, num_ranks: int, here: str, deadline: float) -> Any:
-        """A placement group, with one bundle bound to this node if that can be had soon."""
+        """A placement group, with one bundle bound to this node if there is room soon."""
         bundles = [dict(self._bundle) for _ in range(num_ranks)]
         on_this_node = {f"node:{self._nodes()[here]['NodeManagerAddress']}": 0.001}
         soon = min(deadline, time.monotonic() + _BINDING_TIMEOUT_S)

@@ -4,8 +4,8 @@
                                                                                                         |
     metrics, once <-- the same on every rank <-- sums of loss, gradients, counts <--gloo or NCCL--------+
 
-Loss weights hold the minibatch's denominators, so shares need nothing of each other but the sum of the gradients, and
-numbers do not depend on how many ranks there are.
+Loss weights hold the minibatch's denominators. So shares exchange nothing but the sum of the gradients, and numbers do
+not depend on how many ranks there are.
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ if TYPE_CHECKING:
     from arl.engine.weights.adapter import AdapterSnapshot
 
 _ENGINES = 2
-"""How many engines a Ray of this process alone has CPUs for: a policy's and a critic's. They are numbers there."""
+"""Engines for which a Ray of this process alone declares CPUs: a policy's and a critic's."""
 
 
 class RayTrainEngine:
     """Trains over config.num_ranks processes; see arl.api.engine.TrainEngine for the contract.
 
-    With config.tensor_parallel T, each T ranks in a row compute one share of the data together. Directories are read
-    and written by the ranks, so on a cluster of several nodes they have to be where all of these see them. Where a
-    rank fails or dies, TrainingError says which and why, and the engine is closed.
+    With config.tensor_parallel T, T neighbouring ranks compute one share of the data together. The ranks read and write
+    directories, so on a cluster all nodes must see them. If a rank fails or dies, TrainingError names it and the cause,
+    and the engine is closed.
     """
 
     def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
-        """model: a model directory or a name on the hub. seed: of torch's generator, on every rank. head: as
-        FSDPTrainEngine's.
+        """model, seed, head: as FSDPTrainEngine's.
 
-        Raises ModelError, ConfigError, and TrainingError where the ranks have no room on the cluster after
-        config.startup_timeout_s, or have not built the engine after as long for each of them.
+        Raises ModelError, ConfigError, and TrainingError if the cluster has no room within config.startup_timeout_s, or
+        if building takes longer than that for each rank.
         """
         self._config = config
         self._version = 0
         with ExitStack() as stack:
             deadline = time.monotonic() + config.startup_timeout_s
             self._ranks, address = _start_ranks(config, stack, deadline)
-            # Those of a machine load the model one after another.
+            # Ranks of one machine load the model one after another.
             deadline = time.monotonic() + config.startup_timeout_s * config.num_ranks
             (port,) = self._ranks.train("open_store", [(address,)], deadline=deadline)
             directory = str(Path(model).absolute()) if Path(model).is_dir() else str(model)
@@ -86,13 +85,13 @@ class RayTrainEngine:
         return outputs
 
     def update_reference(self, share: float = 1.0) -> None:
-        """Move the reference towards the current weights; each rank holds its shards of it."""
+        """Move the reference towards the current weights. Each rank holds its shards of both."""
         self._ranks.train_alike("update_reference", share)
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         """One optimizer step for each minibatch, then version += 1. Metrics are FSDPTrainEngine's, of all ranks.
 
-        loss: must pickle; TypeError where it does not.
+        Raises TypeError for a loss that does not pickle.
         """
         loss_ref = self._ranks.put(loss)
         packed: list[list[PackedSequences]] = [[] for _ in range(self._num_shares)]
@@ -105,18 +104,14 @@ class RayTrainEngine:
         return metrics
 
     def snapshot(self) -> RankZeroSnapshot:
-        """Copy the weights aside, as servers hold them. Later steps do not change the copy."""
-        key = new_id()
-        self._ranks.train_alike("snapshot", key)
-        return RankZeroSnapshot(self._ranks, key, self._version)
+        """Copy the weights aside, in the dtype that servers hold. Later steps do not change the copy."""
+        return RankZeroSnapshot(self._ranks, self._kept("snapshot"), self._version)
 
     def snapshot_adapter(self) -> AdapterSnapshot:
         """Copy the adapters alone aside. Raises ConfigError without train.lora."""
         if self._config.lora is None:
             raise ConfigError("there are no adapters to publish: the ranks train the whole model; set train.lora")
-        key = new_id()
-        self._ranks.train_alike("snapshot_adapter", key)
-        return RankZeroSnapshot(self._ranks, key, self._version)
+        return RankZeroSnapshot(self._ranks, self._kept("snapshot_adapter"), self._version)
 
     def export(self, directory: Path) -> int:
         """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written."""
@@ -128,50 +123,54 @@ class RayTrainEngine:
 
     def save(self, directory: Path) -> RanksSaving:
         """Copy aside everything that `load` needs to continue bit for bit, and begin to write it."""
-        key = new_id()
-        self._ranks.train_alike("save", key, Path(directory).absolute())
-        return RanksSaving(self._ranks, key)
+        return RanksSaving(self._ranks, self._kept("save", Path(directory).absolute()))
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`'s directory, whatever the number of ranks it is from. Raises CheckpointError."""
+        """Continue from `save`'s directory, whatever number of ranks wrote it. Raises CheckpointError."""
         self._version = self._ranks.train_alike("load", Path(directory).absolute())[0]
 
     def close(self) -> None:
-        """End the ranks, and the Ray that was started for them. Idempotent; later calls raise EngineClosedError."""
+        """End the ranks and the Ray that was started for them. Idempotent; later calls raise EngineClosedError."""
         self._stack.close()
 
     @property
     def _num_shares(self) -> int:
         return self._config.num_ranks // self._config.tensor_parallel
 
+    def _kept(self, method: str, *args: Any) -> str:
+        """Call `method` on all ranks; returns the key under which they keep what it returns."""
+        key = new_id()
+        self._ranks.train_alike("keep", key, method, *args)
+        return key
+
     def _divide(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
         return divide(sequences, self._num_shares, share_prefixes=self._config.share_prefixes)
 
     def _to_ranks(self, shares: Sequence[Any]) -> list[tuple[Any]]:
-        """Each rank's arguments: its share, which ranks that split their layers have in common."""
+        """Each rank's share, by reference. Ranks that split their layers get the same one."""
         refs = [self._ranks.put(share) for share in shares]
         return [(refs[rank // self._config.tensor_parallel],) for rank in range(self._config.num_ranks)]
 
     def _agreed(self, metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-        """The metrics that all ranks report: those of rank 0, if they do."""
+        """Rank 0's metrics, after a check that all ranks report the same."""
         for rank, others in enumerate(metrics):
             for name, value in metrics[0].items():
                 if not _is_same(value, others[name]):
-                    reason = f"rank {rank} reports {name} {others[name]}, rank 0 {value}: their weights have parted"
+                    reason = f"rank {rank} reports {name} {others[name]}, rank 0 {value}: their weights differ"
                     self._ranks.end(reason)
                     raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint")
         return metrics[0]
 
 
 class RankZeroSnapshot:
-    """A SendableSnapshot in another process: every method runs on rank 0, beside training."""
+    """A SendableSnapshot on rank 0, in another process. Its methods run there, beside training."""
 
     def __init__(self, ranks: Ranks, key: str, version: int) -> None:
         self.version = version
         self._ranks = ranks
         self._key = key
         self._is_released = False
-        # Whoever drops a snapshot without releasing it lets go of it all the same.
+        # A snapshot that is dropped without a release frees its memory all the same.
         weakref.finalize(self, ranks.tell, "forget", key).atexit = False
 
     @cached_property
@@ -206,7 +205,7 @@ class RankZeroSnapshot:
             self._ranks.beside(0, "ask", self._key, "leave", (group,), group="leaving")
 
     def release(self) -> None:
-        """Does not wait for the ranks, so that an event loop may call it."""
+        """Does not wait for the ranks, so an event loop may call it."""
         self._is_released = True
         self._ranks.tell("ask", self._key, "release", ())
 
@@ -225,12 +224,12 @@ class RanksSaving:
         weakref.finalize(self, ranks.tell, "forget", key).atexit = False
 
     def wait(self) -> None:
-        """Raises CheckpointError, and TrainingError where a rank died meanwhile."""
+        """Raises CheckpointError, and TrainingError if a rank died meanwhile."""
         self._ranks.beside_all("ask", self._key, "wait", ())
 
 
 def check_gpus(config: TrainConfig, num_engines: int = 1) -> None:
-    """Raises ConfigError where the ranks of so many engines are to have GPUs of this machine, which has fewer."""
+    """Raises ConfigError if so many engines' ranks need more GPUs than this machine has."""
     count, there = num_engines * config.num_ranks, torch.cuda.device_count()
     if not _is_cuda(config) or config.ray_address is not None or there >= count:
         return
@@ -247,7 +246,7 @@ def _is_cuda(config: TrainConfig) -> bool:
 
 
 def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tuple[Ranks, str]:
-    """Actors, each in its place, and the address of rank 0; `stack` ends them, and what was needed for them."""
+    """Start the actors, each in its place; returns them and rank 0's address. `stack` ends all that was started."""
     check_gpus(config)
     num_gpus = 1 if _is_cuda(config) else 0
     count, num_threads = config.num_ranks, config.num_threads
@@ -256,7 +255,7 @@ def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tupl
     stack.callback(lease.release)
     placement = Placement(count, num_cpus=num_threads, num_gpus=num_gpus, deadline=deadline)
     stack.callback(placement.release)
-    # Not before Ray has been imported by the lease, which decides how.
+    # After the lease, which imports Ray in the way that suits it.
     from arl.engine.fsdp.ranks import Ranks
 
     ranks = Ranks(count, placement, num_threads=num_threads, num_gpus=num_gpus)

@@ -4,8 +4,8 @@
                                         |
     arl-checkpoint           write, fsync --> all ranks done --> rank 0: progress.json, fsync, rename
 
-The thread is one of each rank's own, and so is the process group over which the ranks meet there: later steps neither
-change what is written nor wait for it, and their collectives never mix with its own.
+The thread and its process group are there for checkpoints alone. So later steps neither change what is written nor
+wait for it, and their collectives never mix with those of the thread.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ _PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a checkpoint holds beside tensors. parameters: name -> shape of each whole parameter that is trained.
-
-    world_size, device: the ranks that wrote it, each with its random state, and what they computed on (cpu, cuda).
-    lora: what adapters belong to, whose model is not in the checkpoint; None where there are none. has_reference:
-    whether there is a reference policy in it.
-    """
+    """What a checkpoint holds beside tensors."""
 
     version: int
     num_updates: int
+    """Optimizer steps taken."""
     world_size: int
+    """The ranks that wrote it, each with its random state."""
     device: str
+    """The kind of device that they computed on: cpu or cuda."""
     parameters: Mapping[str, list[int]]
+    """Name -> shape of each whole trained parameter."""
     lora: LoRAOrigin | None = None
+    """The model that the adapters belong to, which is not in the checkpoint; None without adapters."""
     has_reference: bool = False
+    """Whether it holds a reference policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSaving:
-    """One rank's part of a checkpoint being written; see arl.api.engine.Saving. May be waited for on any thread."""
+    """One rank's part of a checkpoint being written; see arl.api.engine.Saving. Any thread may wait for it."""
 
     written: Future[None]
 
@@ -89,12 +90,12 @@ class CheckpointWriter:
     ) -> RankSaving:
         """Copy weights, optimizer state, reference and random state aside, and begin to write them to `directory`.
 
-        Waits for the one before, so that there is one copy at a time. The directory gets its name when it is complete
-        and on the disk; killed before, there is none of that name (or the older one), and what was written aside
-        begins with a dot. The saving raises CheckpointError on every rank when any rank fails.
+        Waits for the previous checkpoint, so that there is one copy at a time. The directory gets its name when it is
+        complete and on the disk. After a kill before that, the name does not exist or is the older checkpoint, and
+        what was written aside begins with a dot. If any rank fails, the saving raises CheckpointError on every rank.
         """
         if self._last:
-            wait([self._last])  # its error is for whoever waits for its saving
+            wait([self._last])  # its error belongs to its own saving
         tensors = _copied(_tensors(module, optimizer, reference, dist.get_rank()))
         progress = Progress(
             version=version,
@@ -109,7 +110,7 @@ class CheckpointWriter:
         return RankSaving(written=self._last)
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the process group."""
+        """Wait for the checkpoint that is being written, and leave the process group."""
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
 
@@ -191,7 +192,7 @@ class _Files(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # torch.save covers a failed write with a complaint about positions in the file.
+            # torch.save hides a failed write behind an error about positions in the file.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -204,7 +205,7 @@ def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Referen
         "model": {name: p.detach() for name, p in named.items()},
         "exp_avg": {name: optimizer.state[p]["exp_avg"] for name, p in named.items()},
         "exp_avg_sq": {name: optimizer.state[p]["exp_avg_sq"] for name, p in named.items()},
-        # Each has its own: a parameter that a loss does not reach takes no step.
+        # Steps differ: a parameter that a loss does not reach takes none.
         "step": {name: optimizer.state[p]["step"] for name, p in named.items()},
     }
     if reference.is_held:
@@ -217,7 +218,7 @@ def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Referen
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What is not trained, beside adapters, is where it was loaded from."""
+    """The parameters that a checkpoint holds. Frozen ones, beside adapters, are loaded from the model's directory."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -226,14 +227,14 @@ def _shapes(module: nn.Module) -> dict[str, list[int]]:
 
 
 def _device_type(module: nn.Module) -> str:
-    """What the ranks compute on. Offloaded parameters wait on the CPU between uses, and their mesh says where for."""
+    """The kind of device that the ranks compute on. Offloaded parameters lie on the CPU, but their mesh names it."""
     parameter = next(module.parameters())
     mesh = getattr(parameter, "device_mesh", None)
     return mesh.device_type if mesh is not None else parameter.device.type
 
 
 def _copied(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """Copies on the CPU: from a GPU into pinned memory, all under way at once."""
+    """Copies on the CPU; from a GPU into pinned memory, all at once."""
     copies = {
         kind: {name: tensor.to("cpu", non_blocking=True, copy=True) for name, tensor in named.items()}
         for kind, named in tensors.items()
@@ -244,8 +245,8 @@ def _copied(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]
 
 
 def _complete(aside: Path, directory: Path, progress: Progress) -> None:
-    """Give what all ranks have written its name, once it is certain to be there after a power cut."""
-    # As DCP wrote it: what its save returns does not name the files in every version of torch.
+    """Rename the directory that all ranks have written, once it is certain to survive a power cut."""
+    # From the file that DCP wrote: the return value of its save does not name the files in every version of torch.
     written = FileSystemReader(aside).read_metadata().storage_data
     files = {info.relative_path for info in written.values()}
     if missing := sorted(name for name in files if not (aside / name).exists()):
@@ -301,7 +302,7 @@ def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str
 
 
 def _cause(error: BaseException) -> str:
-    """What happened, of an error that may be DCP's own (no Exception, and with every rank's traceback as its text)."""
+    """The cause of an error. DCP's own is no Exception, and has every rank's traceback as its text."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"

@@ -5,8 +5,8 @@ One optimizer step:
     minibatch --pack--> microbatches --model--> logprobs, values --TokenLoss--> sum(weight * loss) --backward--> AdamW
                              one after another, gradients summed                                       clipped, once
 
-Because loss weights hold the minibatch's denominators, gradients are summed over microbatches and over ranks, never
-averaged, and so the step does not depend on how the minibatch was split.
+Loss weights hold the minibatch's denominators. So gradients are summed over microbatches and ranks, never averaged, and
+a step does not depend on how the minibatch was split.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ logger = logging.getLogger(__name__)
 class FSDPTrainEngine:
     """Trains a Hugging Face model; see arl.api.engine.TrainEngine for the contract.
 
-    By its head it is a policy (a causal language model), a critic or a reward model (a sequence-classification model of
-    one label, whose head is new and zero where `model` is a causal language model), or a policy with a value head
-    beside its own, which `save` keeps, and `export` and `snapshot` leave out: servers get the language model.
+    head policy: a causal language model. head value: a critic or a reward model, that is, a sequence-classification
+    model of one label; if `model` is a causal language model, the head is new and zero. head policy_and_value: a policy
+    with a value head beside its own. `save` keeps that head; `export` and `snapshot` leave it out, as servers get the
+    language model.
 
-    With several ranks, every rank makes the same calls, each with its share of the sequences (a share may be empty)
-    and the same `loss`; metrics are of all ranks together. torch.distributed must be initialised before; a process
-    alone needs nothing.
+    With several ranks, every rank makes the same calls, each with its share of the sequences (it may be empty) and the
+    same `loss`; metrics are of all ranks together. torch.distributed must be initialised before. A single process needs
+    nothing.
     """
 
     def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
@@ -125,7 +126,7 @@ class FSDPTrainEngine:
         return outputs
 
     def update_reference(self, share: float = 1.0) -> None:
-        """Move the reference towards the current weights; with adapters, it is one of the adapters alone."""
+        """Move the reference towards the current weights. With adapters it consists of adapters alone."""
         self._enter()
         if self._head == "value":
             raise ConfigError("a train engine of head=value has no policy, and so no reference policy")
@@ -135,11 +136,11 @@ class FSDPTrainEngine:
         """One optimizer step for each minibatch, then version += 1.
 
         Metrics: loss, grad_norm (before clipping), lr, nonfinite_grads (steps skipped because of one), tokens,
-        trained_tokens, forwarded_tokens (shared prefixes once, and nothing that no trained token comes after),
+        trained_tokens, forwarded_tokens (shared prefixes count once, tokens after the last trained one not at all),
         forwarded_share (of tokens), microbatches, packing_efficiency (share of the microbatches' budget that held
-        forwarded tokens), and what `loss` reports. Means are over each minibatch's trained tokens, then over
-        minibatches; maxima, and the counts' sums, are over all of them. A minibatch without a trained token takes no
-        optimizer step.
+        forwarded tokens), and the metrics of `loss`. Means are over each minibatch's trained tokens, then over
+        minibatches; maxima and counts are over all minibatches. A minibatch without a trained token takes no optimizer
+        step.
         """
         self._enter()
         metrics = mean_of_minibatches([self._step(minibatch, loss) for minibatch in minibatches])
@@ -147,19 +148,19 @@ class FSDPTrainEngine:
         return metrics
 
     def snapshot(self) -> RankSnapshot:
-        """Copy the weights aside, as servers hold them; all ranks must call. Later steps do not change the copy."""
+        """Copy the weights aside, in the dtype that servers hold; a collective. Later steps do not change the copy."""
         self._enter()
         return self._snapshots.take(self._version)
 
     def snapshot_adapter(self) -> RankAdapter:
-        """Copy the adapters alone aside; all ranks must call. Raises ConfigError without train.lora."""
+        """Copy the adapters alone aside; a collective. Raises ConfigError without train.lora."""
         self._enter()
         return self._snapshots.take_adapter(self._version)
 
     def export(self, directory: Path) -> int:
         """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written.
 
-        It appears complete or not at all. Rank 0 writes, all ranks must call.
+        A collective; rank 0 writes. The directory appears complete or not at all.
         """
         snapshot = self.snapshot()
         try:
@@ -180,15 +181,18 @@ class FSDPTrainEngine:
         )
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`'s directory, with the reference that is there. Raises CheckpointError naming what does
-        not fit, such as an engine that holds a reference where the checkpoint has none.
+        """Continue from `save`'s directory, with its reference policy.
+
+        Raises CheckpointError naming what does not fit, such as a checkpoint without this engine's reference.
         """
         self._enter()
         progress = load_checkpoint(directory, self._policy, self._optimizer, self._adapters, self._reference)
         self._version, self._num_updates = progress.version, progress.num_updates
 
     def close(self) -> None:
-        """Let go of the process group. Idempotent; later calls raise EngineClosedError."""
+        """Finish checkpoints and snapshots, and leave the process group. Idempotent; later calls raise
+        EngineClosedError.
+        """
         if not self._closed:
             self._closed = True
             self._checkpoints.close()
@@ -226,7 +230,7 @@ class FSDPTrainEngine:
             self._release_weights()
             raise
         finally:
-            # Also when the loss raised: the next step must not begin with the gradients of this one.
+            # Also after an error: the next step must not begin with the gradients of this one.
             self._optimizer.zero_grad()
         return tally
 
@@ -252,7 +256,7 @@ class FSDPTrainEngine:
             self._num_updates += 1
 
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
-        """(indices into `sequences`, their microbatch), as many on every rank; untrained sequences are left out."""
+        """(indices into `sequences`, their microbatch), equally many on every rank; untrained sequences are in none."""
         share = self._config.share_prefixes
         trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
         order = prefix_order([sequences[i] for i in trained], share_prefixes=share)
@@ -276,8 +280,8 @@ class FSDPTrainEngine:
             torch.cuda.set_device(self._device)
 
     def _release_weights(self) -> None:
-        """Drop gathered weights, which a forward without backward leaves behind, and one that raised, anywhere.
+        """Drop the gathered weights that a forward pass without a backward pass leaves behind, or an interrupted one.
 
-        Asking for the state does it, for each layer in whatever state it is; reshard() leaves out interrupted ones.
+        state_dict() does so for every layer; reshard() leaves out interrupted ones.
         """
         self._policy.state_dict()

@@ -5,14 +5,12 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+from train_models import write_model
 from train_sequences import LOSS
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.engine.tiny import tiny_tokenizer
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 BUDGET = 30
@@ -44,19 +42,4 @@ class KillingLoss:
 
 def write_uneven_model(directory: Path) -> Path:
     """A Qwen3 with tensors whose first dimension 3 or 4 ranks cannot share evenly (50), or not at all (2)."""
-    tokenizer = tiny_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=50,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=2,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return write_model(directory, tied=False, intermediate_size=50, num_key_value_heads=1, head_dim=2)

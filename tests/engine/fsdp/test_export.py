@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from train_models import MakeEngine, load_twin, write_model
+from train_models import MakeEngine, load_twin, write_experts, write_model
 from train_sequences import random_sequences, twin_logprobs
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from arl.algorithm.losses import SFTLoss
@@ -54,20 +52,7 @@ def test_an_export_has_the_files_tensors_and_tokenizer_of_its_source(
 
 
 def test_experts_are_trained_and_exported_apart_as_they_were_stored(make_engine: MakeEngine, tmp_path: Path):
-    tokenizer = tiny_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
-    tokenizer.save_pretrained(tmp_path / "moe")
+    write_experts(tmp_path / "moe")
     engine, sequences = make_engine(tmp_path / "moe"), random_sequences(4)
     assert engine.train_batch([sequences], SFTLoss())["grad_norm"] > 0
     engine.export(tmp_path / "out")

@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from train_models import MakeEngine, load_twin, write_model
+from train_models import MakeEngine, load_twin, write_experts, write_model
 from train_sequences import LOSS, random_sequences, twin_logprobs, twin_loss
 from transformers import (
     AutoModelForSequenceClassification,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from arl.algorithm.losses import SFTLoss
@@ -24,7 +22,6 @@ from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
 from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.engine.tiny import tiny_tokenizer
 from arl.engine.weights.adapter import AdapterEngine
 
 VALUE = ValueLoss(value_clip=0.2)
@@ -265,20 +262,7 @@ def test_a_critics_adapter_has_its_head(model_dir: Path, make_engine: MakeEngine
 
 
 def test_experts_stay_frozen_and_are_exported_as_they_were_stored(make_engine: MakeEngine, tmp_path: Path):
-    tokenizer = tiny_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
-    tokenizer.save_pretrained(tmp_path / "moe")
+    write_experts(tmp_path / "moe")
     engine = make_engine(tmp_path / "moe", optimizer=OPTIMIZER, lora=LORA)
     engine.train_batch(MINIBATCHES, LOSS)
     engine.export(tmp_path / "out")

@@ -7,6 +7,7 @@ import pytest
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
@@ -28,17 +29,17 @@ TINY = {
 }
 
 
-def test_a_directory_without_config_is_no_model(tmp_path: Path):
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        load_model(tmp_path)
+def write(model: PreTrainedModel, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
 
 
-def test_a_path_that_does_not_exist_is_named(tmp_path: Path):
+def test_what_a_directory_lacks_is_named(model_dir: Path, tmp_path: Path):
     with pytest.raises(ModelError, match="nowhere"):
         load_model(tmp_path / "nowhere")
-
-
-def test_a_missing_tokenizer_is_named(model_dir: Path, tmp_path: Path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model(tmp_path)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model_dir / name, tmp_path)
     with pytest.raises(ModelError, match="has no tokenizer"):
@@ -71,34 +72,27 @@ def test_weights_that_lack_a_tensor_are_refused(model_dir: Path, tmp_path: Path)
     ],
 )
 def test_soft_capping_is_refused_rather_than_left_out(tmp_path: Path, options: dict, named: str):
-    Gemma2ForCausalLM(Gemma2Config(**TINY, **options, initializer_range=1.0)).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    model = Gemma2ForCausalLM(Gemma2Config(**TINY, **options, initializer_range=1.0))
     with pytest.raises(ModelError, match=named):
-        load_model(tmp_path)
+        load_model(write(model, tmp_path))
 
 
 def test_a_layer_type_that_cannot_be_packed_is_refused(tmp_path: Path):
     model = Qwen3ForCausalLM(Qwen3Config(**TINY))
     model.config.layer_types = ["full_attention", "linear_attention"]
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="linear_attention"):
-        load_model(tmp_path)
+        load_model(write(model, tmp_path))
 
 
 def test_sliding_windows_that_the_attention_is_not_told_of_are_refused(tmp_path: Path):
     options = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     config = Qwen2MoeConfig(**TINY, **options, use_sliding_window=True, sliding_window=2, max_window_layers=2)
     assert "sliding_attention" in config.layer_types
-    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="sliding window"):
-        load_model(tmp_path)
+        load_model(write(Qwen2MoeForCausalLM(config), tmp_path))
 
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_sliding_windows_that_the_attention_is_told_of_are_not(tmp_path: Path, window: int | None):
     config = Qwen3Config(**TINY, use_sliding_window=bool(window), sliding_window=window, max_window_layers=1)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    load_model(tmp_path)
+    load_model(write(Qwen3ForCausalLM(config), tmp_path))

@@ -7,11 +7,11 @@ from typing import cast
 
 import torch
 from torch import nn
+from train_models import write_model
 from train_sequences import random_sequences, twin_logprobs
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3ForSequenceClassification,
 )
 
@@ -21,7 +21,6 @@ from arl.api.algorithm import preset
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
 from arl.api.types import TrainSequence
-from arl.engine.tiny import tiny_tokenizer
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 VALUE = ValueLoss(value_clip=0.2)
@@ -34,22 +33,7 @@ BOTH = ActorCriticLoss(
 
 def write_critic(directory: Path) -> Path:
     """A Qwen3 with a head of one label, which no one asks for the score of a padded text."""
-    tokenizer = tiny_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-    )
-    config.num_labels = 1
-    torch.manual_seed(1)
-    Qwen3ForSequenceClassification(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return write_model(directory, tied=False, model_class=Qwen3ForSequenceClassification, num_labels=1)
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
