@@ -1,8 +1,10 @@
 """The ranks of a RayTrainEngine: an actor with an FSDPTrainEngine in each process, and the driver that calls them all.
 
-Ranks (this process) --Ray--> RankActor --> FSDPTrainEngine        training: one thread, as collectives need it
-         |                       |                                 beside:   snapshots and checkpoints copied aside
-         +<------ CallOutcome -------+                                 leaving:  calls that end others
+    Ranks (this process) ----Ray----> RankActor --> FSDPTrainEngine      training: one thread, as collectives need it
+             |                           |                               beside: snapshots and checkpoints copied aside
+             +<----- CallOutcome --------+                               leaving: calls that end others
+
+A method of the actor never raises: its CallOutcome holds the value or the error.
 """
 
 from __future__ import annotations

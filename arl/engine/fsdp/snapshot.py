@@ -1,8 +1,10 @@
 """Weights copied aside between two steps, and gathered, written and sent beside the steps that follow.
 
-training's thread    every rank: copy its own shards to the CPU, in the dtype that servers hold
-arl-gather           rank 0: put whole tensors together, chunk by chunk, out of all ranks' shards
-the publisher's      rank 0: write them, or send each range of them as soon as its chunks are there
+    training's thread    every rank: copy its own shards to the CPU, in the dtype that servers hold
+    arl-gather           rank 0: put whole tensors together, chunk by chunk, out of all ranks' shards
+    the publisher's      rank 0: write them, or send each range of them as soon as its chunks are there
+
+Neither changes the other: later steps do not reach the copy, and its collectives run in a group of their own.
 """
 
 from __future__ import annotations

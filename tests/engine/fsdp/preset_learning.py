@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from arl.algorithm.batch import Batch
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import OptimizerConfig, TrainConfig
-from arl.api.engine import Output, Saving, Snapshot, TokenLoss, TrainEngine
+from arl.api.engine import Output, TokenLoss
 from arl.api.types import NOT_SAMPLED, Group, TrainSequence
 from arl.engine.fsdp.minibatch import divide
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
@@ -53,20 +53,12 @@ def near_to_the_model(groups: Sequence[Group], model: Path) -> list[Group]:
     return [sampled(group) for group in groups]
 
 
-class SharedEngine:
-    """A TrainEngine that is this rank's of several: it takes its share of the sequences, and gives back everyone's."""
-
-    def __init__(self, engine: FSDPTrainEngine, train: TrainConfig) -> None:
-        self._engine = engine
-        self._train = train
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
+class SharedEngine(FSDPTrainEngine):
+    """This rank's engine of several: it takes its share of the sequences, and gives back everyone's."""
 
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
         shares = self._divided(sequences)
-        own = self._engine.forward([sequences[i] for i in shares[dist.get_rank()]], output)
+        own = super().forward([sequences[i] for i in shares[dist.get_rank()]], output)
         everyones: list[list[torch.Tensor]] = [[] for _ in shares]
         dist.all_gather_object(everyones, own)
         outputs = [torch.zeros(len(sequence)) for sequence in sequences]
@@ -77,25 +69,10 @@ class SharedEngine:
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
         shares = [[part[i] for i in self._divided(part)[dist.get_rank()]] for part in minibatches]
-        return self._engine.train_batch(shares, loss)
-
-    def update_reference(self, share: float = 1.0) -> None:
-        self._engine.update_reference(share)
-
-    def snapshot(self) -> Snapshot:
-        return self._engine.snapshot()
-
-    def save(self, directory: Path) -> Saving:
-        return self._engine.save(directory)
-
-    def load(self, directory: Path) -> None:
-        self._engine.load(directory)
-
-    def close(self) -> None:
-        self._engine.close()
+        return super().train_batch(shares, loss)
 
     def _divided(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
-        return divide(sequences, dist.get_world_size(), share_prefixes=self._train.share_prefixes)
+        return divide(sequences, dist.get_world_size(), share_prefixes=self._config.share_prefixes)
 
 
 def learned(
@@ -116,11 +93,12 @@ def learned(
     return {"metrics": metrics}
 
 
-def _engine(model: Path, train: TrainConfig, *, critic: bool) -> TrainEngine:
-    engine = FSDPTrainEngine(model, train, head="value" if critic else "policy")
+def _engine(model: Path, train: TrainConfig, *, critic: bool) -> FSDPTrainEngine:
+    engine_class = SharedEngine if dist.is_initialized() and dist.get_world_size() > 1 else FSDPTrainEngine
+    engine = engine_class(model, train, head="value" if critic else "policy")
     # As if it had trained before: tokens are of the versions up to this.
     engine._version = VERSION
-    return SharedEngine(engine, train) if dist.get_world_size() > 1 else engine
+    return engine
 
 
 def weights(directory: Path) -> Mapping[str, torch.Tensor]:
