@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 RewardLike = Callable[[str, Example], float | Score | Awaitable[float | Score]]
-"""A function of answer and example, sync or async, or a reward that is ready to be awaited."""
+"""A function of answer and example, sync or async, or a reward that can be awaited."""
 
 
 class AsyncReward(Generic[P, ResultT]):
@@ -49,7 +49,7 @@ class AsyncReward(Generic[P, ResultT]):
 
 
 class InlineReward(Generic[P, ResultT]):
-    """Calls a function on the event loop, where all else waits for it: for microseconds of work. Raises RewardError."""
+    """Calls a function on the event loop, and everything else waits: for microseconds of work. Raises RewardError."""
 
     def __init__(self, function: Callable[P, ResultT]) -> None:
         self._function = function
@@ -88,18 +88,21 @@ class WorkflowReward(Shared):
 
 
 def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: int | None = None) -> WorkflowReward:
-    """What a workflow enters in its `__aenter__`, leaves in its `__aexit__`, and awaits for each episode.
+    """A reward for a workflow: enter it in `__aenter__`, leave it in `__aexit__`, and await it for each episode.
 
-    reward: a function `(answer, data)` or an object that is awaited like one. A synchronous function is put into a
-    RewardPool, so it must be importable, but for one that was typed into a notebook, where no worker can import it: a
-    ThreadReward runs that, with a warning. A coroutine function is put into an AsyncReward. arl's own rewards
-    (RewardPool, WeightedReward, a judge, ...) are open while anybody has entered them, so one that the user opened
-    stays open when the workflow leaves it. An object of any other class with an async `__call__` is awaited as it
-    is, and neither opened nor closed.
-    timeout_s, workers: of the RewardPool, ThreadReward or AsyncReward made here; 30 s and 2 workers where unset.
+    reward: a function `(answer, data)`, or an object that is awaited like one.
 
-    Raises ConfigError for what is no reward, and where timeout_s or workers have nothing to be set on; RewardError for
-    a function that no worker can import.
+    - A synchronous function runs in a RewardPool, so it must be importable. One that was typed into a notebook is not:
+      it runs in a ThreadReward, with a warning.
+    - A coroutine function runs in an AsyncReward.
+    - arl's own rewards (RewardPool, WeightedReward, a judge) are open while anybody has entered them. So one that the
+      user opened stays open when the workflow leaves it.
+    - An object of another class with an async `__call__` is awaited as it is, and neither opened nor closed.
+
+    timeout_s, workers: of the RewardPool, ThreadReward or AsyncReward made here; unset, 30 s and 2 workers.
+
+    Raises ConfigError for anything else, and for timeout_s or workers that nothing here takes; RewardError for a
+    function that no worker can import.
     """
     if isinstance(reward, type) or not callable(reward):
         raise ConfigError(f"reward is {reward!r}; give a function (answer, data), or an instance of a reward")
@@ -111,7 +114,7 @@ def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: in
 
 
 def is_ready(reward: object) -> bool:
-    """Whether it is an object to be awaited, and not a function that needs a RewardPool or AsyncReward."""
+    """Whether it can be awaited as it is, and needs no RewardPool or AsyncReward."""
     return not inspect.isroutine(reward) and inspect.iscoroutinefunction(type(reward).__call__)
 
 
@@ -157,11 +160,11 @@ class WeightedReward(Shared):
 
         reward = WeightedReward({"correct": (1.0, math_reward()), "format": (0.1, Tags("think", "answer"))})
 
-    parts: name -> (weight, reward), a reward being whatever as_reward takes. A negative weight makes a penalty; a
-    weight of 0 makes a number that is logged among the episode's metrics and rewarded by nothing. What a part says
-    beside its value (parts and metrics of its own) is logged as the metric `NAME/...`.
+    parts: name -> (weight, reward); a reward is anything that as_reward takes. A negative weight makes a penalty. A
+    part of weight 0 is logged among the episode's metrics, and not rewarded. A part's own parts and metrics are logged
+    as `NAME/...`.
 
-    A part that fails fails the whole, with its name in front: RewardTimeoutError, or RewardError.
+    If a part fails, the whole fails, with the part's name in front: RewardTimeoutError, or RewardError.
     """
 
     def __init__(self, parts: Mapping[str, tuple[float, RewardLike]]) -> None:

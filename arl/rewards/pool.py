@@ -24,12 +24,12 @@ from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutErro
 from arl.api.workflow import Shared
 from arl.rewards.score import ResultT, name_of, score_of
 
-# How worker processes start: forked from a clean server process, and without the user's script where it is not needed.
+# How worker processes start: forked from a clean server process, without the user's script unless they need it.
 
 
 class _WithoutScript(str):
-    """The name of a process that does not import the script. A name, since that is all that multiprocessing passes on
-    to where it is decided; equal to the plain one."""
+    """The name of a process that does not import the script. It is a name, and equal to the plain one, since names are
+    all that multiprocessing passes on to where this is decided."""
 
     __slots__ = ()
 
@@ -51,10 +51,11 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when arl's ends, however it does: a worker in a long call would not see to it.
+    """Have the kernel end this process when arl's ends, however it ends: a worker in a long call would not notice.
 
-    multiprocessing's sentinel is a pipe that only the parent can write to, and never does. SIGIO, which the kernel
-    sends when it is closed, ends a process that does not handle it."""
+    multiprocessing's sentinel is a pipe that only the parent holds open for writing. When it is closed, the kernel
+    sends SIGIO, which ends a process that does not handle it.
+    """
     import fcntl
 
     parent = multiprocessing.parent_process()
@@ -78,7 +79,7 @@ class _Context(ForkServerContext):
 
 @functools.cache
 def _install() -> None:
-    """Have multiprocessing ask the name whether the script is to be imported; all other processes start as ever."""
+    """Have multiprocessing import the script by a process's name. All other processes start as before."""
     prepare = spawn.get_preparation_data
 
     def preparation_data(name: str) -> dict[str, Any]:
@@ -103,10 +104,10 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 STARTUP_TIMEOUT_S = 120.0
-"""Longest time the first worker may take to start and to import the reward function's module."""
+"""The longest that the first worker may take to start and to import the reward function's module."""
 
 _Outcome = tuple[object, str | None]
-"""What a call returned; or what is to be said of its failure."""
+"""What a call returned, or the message of its failure."""
 
 
 class _WorkerDiedError(RewardError):
@@ -119,17 +120,9 @@ class RewardPool(Shared, Generic[P, ResultT]):
         async with RewardPool(score, timeout_s=5, workers=4) as reward:
             value = await reward(answer, data)
 
-    function: must be importable, so defined at the top level of a module. One of the script itself makes all workers
-    import the script, which then needs `if __name__ == "__main__":`, and starts them slowly where it imports much; that
-    of another module does not. Arguments are pickled. timeout_s: the longest a call may
-    run, counted from when a worker begins it, however long it was queued. workers: calls that run at once.
-    Cancelling a call kills its worker if it runs. Workers are forked from a clean server process, never from this one.
-    prepare: importable too; called in each worker before its first call, and not on that call's time: it imports what
-    is slow to import. if_killed: the result of a call that ran too long or killed its worker, where that is the
-    answer's own doing and so no failure of the episode.
-
     Raises RewardTimeoutError; RewardError if the function raises, returns no finite number, or its worker dies. The
-    pool then goes on with a new worker.
+    pool then goes on with a new worker. Cancelling a call kills its worker. Workers are forked from a clean server
+    process, never from this one. Arguments are pickled.
     """
 
     def __init__(
@@ -141,6 +134,13 @@ class RewardPool(Shared, Generic[P, ResultT]):
         prepare: Callable[[], object] | None = None,
         if_killed: ResultT | None = None,
     ) -> None:
+        """function: importable, so defined at the top level of a module. For one of the script itself all workers
+        import the script, which then needs `if __name__ == "__main__":`.
+
+        timeout_s: the longest a call may run, counted from when a worker begins it. workers: calls that run at once.
+        prepare: importable too; each worker calls it before its first call, to import what is slow to import.
+        if_killed: the result of a call that ran too long or killed its worker, if that is no failure of the episode.
+        """
         super().__init__()
         if timeout_s <= 0 or workers < 1:
             raise ConfigError(f"timeout_s is {timeout_s} and workers is {workers}; they must be above 0 and at least 1")

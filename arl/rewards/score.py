@@ -15,18 +15,14 @@ from arl.api.types import Example
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward with what it is made of.
-
-    value: the reward. parts: its named parts, each as it was before weighting; a workflow hands them to
-    Trajectory.rewards, and logs show the mean of each as `reward/NAME`. metrics: numbers that are logged as
-    `episode/NAME` and rewarded by nothing.
-
-    Raises ValueError for what is no finite number.
-    """
+    """A reward with its parts. Raises ValueError for anything but finite numbers."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Named parts, each before weighting. Workflows hand them to Trajectory.rewards; logs show means as
+    `reward/NAME`."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers that are logged as `episode/NAME`, and not rewarded."""
 
     def __post_init__(self) -> None:
         named = {"value": self.value, **_named("parts", self.parts), **_named("metrics", self.metrics)}
@@ -39,13 +35,13 @@ class Score:
 
 
 Reward = Callable[[str, Example], Awaitable[float | Score]]
-"""What a workflow awaits: the agent's final answer and the example, to a number or a Score."""
+"""What a workflow awaits: from the agent's final answer and the example to a number or a Score."""
 
 ResultT = TypeVar("ResultT", float, Score, float | Score)
 
 
 def score_of(result: object, name: str = "a reward") -> Score:
-    """A number as a Score, and a Score as it is. Raises RewardError, which says that `name` returned something else."""
+    """A number as a Score, and a Score as it is. Raises RewardError with `name` for anything else."""
     if isinstance(result, Score):
         return result
     if not is_finite(result):
@@ -62,7 +58,7 @@ def is_finite(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """Of what a model or a function gave, as much as belongs into a message."""
+    """The beginning of a value's repr, short enough for a message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python converts
@@ -71,7 +67,7 @@ def shown(value: object) -> str:
 
 
 def name_of(function: Any) -> str:
-    """What messages call a function or a reward."""
+    """The name of a function or a reward, for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", None) or type(function).__name__
@@ -82,6 +78,6 @@ def _named(field_name: str, numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def checked(result: ResultT, name: str) -> ResultT:
-    """The result itself, a number as a float. Raises RewardError for what is neither number nor Score."""
+    """The result itself, a number as a float. Raises RewardError for anything but a number or a Score."""
     score = score_of(result, f"reward function {name}")
     return cast("ResultT", result if isinstance(result, Score) else score.value)

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import secrets
@@ -19,11 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from arl.api.errors import ConfigError, DatasetError, RewardError, SandboxError, first_error
+from arl.api.errors import ConfigError, DatasetError, RewardError, SandboxError
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards import examiner
 from arl.rewards.score import Score
+from arl.rewards.threads import together
 from arl.sandbox import Limits, ProgramOutcome, Sandbox
 
 _EXAMINER = Path(examiner.__file__).read_text(encoding="utf-8")
@@ -34,18 +34,17 @@ _START_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTests:
-    """Tests that call what the answer defines.
-
-    tests: code, each a test of its own that fails if it raises; it runs apart from the answer, and what it calls there
-    takes and returns data. setup: code that comes before each of them, and may use what the answer defines. prompt:
-    code that the answer continues or repeats, or nothing; what it defines is for the answer and for the tests.
-    entry_point: what the tests call `candidate`.
-    """
+    """Tests that call the functions of an answer."""
 
     tests: Sequence[str]
+    """Code. Each is a test, and fails if it raises. It runs apart from the answer, whose functions take and return
+    data."""
     setup: str = ""
+    """Code that runs before each test, and may use the answer's names."""
     prompt: str = ""
+    """Code that the answer continues or repeats. The answer and the tests may use its names."""
     entry_point: str | None = None
+    """The function that the tests call `candidate`."""
 
     def __len__(self) -> int:
         return len(self.tests)
@@ -53,7 +52,7 @@ class CallTests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintTests:
-    """Pairs of what a program is given by stdin and what it must print, but for blanks at the ends of lines."""
+    """Pairs of a program's stdin and the text that it must print. Blanks at the ends of lines do not count."""
 
     pairs: Sequence[tuple[str, str]]
 
@@ -66,9 +65,10 @@ UnitTests = CallTests | PrintTests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTestReport:
-    """failures: for each test what was wrong, or None where it passed."""
+    """How the tests went."""
 
     failures: tuple[str | None, ...]
+    """For each test what was wrong, or None if it passed."""
 
     @property
     def share_passed(self) -> float:
@@ -93,7 +93,7 @@ def unit_tests_of(example: Example) -> UnitTests:
 
 
 def code_of(answer: str) -> str:
-    """The last fenced block of an answer, to its end where the fence is not closed; all of an answer without any."""
+    """The last fenced block of an answer, or the whole answer if it has none. An unclosed block goes on to the end."""
     blocks = _FENCE.findall(answer)
     return blocks[-1] if blocks else answer
 
@@ -106,18 +106,14 @@ async def run_unit_tests(
     limits: of the program that runs all CallTests, or of the one that runs for each pair of PrintTests; wall_s and
     cpu_s are set from timeout_s, the longest that each test may take.
 
-    Raises SandboxError where no program could be run.
+    Raises SandboxError if no program could be run.
     """
     limits = limits or Limits()
     if isinstance(tests, PrintTests):
         each = replace(limits, wall_s=timeout_s, cpu_s=timeout_s)
-        try:
-            async with asyncio.TaskGroup() as group:
-                runs = [group.create_task(sandbox.run(code, stdin=given, limits=each)) for given, _ in tests.pairs]
-        except ExceptionGroup as errors:
-            raise first_error(errors)  # noqa: B904 - it has its own cause
-        pairs = zip(runs, tests.pairs, strict=True)
-        return UnitTestReport(failures=tuple(_difference(run.result(), expected) for run, (_, expected) in pairs))
+        outcomes = await together(sandbox.run(code, stdin=given, limits=each) for given, _ in tests.pairs)
+        pairs = zip(outcomes, tests.pairs, strict=True)
+        return UnitTestReport(failures=tuple(_difference(outcome, expected) for outcome, (_, expected) in pairs))
     token = secrets.token_hex(16)
     task = {"answer": _program(code, tests), "tests": [*tests.tests], "setup": tests.setup, "prompt": tests.prompt}
     task |= {"entry_point": tests.entry_point, "timeout_s": timeout_s, "token": token}
@@ -136,7 +132,7 @@ class UnitTestsReward(Shared):
     The code is the last fenced block of the answer. sandbox: entered with the reward, and left with it. tests_of: the
     tests of an example. limits, timeout_s: see run_unit_tests. The share is logged as `episode/tests_passed`.
 
-    What an answer can do, it can do to itself alone: docs/sandbox.md says what keeps it from faking a pass.
+    docs/sandbox.md explains what keeps an answer from faking a pass.
     """
 
     def __init__(
@@ -165,7 +161,7 @@ class UnitTestsReward(Shared):
         await self._opened.aclose()
 
     async def __call__(self, answer: str, data: Example) -> Score:
-        """Raises DatasetError for an example without tests, RewardError where the sandbox fails."""
+        """Raises DatasetError for an example without tests, RewardError if the sandbox fails."""
         tests = self._tests_of(data)
         try:
             report = await run_unit_tests(
@@ -184,7 +180,7 @@ def _checked(tests: UnitTests) -> UnitTests:
 
 
 def _program(code: str, tests: CallTests) -> str:
-    """The code with what it was asked to continue: one that defines the function itself replaces the prompt's."""
+    """The prompt and the code. Code that defines the entry point itself replaces the prompt's."""
     if not tests.prompt:
         return code
     is_whole = re.search(rf"^(async\s+)?(def|class)\s+{re.escape(tests.entry_point or '')}\b", code, re.MULTILINE)
@@ -192,7 +188,7 @@ def _program(code: str, tests: CallTests) -> str:
 
 
 def _verdict(outcome: ProgramOutcome, token: str, num_tests: int) -> tuple[str | None, ...]:
-    """What the examiner said, which alone knows the token; without it, why it said nothing."""
+    """The examiner's verdict, which begins with the token that it alone knows; or why there is none."""
     _, is_said, said = outcome.stdout.partition(token)
     if is_said and outcome.succeeded:
         with suppress(ValueError):  # what an examinee may write there too

@@ -24,13 +24,13 @@ from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs, history_key, normalised, plain, tools_key
 
 Rewriting = Literal["branch", "keep", "error"]
-"""What becomes of a turn that the template would show otherwise later: the dialogue branches, the sampled tokens stay
-in the model's view, or it is an error."""
+"""What happens if the template later shows a turn otherwise: the dialogue branches, the sampled tokens stay in the
+model's view, or it is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Of a text, in the place of the text: an episode's prompts are long, and each begins with the one before it."""
+    """Stands for a text: an episode's prompts are long, and each begins with the one before it."""
 
     length: int
     digest: bytes
@@ -179,7 +179,7 @@ class Dialogue:
         return self._add(prompt, (*self.template.encode(text), *end), True, None, text, None)
 
     def forget(self, turn: Turn) -> None:
-        """Take back a turn that nobody has seen, such as one whose reader was gone, unless another follows it."""
+        """Remove a turn that nobody has read, unless another follows it."""
         if turn in self._turns and not any(_follows(other, turn) for other in self._turns):
             self._turns.remove(turn)
             self._by_key[turn.key].remove(turn)

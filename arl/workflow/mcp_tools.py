@@ -3,8 +3,8 @@
     workflow = ToolAgentWorkflow(tokenizer, reward, tools=[MCPTools.http("http://127.0.0.1:8000/mcp")])
     workflow = ToolAgentWorkflow(tokenizer, reward, open_tools=lambda data: MCPTools.stdio("python", ["server.py"]))
 
-The first shares one connection among all episodes, the second starts a server for each. Errors that a tool reports are
-for the model; a server that is gone is a ServerError, which fails the episode, and the next call connects anew.
+The first shares one connection among all episodes, the second starts a server for each. The model is told errors that a
+tool reports. A server that is gone is a ServerError, which fails the episode; the next call connects anew.
 
 One task owns a connection, since anyio's scopes must be left by the task that entered them, while a workflow may be
 entered in one task and left in another, and its episodes run in yet others:
@@ -41,7 +41,7 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
     """The tools of one server. `async with` connects and returns them, with the server's own names and JSON schemas.
 
     The server validates arguments. Made by `stdio` or `http`; start_timeout_s: the longest that connecting may take.
-    `async with` raises ServerError where there is no server, or it offers no tools.
+    `async with` raises ServerError if there is no server, or it offers no tools.
     """
 
     def __init__(self, name: str, connect: Connect, start_timeout_s: float) -> None:
@@ -61,10 +61,10 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
         cwd: str | os.PathLike[str] | None = None,
         start_timeout_s: float = 60.0,
     ) -> MCPTools:
-        """A server that is started as a process of its own, and ended with all its children.
+        """Starts a server as a process of its own, and ends it with all its children.
 
-        env: beside PATH, HOME, LOGNAME, SHELL, TERM and USER, which are all that it inherits. The last of what it
-        writes to stderr is in the error when it dies.
+        env: added to PATH, HOME, LOGNAME, SHELL, TERM and USER, which are all that it inherits. If it dies, the error
+        has the end of its stderr.
         """
         _check_installed()
 

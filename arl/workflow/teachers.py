@@ -1,4 +1,4 @@
-"""On-policy distillation: the student's own episodes, with a teacher's judgement of each token for a reward."""
+"""Distillation from a teacher, and the clients of models that judge: teachers and reward models."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class Teacher(Protocol):
-    """A TeacherClient, or what stands in for one in a test."""
+    """A TeacherClient, or a fake of one in a test."""
 
     async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]: ...
 
 
 class DistillationWorkflow(RolloutWorkflow):
-    """Runs another workflow's episodes, and rewards each trained token with how much likelier the teacher finds it.
+    """Runs another workflow's episodes, and rewards each trained token by how much likelier the teacher finds it.
 
         token reward = teacher logprob - behavior logprob
 
@@ -47,14 +47,14 @@ class DistillationWorkflow(RolloutWorkflow):
     student itself gets into, token by token (On-Policy Distillation, Thinking Machines 2025; GKD, Agarwal et al. 2023,
     2306.13649, with lambda = 1; MiniLLM, Gu et al. 2023, 2306.08543, with no look ahead).
 
-    keep_reward: the workflow's own rewards stay, of trajectories, turns and tokens, and `coefficient` times the
-    teacher's are added to them, for estimators that look at both. Else they are the teacher's alone, and the own one is
-    the metric `task_reward`. The metric `teacher_kl` is the mean of behavior - teacher logprobs over trained tokens:
-    an estimate of the KL divergence per token. Of an episode that branched each trained token is judged once, in the
-    trajectory that trains it, and the metrics are over all its trajectories of a role.
+    keep_reward: keep the workflow's own rewards (of trajectories, turns and tokens), and add `coefficient` times the
+    teacher's, for estimators that look at both. Else the teacher's replace them, and the metric `task_reward` has the
+    workflow's. The metric `teacher_kl` is the mean of behavior - teacher logprobs over trained tokens, an estimate of
+    the KL divergence per token. If an episode branched, each trained token is judged once, in the trajectory that
+    trains it, and the metrics are over all its trajectories of a role.
 
-    The student has to sample at temperature 1, since a server tells a teacher's logprobs at no other: raises
-    ConfigError for a trajectory of another. Sampling with top_p or top_k leaves tokens out of what is compared.
+    The student must sample at temperature 1, since a server gives a teacher's logprobs at no other: raises ConfigError
+    for a trajectory of another temperature. Sampling with top_p or top_k leaves tokens out of the comparison.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DistillationWorkflow(RolloutWorkflow):
         return judged[0] if isinstance(episode, Trajectory) else judged
 
     async def _gains(self, trajectory: Trajectory) -> list[float]:
-        """How much likelier the teacher finds each token, 0 where it is not trained."""
+        """How much likelier the teacher finds each token; 0 for tokens that are not trained."""
         if not any(trajectory.loss_mask):
             return [0.0] * len(trajectory.token_ids)
         if trajectory.temperature != 1.0:
@@ -103,8 +103,8 @@ class DistillationWorkflow(RolloutWorkflow):
         return [t - b if is_trained else 0.0 for t, b, is_trained in pairs]
 
     def _metrics(self, trajectories: Sequence[Trajectory], gains: Sequence[Sequence[float]]) -> list[dict[str, float]]:
-        """Of each trajectory. Those about an episode's tokens and reward are on the first of each role alone, so that
-        one that branched counts once."""
+        """Of each trajectory. Metrics of an episode's tokens and reward are on the first trajectory of each role, so
+        that an episode that branched counts once."""
         metrics = [dict(trajectory.metrics) for trajectory in trajectories]
         for role in dict.fromkeys(trajectory.role for trajectory in trajectories):
             places = [i for i, trajectory in enumerate(trajectories) if trajectory.role == role]
@@ -135,30 +135,28 @@ class DistillationWorkflow(RolloutWorkflow):
 
 
 _PROBE = "Agent 12345 said:\n\t'déjà vu' def f(x): return x**2  # 你好 🙂"
-"""Text that few two tokenizers take apart in the same way."""
+"""Text that hardly two tokenizers encode alike."""
 _GREETING_RETRIES = 4
-"""At the start a server that does not answer is more likely a wrong address than one that is being started again."""
+"""At the start, a server that does not answer is more likely a wrong address than a restart."""
 
 
 @dataclass(slots=True)
 class _Greeting:
-    """The first check, in one event loop. lock: held by who checks. failure: how the last one failed, failures: how
-    many did."""
+    """The first check, in one event loop."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     failure: ArlError | None = None
+    """The last one."""
     failures: int = 0
 
 
 class ModelServer(JsonClient):
-    """The calls to one server. Connections are opened when they are first needed, kept, and closed by `aclose`.
+    """A client of one server, which checks what the server is before anything depends on it.
 
-    `async with` sees that the server is there and is what it should be, before anything depends on it, and closes the
-    connections at the end; without it, the first call sees to that. That check gives up after a few seconds.
-
-    tokenizer: what token ids are made by, to see that the server's model knows them; it may be left out for a server
-    that tells the size of its vocabulary (the embedded one); that its tokens are the same is then taken on trust.
-    The other settings are JsonClient's.
+    `async with` checks at once, and closes the connections at the end; without it, the first call checks. The check
+    gives up after a few seconds. tokenizer: makes the token ids, and is compared with the server's. Leave it out for a
+    server that tells the size of its vocabulary (the embedded one), if its tokens are surely the same. The other
+    settings are JsonClient's.
     """
 
     def __init__(
@@ -178,7 +176,7 @@ class ModelServer(JsonClient):
         self._vocab_size = 0
 
     async def __aenter__(self) -> Self:
-        """Raises ServerError where the server does not answer, ModelError where it has another model than it should."""
+        """Raises ServerError if the server does not answer, ModelError if its model is of the wrong kind or family."""
         try:
             await self.info()
         except BaseException:
@@ -195,10 +193,10 @@ class ModelServer(JsonClient):
         await super().aclose()
 
     async def info(self) -> Mapping[str, Any]:
-        """What the server says of its model, asked once. Raises ServerError, and ModelError where the model is of the
-        wrong kind or its vocabulary is not the tokenizer's.
+        """What the server says of its model, asked once. Raises ServerError; ModelError if the model is of the wrong
+        kind, or its vocabulary is not the tokenizer's.
 
-        Stock SGLang does not tell its vocabulary's size, and a token outside ends its process.
+        Stock SGLang does not tell its vocabulary's size, and a token outside of it ends its process.
         """
         if self._info is not None:
             return self._info
@@ -238,7 +236,7 @@ class ModelServer(JsonClient):
         return info
 
     def _check_kind(self, info: Mapping[str, Any]) -> None:
-        """Raise ModelError for a model that cannot be asked what this one is asked."""
+        """Raise ModelError for a model of the wrong kind."""
 
     async def _check_vocabulary(self, told: int | None) -> int:
         """How many tokens may be asked about."""
@@ -269,17 +267,15 @@ _NOTHING_NEW = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class TeacherClient(ModelServer):
-    """Asks a language model for the logprobs of given tokens. tokenizer: the student's; the teacher must have its
-    tokens.
-
-    Its logprobs are at temperature 1, always: SGLang scales those of given tokens by none.
+    """Asks a language model for the logprobs of given tokens, at temperature 1. tokenizer: the student's, whose tokens
+    the teacher must have.
     """
 
     async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
         """ln p(token_ids[t] | token_ids[:t]) for each t >= start; 0.0 before, so the first token has 0.0 always.
 
-        A later start costs less: what lies before it may be in the server's cache. Raises ModelError where the
-        teacher has other tokens, ServerError, RequestTimeoutError.
+        A later start costs less: the tokens before it may be in the server's cache. Raises ModelError if the teacher
+        has other tokens, ServerError, RequestTimeoutError.
         """
         if start < 1:
             raise ValueError(f"start is {start}; the first token has no context, so it must be at least 1")
@@ -302,7 +298,7 @@ class TeacherClient(ModelServer):
 
 
 class RewardModelClient(ModelServer):
-    """Asks a reward model for the score of a whole sequence. tokenizer: what makes the sequences' tokens."""
+    """Asks a reward model for the score of a whole sequence. tokenizer: makes the sequences' tokens."""
 
     async def score(self, token_ids: Sequence[int]) -> float:
         """The reward model's score of prompt and answer together, at the last token.

@@ -1,4 +1,4 @@
-"""What a typed function says of itself: its arguments' JSON schema, with what its docstring says of each of them."""
+"""From a typed function to the JSON schema of its arguments, with the descriptions in its docstring."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Signature:
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """Raises ToolError where the function has no docstring, or an argument that a model could not give by name."""
+    """Raises ToolError if the function has no docstring, or an argument that a model could not give by name."""
     method = getattr(function, "__func__", None)
     if method is None:
         return _signature(function)

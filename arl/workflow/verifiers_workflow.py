@@ -43,10 +43,10 @@ class EnvironmentFailedError(ArlError):
 def local_environment(config: Mapping[str, Any]) -> vf.Env:
     """The environment of a verifiers config, `{"taskset": {"id": ...}, ...}`, with agents that run here.
 
-    An agent whose harness neither the config nor the environment's author chose, or that has verifiers' `null`, is a
-    coroutine of this process: it has the environment's tools and, unlike verifiers' default `bash`, executes nothing.
-    Where no runtime is chosen, it is this machine, unconfined. Raises ArlError where verifiers is not installed, and
-    what verifiers raises for a config that it does not take.
+    If neither the config nor the environment's author chose an agent's harness, or it is verifiers' `null`, the agent
+    is a coroutine of this process: it has the environment's tools and, unlike verifiers' default `bash`, executes
+    nothing. The default runtime is this machine, unconfined. Raises ArlError if verifiers is not installed, and what
+    verifiers raises for a config that it refuses.
     """
     vf = _verifiers()
     _name_harness()
@@ -198,7 +198,7 @@ def _why(episode: vf.Episode) -> str:
     errors = [(trace.agent.name, error) for trace in episode.traces for error in trace.errors]
     errors += [("environment", error) for error in episode.errors]
     if not errors:
-        return f"the environment {episode.env.id} ended without a result, and says not why"
+        return f"the environment {episode.env.id} ended without a result, and does not say why"
     where, error = errors[0]
     traceback = f"\n{error.traceback}" if error.traceback else ""
     return f"the environment {episode.env.id} failed, its {where}: {error.type}: {error.message}{traceback}"
