@@ -1,4 +1,4 @@
-"""The command line: settings from flags and YAML, and a way to run an async main that ends well.
+"""The command line: settings from flags and YAML, and an end of the process that says what happened.
 
     python my_agent.py --model DIR --rollout.max_staleness 4 --config run.yaml
 
@@ -23,7 +23,13 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
@@ -54,7 +60,7 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
 
 
 def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path | None) -> None:
-    """A flag's preset over a file's settings for another would be an algorithm that nobody has named."""
+    """Raise ConfigError for a flag's preset over a file's settings for another: nobody has named that algorithm."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--algorithm.preset", dest="preset")
     flag, section = parser.parse_known_args(flags)[0].preset, from_file.get("algorithm")
@@ -69,17 +75,13 @@ def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path |
 
 
 def _over_defaults(config_class: type[Config], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` with its sections laid over the defaults that `config_class` gives them.
-
-    A section given in part would otherwise lose what a subclass set in its default.
-    """
+    """`given` over the defaults of `config_class`, so that a section given in part keeps what a subclass set in it."""
     defaults = {name: field.default for name, field in config_class.model_fields.items()}
     return {name: laid_over(defaults.get(name), value) for name, value in given.items()}
 
 
 def laid_over(default: object, given: Any) -> Any:
-    """A section over its default; one of another kind or preset than the default's stands alone, as does what is no
-    section."""
+    """A section over its default. A section of another kind or preset than its default's stands alone."""
     if not isinstance(default, BaseModel) or not isinstance(given, dict):
         return given
     tags = {tag: getattr(default, tag) for tag in ("preset", *TAGS) if hasattr(default, tag)}
@@ -98,8 +100,8 @@ def run(
 ) -> None:
     """Load the configuration and run `main` on it: the last line of a script.
 
-    argv: as for load_config. if_stopped: what to tell someone who pressed Ctrl-C.
-    An ArlError becomes one message on stderr and exit code 1 (2 for a wrong setting), with a traceback only where the
+    argv: as for load_config. if_stopped: what to say after Ctrl-C.
+    An ArlError becomes one message on stderr and exit code 1 (2 for a wrong setting), with a traceback only if the
     user's own code failed. Ctrl-C and SIGTERM cancel main, whose `async with` blocks save and clean up, and end the
     process with 130 or 143.
     """
@@ -146,13 +148,6 @@ def exit_with(code: int, message: str, users_error: BaseException | None = None)
 def _settings_class(config_class: type[Config], flags: Sequence[str], from_file: dict[str, Any]) -> type[BaseSettings]:
     """A BaseSettings twin of `config_class` whose sources are the flags, then the file."""
 
-    class FileSource(PydanticBaseSettingsSource):
-        def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-            return from_file.get(field_name), field_name, False
-
-        def __call__(self) -> dict[str, Any]:
-            return from_file
-
     class Settings(BaseSettings, config_class):  # pyright: ignore[reportIncompatibleVariableOverride]
         model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -163,14 +158,9 @@ def _settings_class(config_class: type[Config], flags: Sequence[str], from_file:
 
         @classmethod
         def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
+            cls, settings_cls: type[BaseSettings], *_: PydanticBaseSettingsSource, **__: PydanticBaseSettingsSource
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return _flag_source(settings_cls, config_class, flags), FileSource(settings_cls)
+            return _flag_source(settings_cls, config_class, flags), InitSettingsSource(settings_cls, from_file)
 
     return Settings
 
@@ -188,7 +178,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would end the process."""
+    """Raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         if switch := re.match(r"argument --(\S+)/--no-\S+: ignored explicit argument", message):
@@ -199,7 +189,7 @@ class _Parser(argparse.ArgumentParser):
 def _flag_source(
     settings_class: type[BaseSettings], config_class: type[Config], flags: Sequence[str]
 ) -> CliSettingsSource[_Parser]:
-    """The flags as pydantic-settings parses them, with arl's own help and errors."""
+    """The flags as pydantic-settings parses them, with arl's help and errors."""
     settings = {setting.name: setting for setting in settings_of(config_class)}
     names = [name for name, setting in settings.items() if not setting.is_section]
     texts = _help_texts(config_class) if {"-h", "--help"} & set(flags) else {}
@@ -251,7 +241,7 @@ def _section_reader(section: Setting) -> Callable[[str], str]:
 
 
 def _unknown_flag(flag: str, names: Sequence[str]) -> str:
-    """names: of all settings that there are."""
+    """What to say about a flag that is none of `names`, the settings."""
     if not flag.startswith("-"):
         return (
             f"{flag} belongs to no setting; each value has its flag, and a switch is --NAME or --no-NAME, without one"
@@ -265,7 +255,7 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
 
 
 def _help_texts(config_class: type[Config]) -> dict[str, str]:
-    """For each setting by its name what it is, and its default where nothing is given."""
+    """name -> what the setting is, and its default."""
     try:
         defaults = config_class.model_validate({})
     except ValidationError:
@@ -280,7 +270,7 @@ def _help_texts(config_class: type[Config]) -> dict[str, str]:
 
 
 def _help_text(same: Sequence[Setting], variants: set[str]) -> str:
-    """same: the settings of one name, which several of the section's variants may have."""
+    """same: the settings of one name, in one or more of the section's variants."""
     by_text: dict[str, list[str]] = {}
     for setting in same:
         by_text.setdefault(f"{setting.about} {_default_text(setting)}", []).append(setting.variant)

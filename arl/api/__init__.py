@@ -1,4 +1,7 @@
-"""arl's contracts: records, protocols, configuration and errors. Imports nothing heavy, and nothing else of arl."""
+"""Contracts: records, protocols, settings and errors, and the scripted engines that tests use.
+
+Everything else in arl imports from here; this imports nothing of arl, and no torch. A change here is one for all wings.
+"""
 
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config

@@ -1,4 +1,4 @@
-"""The two engines behind which everything concrete hides: one samples, one trains."""
+"""Contracts of the engine that samples, the engine that trains, and the weights that travel between them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a model as servers know it: its name in checkpoints, its dtype ("bfloat16") and its shape."""
+    """One tensor of a model, as servers know it."""
 
     name: str
+    """In checkpoints."""
     dtype: str
+    """Such as "bfloat16"."""
     shape: tuple[int, ...]
 
 
@@ -75,20 +77,20 @@ class WeightServer(Protocol):
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Hold an adapter (peft's files, an absolute path) beside the model, for requests that carry its name.
 
-        Generation goes on. A name stands for one adapter for ever; one that the server has is not loaded again.
+        Generation goes on. A name stands for one adapter for ever; loading a known adapter does nothing.
         """
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter that no request will carry any more; one that the server has not is no error."""
+        """Forget an adapter that no request will carry any more. Unloading an unknown adapter does nothing."""
         ...
 
 
 class WeightUpdate(Protocol):
-    """New weights on their way to the servers. An inference engine calls both methods for each server it updates.
+    """New weights on their way to the servers. An inference engine calls both methods for each server that it updates.
 
-    It may do so for several servers at once, for one again after a failure, and later for one that was away: until a
-    newer update was delivered, an update can be loaded.
+    It may do so for several servers at once, for one again after a failure, and later for one that was away. An update
+    can be loaded until a newer one was delivered.
     """
 
     @property
@@ -96,23 +98,23 @@ class WeightUpdate(Protocol):
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that requests have to carry for this version; None where it is the server's own weights.
+        """The adapter that requests must carry for this version; None if the version is the server's own weights.
 
-        Such an update is there for requests as soon as it was prepared: the server is not paused.
+        Requests can use an adapter as soon as it was prepared: the server is not paused.
         """
         ...
 
     @property
     def num_bytes(self) -> int:
-        """What was moved for this version so far, all servers together."""
+        """What was moved for this version so far, for all servers together."""
         ...
 
     async def prepare(self, server: WeightServer) -> None:
-        """Bring what the server needs next to it while it still generates. Raises ServerError, TransportError."""
+        """Bring the weights next to the server while it still generates. Raises ServerError, TransportError."""
         ...
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
-        """Make the (paused) server hold `version`, wholly: when this raises, it must not be served from."""
+        """Make the (paused) server hold all of `version`. If this raises, the server must not serve."""
         ...
 
 
@@ -150,19 +152,23 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStats:
-    """What a weight update cost: pause_s is the longest time a server did not generate, load_s the longest load."""
+    """What a weight update cost."""
 
     pause_s: float
+    """The longest time that a server did not generate."""
     load_s: float
+    """The longest load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStats:
-    """One publish, as the trainer sees it. snapshot_s: the trainer waited. transfer_s: from snapshot to all served."""
+    """One publish, as the trainer sees it."""
 
     version: int
     snapshot_s: float
+    """How long the trainer waited for the snapshot."""
     transfer_s: float
+    """From the snapshot until every server served the version."""
     pause_s: float
     num_bytes: int
 
@@ -214,10 +220,12 @@ Head = Literal["policy", "value", "policy_and_value"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a model can be given: token ids below vocab_size, and so many of them in a sequence (None: any number)."""
+    """What a model accepts."""
 
     vocab_size: int
+    """Token ids are below it."""
     context_length: int | None = None
+    """Most tokens of a sequence. None: any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -324,15 +332,15 @@ class TrainEngine(Protocol):
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
         """What the model says of each token, float32[T] for each sequence; 0.0 where loss_mask is 0. No gradient.
 
-        logprobs and values under the current weights, reference_logprobs under the reference's. Raises ConfigError
-        where the engine has no such head or no reference.
+        logprobs and values are under the current weights, reference_logprobs under the reference's. Raises ConfigError
+        if the engine has no such head or no reference.
         """
         ...
 
     def update_reference(self, share: float = 1.0) -> None:
         """Move the reference policy's weights towards the current ones: reference += share * (current - reference).
 
-        The first call makes it, a copy of the current weights. `save` keeps it. It costs the weights' memory once more.
+        The first call makes the reference, a copy of the current weights: their memory once more. `save` keeps it.
         """
         ...
 
@@ -347,7 +355,7 @@ class TrainEngine(Protocol):
     def save(self, directory: Path) -> Saving:
         """Copy aside everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG.
 
-        `directory` is written beside later steps, and is complete when the saving has ended.
+        `directory` is written beside later steps, and is whole when the saving has ended.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Every error arl raises on purpose. Each message says what was wrong, where, and what to do about it."""
+"""Every error that arl raises on purpose. A message says what was wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConfigError(ArlError, ValueError):
 
 
 class ModelError(ArlError):
-    """A model directory or tokenizer is missing, broken or lacks what is asked of it."""
+    """A model directory or tokenizer is missing or broken, or lacks something that is needed."""
 
 
 class DatasetError(ArlError):
@@ -22,7 +22,7 @@ class DatasetError(ArlError):
 
 
 class CurriculumError(ArlError):
-    """A curriculum raised, or named examples that there are not, one twice, or none."""
+    """A curriculum raised, or named no examples, an unknown one, or one twice."""
 
 
 class TrajectoryError(ArlError, ValueError):
@@ -59,7 +59,7 @@ class TrainingError(ArlError):
 
 
 class TransportError(ArlError):
-    """A snapshot of the weights could not be put together, or not written or sent to where servers would find it."""
+    """A snapshot of the weights could not be put together, written, or sent to the servers."""
 
 
 class RequestTimeoutError(ArlError, TimeoutError):
@@ -83,7 +83,7 @@ class FailureBudgetError(ArlError):
 
 
 class StarvedError(ArlError):
-    """Training needs groups and none can come: every example is rejected, or the dataset ran out."""
+    """Training needs groups and none can come, since every example is rejected or dropped."""
 
 
 class EngineClosedError(ArlError):
@@ -103,23 +103,23 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class ToolError(ArlError):
-    """A tool cannot do what the model asked; the message is for the model to read. Also: a function that is no tool."""
+    """A tool cannot do what the model asked, and the model reads the message. Also: a function that is no tool."""
 
 
 class ToolsHungError(ArlError):
-    """So many calls of tools hang in threads of this process that no other is begun: no model could mend that."""
+    """Too many tool calls hang in threads of this process, so that no other can begin; no model could mend that."""
 
 
 class SandboxError(ArlError):
-    """A program could not be run apart from everything else; or limits or files that no sandbox can have."""
+    """A program could not be run in isolation, or was given limits or files that no sandbox can have."""
 
 
 class ProgramError(ArlError):
-    """A program that was called as an agent ended with an error, or with nothing that can be rewarded."""
+    """A program that ran as an agent ended with an error, or with nothing that can be rewarded."""
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended a TaskGroup, out of the groups around it; others that came with it are noted on it."""
+    """The error that ended a TaskGroup, out of its groups. It gets a note for each error that came with it."""
     first, *others = _leaves(group)
     for other in others:
         first.add_note(f"at the same time: {other!r}")

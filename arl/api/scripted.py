@@ -26,8 +26,8 @@ Script = Callable[[ModelRequest], "ModelResponse | Sequence[int] | Awaitable[Mod
 class ScriptedEngine:
     """Answers every request by calling `script`, sync or async; bare token ids become a response of logprob -1.0.
 
-    `requests` keeps what was asked. Versions, pause and resume behave as a real engine's do: tokens carry the
-    version current when the request began, and a paused engine starts no request.
+    `requests` keeps every request. Tokens carry the version of the moment when their request began, and a paused engine
+    starts no request, as with a real engine.
     """
 
     def __init__(self, script: Script, version: int = 0) -> None:
@@ -40,10 +40,10 @@ class ScriptedEngine:
 
     @classmethod
     def saying(cls, tokenizer: Any, *texts: str) -> Self:
-        """Plays a model that says each of the texts once, in this order, and ends its turn after each.
+        """Plays a model that says these texts, one a turn.
 
-        tokenizer: a Hugging Face one, whose eos_token_id ends a turn.
-        One request more than there are texts is an AssertionError, which fails the episode that made it.
+        tokenizer: a Hugging Face one, whose eos_token_id ends a turn. A request after the last text is an
+        AssertionError, which fails its episode.
         """
         left = iter(texts)
 
@@ -96,10 +96,10 @@ class ScriptedEngine:
 
 
 class ScriptedTrainEngine:
-    """Counts batches instead of training; all logprobs are the behavior ones, values 0.
+    """Counts batches instead of training. All logprobs are the behavior ones, and values are 0.
 
     `batches` keeps what was trained. on_train: called on the trainer's thread with each batch, to block, fail or look.
-    limits: of the model that there is none of.
+    limits: of the model that it plays.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The records that cross between components: requests, responses, trajectories, groups, training sequences.
 
-All are frozen and validated when built, so that a component that receives one need not check it again.
-Token-level fields are aligned with `token_ids`: index t speaks of `token_ids[t]`, whose log-probability is
-conditioned on `token_ids[:t]`.
+All are frozen and validated when built, so that no component checks one again. Token-level fields are aligned with
+`token_ids`: index t belongs to `token_ids[t]`, whose log-probability is conditioned on `token_ids[:t]`.
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one response is sampled. Names and meaning are SGLang's; `temperature=0` is greedy, and with `ignore_eos` no
-    token ends a response, those of `stop_token_ids` neither."""
+    """How one response is sampled. Names and meaning are SGLang's."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    """No token ends the response, not even one of stop_token_ids."""
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class SamplingParams:
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by before the log-softmax that gives logprobs (greedy leaves them as they are)."""
+        """Logits are divided by this before the log-softmax that gives logprobs; 1 for greedy sampling."""
         return self.temperature if self.temperature > 0 else 1.0
 
 
@@ -67,12 +67,13 @@ def new_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """One turn: the tokens so far, and how to continue them. `session_id` keeps an episode's turns on one server."""
+    """One turn: the tokens so far, and how to continue them."""
 
     input_ids: Sequence[int]
     sampling: SamplingParams = SamplingParams()
     rid: str = field(default_factory=new_id)
     session_id: str | None = None
+    """Requests with the same one go to one server, which has their prefix cached."""
 
     def __post_init__(self) -> None:
         if len(self.input_ids) == 0:
@@ -81,18 +82,17 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelResponse:
-    """What was sampled: for each token its behavior logprob and the policy version that produced it.
-
-    A response that was interrupted by weight updates and continued differs from another in its versions alone.
-    `output_ids` includes the stop token if one was sampled. `temperature` is what the logits were divided by
-    before the log-softmax, so that whoever recomputes `output_logprobs` computes the same quantity.
-    """
+    """What was sampled. A response that weight updates interrupted differs from others in its versions alone."""
 
     output_ids: tuple[int, ...]
+    """With the stop token, if one was sampled."""
     output_logprobs: tuple[float, ...]
+    """The behavior logprob of each token."""
     output_versions: tuple[int, ...]
+    """The policy version that produced each token."""
     stop_reason: StopReason
     temperature: float = 1.0
+    """The logits were divided by this before the log-softmax; recomputed logprobs must do the same."""
 
     def __post_init__(self) -> None:
         n = len(self.output_ids)
@@ -105,16 +105,15 @@ class ModelResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSpan:
-    """One turn of a trajectory: the tokens [start, stop) that the model sampled, and what became of them.
-
-    reward: what the environment gave for this turn, beside the trajectory's own reward. state: a key of the state that
-    the turn was taken in, equal for equal states of a group's episodes (GiGPO compares their turns); None: unlike all.
-    """
+    """One turn of a trajectory: the tokens [start, stop) that the model sampled, and what became of them."""
 
     start: int
     stop: int
     reward: float = 0.0
+    """The environment's for this turn, beside the trajectory's own reward."""
     state: str | None = None
+    """A key of the state that the turn was taken in, equal for equal states of a group's episodes, whose turns GiGPO
+    compares. None: unlike any other."""
 
     def __post_init__(self) -> None:
         if not 0 < self.start <= self.stop:
@@ -134,33 +133,35 @@ def _are_finite(values: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The token-level record that an episode returns, all fields of length T = len(token_ids).
-
-    token_ids: prompt, sampled and environment tokens in the order the model saw them.
-    loss_mask: 1 where a token is trained; only sampled tokens can be.
-    behavior_logprobs: the sampler's logprob of each sampled token; 0.0 elsewhere.
-    versions: the policy version that sampled each token; -1 where none did.
-    reward: the trajectory's outcome reward. rewards: its named parts, where they are to be normalised apart (GDPO).
-    token_rewards: process rewards, one for each token, beside the outcome. turns: where each turn lies, in order, with
-    process rewards of their own. is_truncated: a length limit ended it.
-    metrics: name -> number, averaged over episodes in logs. role: which agent, in multi-agent episodes.
-    temperature: what logits are divided by before logprobs, the same for every sampled token.
+    """The token-level record that an episode returns. Token-level fields have length T = len(token_ids).
 
     Raises TrajectoryError naming the field that is wrong.
     """
 
     token_ids: tuple[int, ...]
+    """Prompt, sampled and environment tokens, in the order in which the model saw them."""
     loss_mask: tuple[int, ...]
+    """1 where a token is trained; only sampled tokens can be."""
     behavior_logprobs: tuple[float, ...]
+    """The sampler's logprob of each sampled token; 0.0 elsewhere."""
     versions: tuple[int, ...]
+    """The policy version that sampled each token; -1 where none did."""
     reward: float
+    """Of the outcome."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The named parts of the reward, if they are to be normalised apart (GDPO)."""
     token_rewards: tuple[float, ...] | None = None
+    """Process rewards beside the outcome, one for each token."""
     turns: tuple[TurnSpan, ...] = ()
+    """Where each turn lies, in order, with process rewards of their own."""
     is_truncated: bool = False
+    """A length limit ended it."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Name -> number; logs show the mean over episodes."""
     role: str = "agent"
+    """Which agent, in multi-agent episodes."""
     temperature: float = 1.0
+    """Logits are divided by this before logprobs, for every sampled token."""
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -242,19 +243,19 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The finished episodes of one example: the unit of admission, staleness and advantages.
-
-    group_id: unique in a run. example_id: (epoch, index in the dataset). stamp: the version published when the
-    group was admitted. trajectories and episode_indices run in parallel: which episode returned each trajectory.
-    greedy_rewards: role -> reward of the episode that was decoded greedily as a baseline (ReMax), where there was one.
-    """
+    """The finished episodes of one example: the unit of admission, staleness and advantages."""
 
     group_id: int
+    """Unique in a run."""
     example_id: tuple[int, int]
+    """(epoch, index in the dataset)."""
     stamp: int
+    """The version that was published when the group was admitted."""
     trajectories: tuple[Trajectory, ...]
     episode_indices: tuple[int, ...]
+    """Which episode returned each of the trajectories."""
     greedy_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """role -> reward of the episode that was decoded greedily as a baseline (ReMax), if there was one."""
 
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.episode_indices):
@@ -342,20 +343,20 @@ TOKEN_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one step of training did, as `async for step in trainer` yields it.
-
-    version: the trainer's version after the step. reward: mean over the batch's episodes. max_staleness_seen: of the
-    batch's tokens. Times in seconds of wall clock. `metrics` holds everything, flat, as metrics.jsonl has it.
-    """
+    """What one step of training did, as `async for step in trainer` yields it. Times in seconds of wall clock."""
 
     version: int
+    """The trainer's, after the step."""
     reward: float
+    """The mean over the batch's episodes."""
     num_episodes: int
     mean_staleness: float
     max_staleness_seen: int
+    """Of the batch's tokens."""
     wait_s: float
     train_s: float
     metrics: Mapping[str, float]
+    """Everything, flat, as metrics.jsonl has it."""
 
 
 Example = Mapping[str, Any]
