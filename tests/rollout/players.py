@@ -68,6 +68,18 @@ class TwoTurns(RolloutWorkflow):
         )
 
 
+class Moody(TwoTurns):
+    """Fails or rejects some episodes, by what the model said alone."""
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
+        trajectory = await super().arun_episode(engine, data)
+        if trajectory is None or trajectory.reward == 1:
+            return None
+        if trajectory.reward == 2:
+            raise RuntimeError("stumbled")
+        return trajectory
+
+
 class Scripted(RolloutWorkflow):
     """Does what the example's `number` tells it to, by a function of it; see each test."""
 

@@ -1,6 +1,7 @@
 """The greedy episode of a group: its rewards are the baseline, and it is never trained."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from players import controlled, train
@@ -45,15 +46,7 @@ class Told(RolloutWorkflow):
 
 
 def of(reward: float, role: str = "agent") -> Trajectory:
-    base = trajectory((0,), reward=reward)
-    return Trajectory(
-        token_ids=base.token_ids,
-        loss_mask=base.loss_mask,
-        behavior_logprobs=base.behavior_logprobs,
-        versions=base.versions,
-        reward=reward,
-        role=role,
-    )
+    return replace(trajectory((0,), reward=reward), role=role)
 
 
 def trained(greedy: object, sampled: object = lambda _: of(0.0), **options: object) -> tuple[list[Group], dict, dict]:
@@ -65,14 +58,8 @@ def trained(greedy: object, sampled: object = lambda _: of(0.0), **options: obje
             Told(greedy, sampled),
             4,
             engine,
-            **{
-                "has_baseline": True,
-                "batch_size": 1,
-                "max_staleness": 0,
-                "shuffle": False,
-                "episode_retries": 0,
-                **options,
-            },
+            **{"has_baseline": True, "batch_size": 1, "max_staleness": 0, "shuffle": False, "episode_retries": 0}
+            | options,
         )
         batches = await train(controller, buffer, engine, range(1))
         return batches[0], controller.counters(), controller.ledger.outcomes(0)

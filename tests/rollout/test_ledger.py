@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from arl.api.errors import CheckpointError
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
@@ -69,22 +67,6 @@ def test_an_example_cannot_end_twice() -> None:
         source.settle(example_id, GroupOutcome.DROPPED)
 
 
-def test_the_ledger_says_how_each_example_ended() -> None:
-    source = ledger(4, shuffle=False)
-    for example_id, outcome in zip(
-        issued(source, 3), (GroupOutcome.DROPPED, GroupOutcome.TRAINED, GroupOutcome.TRAINED), strict=True
-    ):
-        source.settle(example_id, outcome)
-    assert source.outcomes(0) == {GroupOutcome.TRAINED: [1, 2], GroupOutcome.REJECTED: [], GroupOutcome.DROPPED: [0]}
-
-
-def test_pending_examples_run_again_after_a_resume_and_settled_ones_do_not() -> None:
-    source = ledger(4, shuffle=False)
-    first, second, _ = issued(source, 3)
-    source.settle(second, GroupOutcome.TRAINED)
-    assert issued(restored(source, num_examples=4, shuffle=False), 3) == [first, (0, 2), (0, 3)]
-
-
 def test_a_resume_before_the_owed_examples_were_run_owes_them_still() -> None:
     source = ledger(4, shuffle=False)
     issued(source, 3)
@@ -96,20 +78,3 @@ def test_a_resume_before_the_owed_examples_were_run_owes_them_still() -> None:
 def test_another_runs_checkpoint_is_refused_by_name(name: str, value: int) -> None:
     with pytest.raises(CheckpointError, match=f"written with {name} .*, this run has {value}"):
         restored(ledger(), **{name: value})
-
-
-@given(st.lists(st.sampled_from(["issue", "settle", "restart"]), max_size=80), st.randoms())
-def test_whatever_is_issued_settled_and_resumed_every_example_ends_once(events: list[str], random: object) -> None:
-    source, settled = ledger(7), []
-    for event in events:
-        if event == "issue":
-            source.issue()
-        elif event == "restart":
-            source = restored(source, num_examples=7)
-        elif source.pending:
-            settled.append(random.choice(source.pending))
-            source.settle(settled[-1], random.choice(list(GroupOutcome)))
-    assert len(settled) == len(set(settled))
-    for epoch in range(source.epoch):
-        ended = [i for indices in source.outcomes(epoch).values() for i in indices]
-        assert sorted(ended) == sorted(i for e, i in settled if e == epoch)

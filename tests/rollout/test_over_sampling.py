@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from statistics import pvariance
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import Scripted, TwoTurns, controlled, engine_with_latency, train
+from players import Moody, Scripted, TwoTurns, controlled, engine_with_latency, train
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
@@ -173,16 +174,7 @@ def test_the_most_varied_are_kept_of_all_that_finish() -> None:
 
 def test_rewards_on_the_way_vary_too() -> None:
     def with_process(reward: float) -> Callable[[], object]:
-        turn = TurnSpan(start=1, stop=2, reward=reward)
-        of = trajectory((9,))
-        return lambda: Trajectory(
-            token_ids=of.token_ids,
-            loss_mask=of.loss_mask,
-            behavior_logprobs=of.behavior_logprobs,
-            versions=of.versions,
-            reward=0.0,
-            turns=(turn,),
-        )
+        return lambda: replace(trajectory((9,)), turns=(TurnSpan(start=1, stop=2, reward=reward),))
 
     group, _, _ = sampled(*map(with_process, (0.5, 1.0, 0.0, 0.5)), **VARIED)
     assert group.episode_indices == (1, 2)
@@ -226,18 +218,6 @@ def test_among_equal_rewards_the_first_episodes_are_kept() -> None:
 def test_rewards_of_any_size_are_compared_exactly() -> None:
     assert most_varied([1e308, -1e308, 1e308, 0.0], 2) == [1, 2]
     assert most_varied([0.1 + 0.2, 0.3, 0.3], 2) == [0, 1]
-
-
-class Moody(TwoTurns):
-    """Some episodes fail, some are rejected, by what the model said."""
-
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
-        answer = await super().arun_episode(engine, data)
-        if answer is None or answer.reward == 1:
-            return None
-        if answer.reward == 2:
-            raise RuntimeError("stumbled")
-        return answer
 
 
 @given(

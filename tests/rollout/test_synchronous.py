@@ -2,23 +2,13 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import TwoTurns, controlled, engine_with_latency, examples, serve, train
+from players import Moody, controlled, engine_with_latency, examples, serve, train
 from virtual_time import run_in_virtual_time
 
-from arl.api import Example, Group, Sampler, Trajectory
+from arl.api import Group
 from arl.rollout.ledger import ExampleLedger
 
 NUM_EXAMPLES, VERSIONS, BATCH_SIZE, GROUP_SIZE = 23, 12, 3, 2
-
-
-class Moody(TwoTurns):
-    """Rejects some answers and stumbles over others, by what the model said alone."""
-
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
-        trajectory = await super().arun_episode(engine, data)
-        if trajectory is not None and sum(trajectory.token_ids) % 7 == 0:
-            raise RuntimeError("stumbled")
-        return trajectory if trajectory is not None and trajectory.reward != 1 else None
 
 
 async def plain_loop(seed: int) -> list[list[Group]]:
