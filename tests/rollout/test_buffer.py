@@ -169,14 +169,12 @@ async def test_tokens_older_than_the_admission_are_refused() -> None:
         await buffer.finish(slot, group(slot, 6, 7))
 
 
-async def test_batches_are_taken_in_sequence() -> None:
+async def test_versions_come_in_sequence_and_only_trained_ones_are_published() -> None:
+    buffer = ReplayBuffer(batch_size=1, max_staleness=0)
     with pytest.raises(ValueError, match="called for version 1; the next batch is for 0"):
-        await ReplayBuffer(batch_size=1, max_staleness=0).take_batch(1)
-
-
-async def test_versions_that_were_not_trained_cannot_be_published() -> None:
+        await buffer.take_batch(1)
     with pytest.raises(ValueError, match="version 1 was published after 0, with 0 trained"):
-        await ReplayBuffer(batch_size=1, max_staleness=0).published(1)
+        await buffer.published(1)
 
 
 @pytest.mark.parametrize(("batch_size", "max_staleness"), [(0, 1), (1, -1)])

@@ -61,28 +61,26 @@ def test_a_group_goes_on_without_its_failed_episodes() -> None:
     assert (counters["episodes_trained"], counters["episodes_failed"], counters["episodes_dropped"]) == (2, 1, 1)
 
 
-def test_a_group_left_too_small_by_failures_is_dropped_and_replaced() -> None:
-    (group,), counters = trained(returns(ValueError(), ValueError(), GOOD, GOOD, GOOD, GOOD), group_size=3)
+@pytest.mark.parametrize(
+    ("answers", "settings", "counted"),
+    [
+        ((ValueError(), ValueError(), GOOD, GOOD, GOOD, GOOD), {"group_size": 3}, {"episodes_dropped": 3}),
+        ((None, None, GOOD, GOOD, GOOD, GOOD), {"group_size": 3}, {"episodes_rejected": 3, "episodes_dropped": 0}),
+        ((GOOD, GOOD, GOOD, BETTER), {"drop_equal_rewards": True}, {"episodes_rejected": 2}),
+        (
+            (GOOD, GOOD, BETTER, BETTER),
+            {"keep": lambda group: group.trajectories[0].reward > 0},
+            {"episodes_rejected": 2},
+        ),
+    ],
+    ids=["too few left by failures", "too few left by rejections", "equal rewards", "refused by the user's filter"],
+)
+def test_a_group_with_nothing_to_train_on_is_rejected_or_dropped_and_replaced(
+    answers: tuple[object, ...], settings: dict[str, object], counted: dict[str, float]
+) -> None:
+    (group,), counters = trained(returns(*answers), **settings)
     assert group.group_id == 1
-    assert counters["episodes_dropped"] == 3
-
-
-def test_a_group_left_too_small_by_rejections_is_rejected_and_replaced() -> None:
-    (group,), counters = trained(returns(None, None, GOOD, GOOD, GOOD, GOOD), group_size=3)
-    assert group.group_id == 1
-    assert (counters["episodes_rejected"], counters["episodes_dropped"]) == (3, 0)
-
-
-def test_groups_with_equal_rewards_are_rejected_where_asked_for() -> None:
-    (group,), counters = trained(returns(GOOD, GOOD, GOOD, BETTER), drop_equal_rewards=True)
-    assert [t.reward for t in group.trajectories] == [0, 1]
-    assert counters["episodes_rejected"] == 2
-
-
-def test_groups_that_the_users_filter_refuses_are_rejected() -> None:
-    (group,), counters = trained(returns(GOOD, GOOD, BETTER, BETTER), keep=lambda g: g.trajectories[0].reward > 0)
-    assert group.trajectories[0].reward == 1
-    assert counters["episodes_rejected"] == 2
+    assert {name: counters[name] for name in counted} == counted
 
 
 def test_a_group_of_one_is_trained_where_group_size_is_one() -> None:
@@ -200,14 +198,10 @@ def test_a_straggler_is_waited_for_unless_a_limit_is_set() -> None:
     assert counters["episodes_failed"] == 2
 
 
-def test_a_straggler_past_its_limit_is_cut_counted_and_replaced() -> None:
+def test_a_straggler_past_its_limit_is_cut_replaced_and_counted_with_the_length_bias_of_that() -> None:
     groups, counters = stragglers(drop_stragglers_after_s=30)
     assert [g.example_id[1] for g in groups] == [1, 2, 3, 4, 5, 6]
     assert (counters["straggler_groups"], counters["straggler_episodes"], counters["episodes_dropped"]) == (1, 2, 2)
-
-
-def test_the_length_bias_of_cutting_is_reported() -> None:
-    _, counters = stragglers(drop_stragglers_after_s=30)
     assert (counters["straggler_episode_s"], counters["finished_episode_s"]) == (30.0, 1.0)
 
 
@@ -229,26 +223,6 @@ def test_the_trainer_goes_on_at_once_though_a_cut_episode_is_slow_to_end() -> No
             await buffer.take_batch(0)
             assert asyncio.get_running_loop().time() < 40
             rollout.cancel()
-
-    run_in_virtual_time(main())
-
-
-def test_a_cut_example_ends_as_dropped() -> None:
-    async def main() -> None:
-        controller, buffer, engine = controlled(
-            Scripted(lambda number: GOOD if number else asyncio.sleep(99)),
-            3,
-            batch_size=2,
-            max_staleness=0,
-            shuffle=False,
-            drop_stragglers_after_s=5,
-        )
-        await train(controller, buffer, engine, range(1))
-        assert controller.ledger.outcomes(0) == {
-            GroupOutcome.TRAINED: [1, 2],
-            GroupOutcome.REJECTED: [],
-            GroupOutcome.DROPPED: [0],
-        }
 
     run_in_virtual_time(main())
 
