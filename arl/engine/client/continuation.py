@@ -44,7 +44,7 @@ class PartialResponse:
     def payload(self, rid: str, cache_key: str, adapter: str | None = None) -> dict[str, Any]:
         """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone.
 
-        adapter: the name of the one that the server is to sample under, beside its own weights.
+        adapter: the adapter to sample under, by name; None for the server's own weights.
         """
         budget = self._sampling.max_new_tokens - self.num_tokens
         if _ends_with_beginning_of(self._sampling.stop, self._tail):

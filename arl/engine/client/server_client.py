@@ -182,7 +182,7 @@ class ServerClient(JsonClient):
         return str((await self.model_info()).get("weight_version", "default"))
 
     async def check_health(self) -> None:
-        """Returns if the server generates: SGLang samples a token for it, so one that is paused does not answer."""
+        """Returns if the server generates: SGLang samples a token first, so a paused server does not answer."""
         await self.call("GET", "/health")
 
     async def look_up(self, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -94,17 +94,15 @@ class Upkeep:
         """Take in the first servers. Raises ServerError naming those that do not answer, or do not fit together."""
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(_greet(client)) for client in clients]
-        answers = [call.result() for call in calls]
+        answers = {client: call.result() for client, call in zip(clients, calls, strict=True)}
         missing = [
-            f"{client.address} ({answer})"
-            for client, answer in zip(clients, answers, strict=True)
-            if isinstance(answer, ServerError)
+            f"{client.address} ({answer})" for client, answer in answers.items() if isinstance(answer, ServerError)
         ]
         if missing:
             raise ServerError(
                 f"no inference server answers at {'; '.join(missing)}. Start it, or correct engine.addresses"
             )
-        for client, answer in zip(clients, answers, strict=True):
+        for client, answer in answers.items():
             if isinstance(answer, Greeting):
                 server = self._pool.join(client)
                 self._welcome(server, answer)
@@ -255,7 +253,7 @@ class Upkeep:
     async def _on_each(
         self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]
     ) -> list[ServerError | TransportError]:
-        """Act on these servers at once, each under update_timeout_s; one that fails is fenced.
+        """Act on these servers at once, each alone with its task and under update_timeout_s; fence those that fail.
 
         Returns the refusals: failures that only other weights or another server would mend.
         """

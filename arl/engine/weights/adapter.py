@@ -108,7 +108,7 @@ class WrittenAdapter(WrittenWeights):
 
 @dataclass(frozen=True, slots=True)
 class _AdapterAlone:
-    """A snapshot of adapters, as one that DiskTransport writes."""
+    """A snapshot of adapters in the form that DiskTransport writes."""
 
     snapshot: AdapterSnapshot
 

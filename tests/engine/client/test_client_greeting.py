@@ -60,19 +60,12 @@ async def test_servers_of_different_models_are_named_with_what_differs(
     assert other.address in message
 
 
-async def test_what_one_server_does_not_tell_is_not_compared(
+async def test_directories_may_differ_and_what_one_server_does_not_tell_is_not_compared(
     server: ProtocolServer, other: ProtocolServer, engine_over: Engines
 ) -> None:
     server.info["model_type"] = "qwen3"
     server.tells["tokenize"] = {"tokens": [1, 2]}
     other.tells["tokenize"] = 400
-    async with engine_over([server, other]) as engine:
-        assert (await engine.agenerate(ask())).output_ids
-
-
-async def test_directories_of_the_same_model_may_differ(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
     other.info["model_path"] = "/elsewhere/m"
     async with engine_over([server, other]) as engine:
         assert (await engine.agenerate(ask())).output_ids

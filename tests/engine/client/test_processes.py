@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -140,7 +139,9 @@ async def test_a_server_that_dies_is_started_again_at_its_address(
         os.kill(first, signal.SIGKILL)
         warning = await warnings.get()
         await until(lambda: len(pids(notes)) == 2)
-        await asyncio.to_thread(_wait_until_answered, addresses[0])
+        async with asyncio.timeout(20):
+            while not await answers(addresses[0]):
+                pass
     assert "start 1 of 3 in its place" in warning
     assert "exit code -9" in warning
     assert "life 1" in warning
@@ -293,18 +294,6 @@ async def test_an_interpreter_without_sglang_is_told_in_its_own_words(tmp_path: 
     with pytest.raises(ServerError, match="No module named"):
         async with sglang_servers("m", config, tmp_path):
             pytest.fail("it started")
-
-
-def _wait_until_answered(address: str) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"{address}/health").close()
-        except OSError:
-            time.sleep(0.01)
-        else:
-            return
-    pytest.fail(f"{address} does not answer")
 
 
 def _group(leader: int) -> list[int]:
