@@ -24,9 +24,6 @@ from arl.sandbox.keeper import STAGE
 from arl.sandbox.keeping import Ended, Keeping
 from arl.sandbox.seccomp import seccomp_filter
 
-# The interpreter that runs programs in a sandbox, and which of the host's directories it needs.
-
-
 _ASK = """
 import json, site, sys
 print(json.dumps([sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()]))
@@ -35,16 +32,17 @@ print(json.dumps([sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """path: of its executable. prefixes: directories that hold it, its library and its packages, outside of /usr.
-    packages: directories of installed packages, kept from programs unless the interpreter was asked for."""
+    """The Python that runs programs."""
 
     path: str
     prefixes: tuple[str, ...]
+    """Directories outside of /usr that hold it, its library and its packages."""
     packages: tuple[str, ...]
+    """Directories of installed packages that programs may not see, because nobody asked for this interpreter."""
 
 
 async def interpreter_at(path: str | None) -> Interpreter:
-    """The interpreter at `path`, with its packages; or else this one's, without any. Raises SandboxError."""
+    """The interpreter at `path` with its packages, or this process's own without any. Raises SandboxError."""
     return await asyncio.to_thread(_interpreter_at, path)
 
 
@@ -88,7 +86,7 @@ _ADVICE = {
     "kernel/unprivileged_userns_clone": ("0", "as root, run `sysctl kernel.unprivileged_userns_clone=1`"),
     "user/max_user_namespaces": ("0", "as root, run `sysctl user.max_user_namespaces=10000`"),
 }
-"""Setting below /proc/sys -> the value that forbids user namespaces, and what helps."""
+"""Setting below /proc/sys -> the value that forbids user namespaces, and the remedy."""
 _IN_CONTAINER = (
     "in a container, namespaces have to be allowed when it is started, for instance by `docker run "
     "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined`"
@@ -102,11 +100,11 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _USER = "1000"
-"""Who a program is in its own namespace; to the host it is whoever runs arl, or nobody if that is root."""
+"""A program's user in its own namespace. To the host it is the user who runs arl, or nobody if that is root."""
 _DEVICES = ("null", "full", "random", "urandom")
-"""Without zero: who maps it shared has memory that is still held when no process maps it any more."""
+"""Without zero: a shared mapping of it is memory that stays held when no process maps it any more."""
 _SPARE = 256 << 20
-"""Bytes that a process may map beyond memory_bytes: some of what is mapped is never used, so it is no memory."""
+"""Bytes that a process may map beyond memory_bytes: some mappings are never used, so they take no memory."""
 _ARENA = 64 << 20
 """Bytes of address space that the C library sets aside for each thread."""
 
@@ -117,12 +115,13 @@ class BubblewrapSandbox(Shared):
         async with BubblewrapSandbox() as sandbox:
             outcome = await sandbox.run("print(input())", stdin="hello")
 
-    python: the interpreter that runs programs; they can import what is installed for it. Unless given it is this
-    process's own, with the standard library alone. read_only: further directories of the host that programs may read,
-    at their own paths. limits: of a run that names none. concurrency: programs that run at once, others wait; one per
-    processor unless given.
+    python: the interpreter that runs programs, which can import what is installed for it. Unless given it is this
+        process's own, with the standard library alone.
+    read_only: further directories of the host that programs may read, at their own paths.
+    limits: of a run that names none.
+    concurrency: programs that run at once, while others wait; one per processor unless given.
 
-    Entering runs a program, and raises SandboxError, with what to install or allow, where that cannot be done.
+    Entering runs a program. Raises SandboxError if that fails, with what to install or allow.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class BubblewrapSandbox(Shared):
         return _outcome(ended)
 
     async def _probe(self) -> None:
-        """Run a program. Whatever stands in the way of namespaces is seen only so."""
+        """Run a program: nothing else shows whether namespaces work here."""
         try:
             outcome = await self.run(_PROBE, limits=Limits(wall_s=60))
         except SandboxError as failure:
@@ -253,7 +252,7 @@ def _rlimits(limits: Limits) -> list[str]:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Whether everybody may go to a directory, through all that are above it."""
+    """Whether every user may enter a directory and all above it."""
     real = Path(os.path.realpath(path))
     return all(place.stat().st_mode & 0o001 for place in (real, *real.parents))
 

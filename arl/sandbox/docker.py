@@ -1,4 +1,4 @@
-"""Programs in containers of their own, by the `docker` command, where a Docker engine answers it."""
+"""Programs in containers of their own, by the `docker` command. It needs a Docker engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGE = "python:3.11-slim"
 _FIRST_PROCESS = Path(container.__file__).read_text(encoding="utf-8")
 _NOBODY = "65534:65534"
 _KILLED = 137
-"""docker's exit code where the kernel ended the container's first process, for want of memory."""
+"""docker's exit code when the kernel kills the container's first process for lack of memory."""
 _START_S = 120.0
 """Longest that a container may take from `docker run` until its program runs."""
 _ENGINE_S = 20.0
@@ -31,14 +31,15 @@ _REPORT_BYTES = 4096
 
 
 class DockerSandbox(Shared):
-    """Runs each program in a new container, which has no network, no capability, and a read-only root.
+    """Runs each program in a new container without network or capabilities, on a read-only root.
 
-    image: one with a `python`; it is pulled when first used, unless the engine has it. limits: of a run that names
-    none; memory is the container's own limit, so all processes and files of a program together. concurrency:
-    containers at once. runtime: one of the engine's, such as gVisor's `runsc`, instead of its default.
+    image: one with a `python`; it is pulled at first use, unless the engine has it.
+    limits: of a run that names none. Memory is the container's own limit, for all processes and files together.
+    concurrency: containers at once.
+    runtime: one of the engine's, such as gVisor's `runsc`, instead of its default.
 
-    Starting a container takes some tenths of a second. One that arl could not remove, because it was killed itself,
-    ends at its wall time and is removed by the engine.
+    Starting a container takes some tenths of a second. If arl is killed, its containers end at their wall time and the
+    engine removes them.
     """
 
     def __init__(

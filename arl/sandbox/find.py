@@ -1,4 +1,4 @@
-"""Which sandbox there is on this machine."""
+"""Finds a sandbox that runs programs on this machine."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ Kind = Literal["auto", "bubblewrap", "docker", "unsafe"]
 def find_sandbox(kind: Kind = "auto", *, limits: Limits | None = None, concurrency: int | None = None) -> Sandbox:
     """A sandbox, to be entered by `async with`.
 
-    kind: "auto" is bubblewrap where it runs a program, else Docker where an engine does; never "unsafe", which isolates
-    nothing. limits: of a run that names none. concurrency: programs at once, one per processor unless given.
+    kind: "auto" is bubblewrap if it can run a program, else Docker if an engine can. It is never "unsafe", which
+        isolates nothing.
+    limits: of a run that names none.
+    concurrency: programs at once; one per processor unless given.
 
-    Entering raises SandboxError where there is none, with what to install or allow.
+    Entering raises SandboxError where neither works, with what to install or allow.
     """
     match kind:
         case "auto":

@@ -1,6 +1,6 @@
 """The process beside arl's own that starts programs, watches them and ends them.
 
-Imports only what stands beside it and imports nothing else of arl: see START in keeping.py.
+Imports only streams.py of arl: see START in keeping.py.
 
 It forks from a small memory, goes on watching while arl computes, and ends everything when arl ends, however it does.
 Started by root it becomes nobody first, because root's own processes escape RLIMIT_NPROC.
@@ -32,9 +32,9 @@ from arl.sandbox.streams import Frames, Header, Output, feed, frame
 
 NOBODY = 65534
 STAGE = "/mnt"
-"""Where a keeper of root's finds, in a mount namespace of its own, what nobody could not reach by its path."""
+"""A keeper started by root finds staged directories here, in a mount namespace of its own."""
 WATCH_S = 0.01
-"""Seconds between two looks at a running program: what it can take in between is how far it can pass a limit."""
+"""Seconds between two looks at a running program. It can pass a limit by what it takes in between."""
 
 SET_UP_S = 20.0
 """How long bubblewrap may take until a program's namespace can be looked into. It takes milliseconds."""
@@ -49,7 +49,11 @@ _MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
 class Namespace:
-    """The processes of one program, through the /proc of its own pid namespace. pid 1 there is bubblewrap's."""
+    """The resources that all processes of one program use together, seen through the /proc of its pid namespace.
+
+    The kernel's own limits are per process (RLIMIT_AS, RLIMIT_CPU), and few users may write to cgroups. pid 1 of the
+    namespace is bubblewrap's.
+    """
 
     def __init__(self, pid: int, limits: Mapping[str, float]) -> None:
         self._pid = pid
@@ -63,9 +67,9 @@ class Namespace:
             os.close(self._root)
 
     def exceeded(self) -> str | None:
-        """The limit that the program exceeds now, if any; none while it is being started, and once it has ended.
+        """The limit that the program exceeds now, if any; None while it starts and once it has ended.
 
-        Raises OSError where that cannot be seen: the program is not to go on unwatched.
+        Raises OSError where that cannot be seen: no program goes on unwatched.
         """
         try:
             return self._exceeded() if self._is_set_up() else None
@@ -92,7 +96,7 @@ class Namespace:
         return "disk" if self._files() > self._limits["files"] else None
 
     def _is_set_up(self) -> bool:
-        """Whether pid 1 has gone from the host's root to the program's, which alone has all that is looked at here."""
+        """Whether pid 1 has moved from the host's root to the program's, which is the one to look at."""
         if self._root is None:
             with contextlib.suppress(PermissionError):  # while pid 1 changes what it is
                 self._root = self._opened_root()
@@ -122,7 +126,7 @@ class Namespace:
         return int(resident[1]) * _PAGE if resident else 0
 
     def _place(self, pid: str) -> str:
-        """Where a process is described; pid 1 in the host's own /proc, since the program's hides it."""
+        """The directory of a process; pid 1's in the host's own /proc, because the program's hides it."""
         return f"/proc/{self._pid}" if pid == "1" else f"proc/{pid}"
 
     def _pids(self) -> list[str]:
@@ -133,7 +137,7 @@ class Namespace:
             os.close(proc)
 
     def _read(self, path: str) -> bytes:
-        """What such a file says; nothing once its process has ended, or has closed its memory to others."""
+        """The file's text; b"" once its process has ended, or has closed its memory to others."""
         try:
             file = os.open(path, os.O_RDONLY, dir_fd=self._root)
             try:
@@ -153,7 +157,7 @@ class Namespace:
 
 
 class BwrapRun:
-    """One run of bwrap: its process, and within it pid 1 of the program's namespace, by which all of it is killed."""
+    """One run of bwrap: its process, and pid 1 of the program's namespace, through which all of it is killed."""
 
     def __init__(self, request: Header, blobs: list[bytes]) -> None:
         self._request = request
@@ -165,12 +169,12 @@ class BwrapRun:
         self._first: int | None = None
 
     def stop(self) -> None:
-        """End it now, or see that it never starts."""
+        """End it now, or keep it from starting."""
         self._is_stopped = True
         self._wake.set()
 
     async def run(self) -> tuple[Header, list[bytes]]:
-        """Run it to its end, and return when every process of it is gone: how it ended; stdout and stderr."""
+        """Run it to its end. Returns how it ended, stdout and stderr once all its processes are gone."""
         if self._is_stopped:
             return {"ended_by": "stopped"}, []
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""arl's side of the keeper: starts it, tells it what to run, and hands each answer to whoever waits for it."""
+"""arl's side of the keeper: starts it, tells it what to run, and hands each answer to the call that waits for it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ for depth in range(len(packages)):
 from arl.sandbox.keeper import main
 main()
 """
-"""Imports the keeper from packages whose `__init__` is not run, because all that those import takes a second."""
+"""Imports the keeper from packages without running their `__init__`, whose imports take a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a program ended. code: as shells have it, so 128 and more where a signal ended it."""
+    """How a program ended. code: as in shells, 128 and more where a signal ended it."""
 
     ended_by: EndedBy
     code: int
@@ -44,8 +44,11 @@ class Ended:
 
 
 class Keeping:
-    """One keeper. places: programs that run at once. staged: directories that an unprivileged keeper of root's could
-    not reach, and finds at keeper.STAGE/0 and so on."""
+    """One keeper.
+
+    places: programs that run at once.
+    staged: directories that a keeper started by root cannot reach as nobody; it finds them at keeper.STAGE/0 and so on.
+    """
 
     def __init__(self, *, places: int, staged: Sequence[str]) -> None:
         self._places = places
@@ -78,7 +81,7 @@ class Keeping:
         self._transport, _ = await loop.create_connection(lambda: Frames(self._received, self._lost), sock=ours)
 
     async def __aexit__(self, *exc: object) -> None:
-        """Ends every program. When this returns, all are gone, and the keeper too."""
+        """End every program. When this returns, they and the keeper are gone."""
         if self._transport is not None and self._process is not None:
             transport, self._transport = self._transport, None
             transport.close()
@@ -88,7 +91,7 @@ class Keeping:
         self, command: Sequence[str], program: Sequence[str], confined: bytes, stdin: bytes,
         files: Mapping[str, bytes], limits: Limits,
     ) -> Ended:  # fmt: skip
-        """Run `command`, with what only the keeper can add to it, and then `program`. Raises SandboxError."""
+        """Run `command`, to which the keeper adds its own options, and then `program`. Raises SandboxError."""
         async with self._starting:
             if self._transport is not None and self._transport.is_closing():
                 log.warning("the keeper of the sandbox died, maybe for want of memory; another is started")

@@ -70,8 +70,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The filter as an array of struct sock_filter (linux/filter.h), or nothing for a machine whose calls have other
-    numbers than those listed here."""
+    """The filter as an array of struct sock_filter (linux/filter.h); b"" for a machine that is not listed here."""
     if machine not in _MACHINES:
         return b""
     arch, listed = _MACHINES[machine]
@@ -108,12 +107,12 @@ def _refuse(error: int) -> _Instruction:
 
 
 def _when(test: int, operand: int, body: list[_Instruction]) -> list[_Instruction]:
-    """Run the body, which returns at its end, where what was loaded last passes the test; else skip it."""
+    """Run the body, which ends with a return, if the value loaded last passes the test; else skip it."""
     return [(test, 0, len(body), operand), *body]
 
 
 def _argument(offset: int, test: int, operands: tuple[int, ...]) -> list[_Instruction]:
-    """Refuse where the argument passes the test with any operand, else allow."""
+    """Refuse if the argument passes the test with any operand, else allow."""
     tests = [step for operand in operands for step in _when(test, operand, [_refuse(errno.EPERM)])]
     return [_load(offset), *tests, (_RETURN, 0, 0, _ALLOW)]
 

@@ -28,7 +28,7 @@ def frame(header: Header, blobs: Sequence[bytes] = ()) -> bytes:
 
 
 class Frames(asyncio.Protocol):
-    """The receiving end: calls `received` with each frame, and `lost` when the other side is gone."""
+    """The receiving end: calls `received` with each frame, and `lost` when the other side goes away."""
 
     def __init__(self, received: Callable[[Header, list[bytes]], None], lost: Callable[[], None]) -> None:
         self._received = received
@@ -67,7 +67,7 @@ class Frames(asyncio.Protocol):
 
 
 class Output:
-    """What a program writes, up to `limit` bytes of both streams together; sets `wake` when it writes more."""
+    """A program's output, up to `limit` bytes of both streams together; sets `wake` when it writes more."""
 
     def __init__(self, limit: int, wake: asyncio.Event) -> None:
         self._room = limit
@@ -75,7 +75,7 @@ class Output:
         self.overflowed = False
 
     async def read(self, stream: asyncio.StreamReader | None) -> bytes:
-        """Read a stream to its end, also when there is no room for more."""
+        """Read a stream to its end, even without room for more."""
         assert stream is not None
         kept = bytearray()
         while chunk := await stream.read(_CHUNK):
@@ -88,7 +88,7 @@ class Output:
 
 
 async def feed(pipe: asyncio.StreamWriter | None, stdin: bytes) -> None:
-    """Write all of stdin, as fast as the program reads it and as long as it does, and close it."""
+    """Write stdin as fast as the program reads it and for as long, then close it."""
     assert pipe is not None
     with contextlib.suppress(ConnectionError):
         pipe.write(stdin)

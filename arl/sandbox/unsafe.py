@@ -1,4 +1,4 @@
-"""Programs as plain processes: with limits of their own, and with all that this process may read, write and reach."""
+"""Programs as plain processes: they have limits, and may read, write and reach whatever this process may."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class UnsafeSandbox(Shared):
-    """No sandbox at all, for programs that one would run by hand, on a machine that one could lose.
+    """No sandbox at all: for programs that you would run by hand, on a machine that you could lose.
 
-    Only each process's memory, processor seconds and largest file are limited, wall time, and what is written to
-    stdout and stderr; the number of processes too, unless root runs this. A program that leaves its process group lives
-    on. It is warned of once per process.
+    It limits each process's memory, processor seconds and largest file, and the run's wall time and output. A program
+    that leaves its process group lives on. It warns once per process.
     """
 
     _warned = False

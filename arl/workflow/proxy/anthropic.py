@@ -340,4 +340,4 @@ def error_event(error: RequestError) -> str:
     return _event("error", error=error_of(error)["error"])
 
 
-ENDPOINTS = (completing("/v1/messages", read, error_of, error_event),)
+ENDPOINT = completing("/v1/messages", read, error_of, error_event)

@@ -261,4 +261,4 @@ def read(raw: bytes, policy: CallPolicy) -> ChatWire:
     return ChatWire(asked=asked, call=call, policy=policy)
 
 
-ENDPOINTS = (completing("/v1/chat/completions", read, openai_error, openai_error_event),)
+ENDPOINT = completing("/v1/chat/completions", read, openai_error, openai_error_event)

@@ -1,4 +1,4 @@
-"""One HTTP request of an episode, and how its answer is sent, whole or as events, so that it is known to have gone."""
+"""One HTTP request of an episode. Its answer goes out whole or as events, and counts once the program has taken it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.session import EpisodeSession
 
 KEEP_ALIVE_S = 10.0
-"""How often a stream whose answer is not there yet says that it lives."""
+"""Seconds between two comments in a stream that still waits for its answer."""
 _KEEP_ALIVE = ": the model is answering\n\n"
 
 
 class Wire(Protocol):
-    """A call as one protocol reads it, and how that protocol writes the answers."""
+    """A call in one protocol, and the protocol's way to write its answers."""
 
     @property
     def call(self) -> ChatCall | TokenCall: ...
@@ -66,7 +66,7 @@ class Exchange:
     async def respond(
         self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
-        """Send JSON, and return when it has gone. Raises ConnectionResetError where nobody takes it."""
+        """Send JSON; returns when it has gone. Raises ConnectionResetError where nobody takes it."""
         response = json_response(content, status, headers)
         await response.prepare(self.request)
         await response.write_eof()
@@ -74,7 +74,7 @@ class Exchange:
         return response
 
     async def complete(self, wire: Wire) -> web.StreamResponse:
-        """Answer a call of the model. Answers that nobody took, or that are asked for again, are forgotten."""
+        """Answer a call of the model. Answers that nobody took, or that are requested again, are forgotten."""
         session = self.session
         key = blake2b(f"{self.role} {self.request.path}\n".encode() + self.body, digest_size=16).digest()
         if self._is_repeated() and (unread := session.repeats.unread(key)):
@@ -109,11 +109,11 @@ class Exchange:
         return await self.respond(endpoint.error(error), error.status, {"x-should-retry": "false"})
 
     def _is_repeated(self) -> bool:
-        """Whether the SDK says so; those of OpenAI and Anthropic do."""
+        """Whether the SDK repeats a call; OpenAI's and Anthropic's say so."""
         return self.request.headers.get("x-stainless-retry-count", "0") != "0"
 
     async def _keeping_alive(self, answering: Awaitable[None]) -> None:
-        """Wait for the answer; a stream begins only where that takes long, so that an error may have its status."""
+        """Wait for the answer. The stream begins only if that takes long, so that an error can have its status."""
         try:
             async with asyncio.TaskGroup() as group:
                 ticking = group.create_task(self._tick())
@@ -140,7 +140,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One path of the server. error: the body of a refusal, as its protocol writes it; error_event: in a stream."""
+    """One path of the server. error: the body of a refusal in its protocol; error_event: the same in a stream."""
 
     method: str
     path: str

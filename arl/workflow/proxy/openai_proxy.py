@@ -1,10 +1,10 @@
-"""OpenAIProxy: each episode has a base URL of its own, behind which a Sampler answers and is recorded.
+"""OpenAIProxy: each episode has a base URL of its own; a Sampler answers its calls, and the turns are recorded.
 
     program --HTTP--> key? --> endpoint --> EpisodeSession --> Sampler
                        | no: 401             | dialogues by role --> trajectories
 
-The server runs in the event loop that it is opened in, on loopback. Paths are /e/EPISODE/v1/..., and
-/e/EPISODE/ROLE/v1/... for several agents in one episode.
+It runs in the event loop that opens it, on loopback. Paths are /e/EPISODE/v1/..., and /e/EPISODE/ROLE/v1/... where an
+episode has several agents. Each protocol is a module of its own.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# One URL for many episodes: for programs that keep one client, and say in a header whose each call is.
-
-
 HEADER = "X-Session-ID"
-"""In which verifiers' clients send the id of the rollout that a call belongs to."""
+"""Verifiers' clients send the id of the rollout that a call belongs to in this header."""
+MODEL = "arl"
+"""The only model in GET /v1/models. Calls may name any."""
 
 
 class SharedURL:
-    """Valid as long as the block of `OpenAIProxy.shared_url`; a call needs its key, and the id of an admitted run.
+    """One URL for many episodes, for programs that keep one client. It is valid within `OpenAIProxy.shared_url`.
 
-    base_url: what an OpenAI client takes. What is asked for by GET is the same for all, and needs no id.
+    A call needs the URL's key and, in a header, the id of an admitted run; GET needs no id, because its answers are the
+    same for all. base_url: for OpenAI's clients.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,8 +64,10 @@ class SharedURL:
 
     @contextmanager
     def admitting(self, run_id: str, session: EpisodeSession) -> Iterator[None]:
-        """Within the block, calls that carry the id, which is nobody's to guess, are the session's, in a role of this
-        name."""
+        """Give calls that carry the id to the session within the block, in a role of this name.
+
+        Nobody can guess the id.
+        """
         self._places[run_id] = (session, run_id)
         try:
             yield
@@ -73,16 +75,10 @@ class SharedURL:
             del self._places[run_id]
 
     def place_of(self, request: web.Request) -> tuple[EpisodeSession, str] | None:
-        """The session and the role that a call belongs to; None: to none that is admitted."""
+        """The session and the role that a call belongs to; None where it is not admitted."""
         if request.method == "GET":
             return next(iter(self._places.values()), None)
         return self._places.get(request.headers.get(HEADER, ""))
-
-
-# GET /v1/models: the one model there is. Calls may name any.
-
-
-MODEL = "arl"
 
 
 async def _models(exchange: Exchange) -> web.StreamResponse:
@@ -92,21 +88,8 @@ async def _models(exchange: Exchange) -> web.StreamResponse:
     return await exchange.respond({"object": "list", "data": [card]})
 
 
-MODELS_ENDPOINTS = (
-    Endpoint(method="GET", path="/v1/models", answer=_models, error=openai_error, error_event=openai_error_event),
-)
-
-
-# Every path that the server has: each protocol is a module of its own, named here.
-
-
-ENDPOINTS: tuple[Endpoint, ...] = (
-    *chat.ENDPOINTS,
-    *responses.ENDPOINTS,
-    *anthropic.ENDPOINTS,
-    *generate.ENDPOINTS,
-    *MODELS_ENDPOINTS,
-)
+_MODELS = Endpoint(method="GET", path="/v1/models", answer=_models, error=openai_error, error_event=openai_error_event)
+ENDPOINTS = (chat.ENDPOINT, responses.ENDPOINT, anthropic.ENDPOINT, generate.ENDPOINT, _MODELS)
 
 
 async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
@@ -125,7 +108,7 @@ _MAX_BODY_BYTES = 64 << 20
 """A conversation's text is far smaller; aiohttp's own limit is one megabyte."""
 _SHUTDOWN_S = 1.0
 _NO_KEY = secrets.token_urlsafe()
-"""What the keys of episodes that there are not are compared with."""
+"""Keys for unknown episodes are compared with this."""
 _ROUTES = {(endpoint.method, endpoint.path): endpoint for endpoint in ENDPOINTS}
 _INVALID_KEY = RefusedCallError(
     "Incorrect API key provided: it is not the key of this episode, or the episode is over",
@@ -135,19 +118,22 @@ _INVALID_KEY = RefusedCallError(
 
 
 class OpenAIProxy(Shared):
-    """An endpoint for programs that speak OpenAI's protocol (and Anthropic's), in front of a Sampler.
+    """An endpoint in front of a Sampler, for programs that speak OpenAI's or Anthropic's protocol.
 
         async with OpenAIProxy(tokenizer, sampling=SamplingParams(max_new_tokens=1024)) as proxy:
             async with proxy.episode(engine) as session:
                 answer = await program(base_url=session.base_url, api_key=session.api_key)
                 return session.trajectories(reward)
 
-    sampling: for what calls do not say. overrides_sampling: temperature, top_p, top_k, min_p and seed are always those
-    of `sampling`, whatever a program asks for, so that all that is trained was sampled alike. reasoning: whether what
-    stands in <think> is told apart, in `reasoning_content`. context_length: tokens that the model can hold; calls that
-    ask for more than is left get what is left. call_format: how the model writes calls of tools, where its chat
-    template does not tell. template_options, rewriting: see Conversation.
-    A proxy is open while anybody has entered it, so a workflow may enter one that its user opened.
+    sampling: parameters that a call does not name.
+    overrides_sampling: temperature, top_p, top_k, min_p and seed are always those of `sampling`, so that everything
+        that is trained was sampled alike.
+    reasoning: "apart" sends the text within <think> in `reasoning_content`; "inline" leaves it in the answer.
+    context_length: tokens that the model can hold. A call that asks for more than is left gets what is left.
+    call_format: how the model writes calls of tools; unset: as its chat template says.
+    template_options, rewriting: as in Conversation.
+
+    The proxy is open while anybody has entered it, so a workflow may enter one that its user opened.
     """
 
     def __init__(
@@ -191,7 +177,7 @@ class OpenAIProxy(Shared):
 
     @asynccontextmanager
     async def episode(self, engine: Sampler) -> AsyncIterator[EpisodeSession]:
-        """An episode, whose calls `engine` answers. Its URL and key are valid within the block."""
+        """An episode whose calls `engine` answers. Its URL and key are valid within the block."""
         if not self._url:
             raise ArlError("this OpenAIProxy is not open; enter it by `async with`, or the workflow that has it")
         name = secrets.token_hex(8)
@@ -204,7 +190,7 @@ class OpenAIProxy(Shared):
 
     @contextmanager
     def shared_url(self) -> Iterator[SharedURL]:
-        """A URL for programs that keep one client for all episodes, which are admitted to it one by one."""
+        """A URL for programs that keep one client for all episodes. Its block admits them one by one."""
         name = secrets.token_hex(8)
         shared = self._shared[name] = SharedURL(f"{self._url}/e/{name}")
         try:
@@ -245,14 +231,14 @@ async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
 
 
 def _hung_up(request: web.Request) -> web.StreamResponse:
-    """What to return where nobody is left to answer: aiohttp takes anything else for a failure of ours."""
+    """The response where nobody is left to read it: aiohttp takes anything else for a failure of the server."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=HTTPStatus.BAD_REQUEST)
 
 
 def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
-    """The episode, the role and the endpoint that a path names; "" and UNKNOWN for what it does not."""
+    """The episode, the role and the endpoint in a path; "" and UNKNOWN where it has none."""
     _, prefix, name, rest = (*path.split("/", 3), "", "", "")[:4]
     if prefix != "e":
         return "", AGENT, UNKNOWN
@@ -263,7 +249,7 @@ def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
 
 
 def _key_of(request: web.Request) -> bytes:
-    """As OpenAI's clients send it, or Anthropic's; headers may hold bytes that are no text."""
+    """The key as OpenAI's clients send it, or Anthropic's. Headers may hold bytes that are not text."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     return key.encode(errors="surrogateescape")

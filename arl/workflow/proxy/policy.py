@@ -1,4 +1,4 @@
-"""How an endpoint samples, shows and reads: what is the same for all of its calls."""
+"""How an endpoint samples, shows prompts and reads answers: the same for all of its calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Dialogue, Prompt, Rewriting
 from arl.workflow.proxy.calls import CalledTool, ChatCall, Spoken
 
-# From sampled text to what a program is told: thinking apart, stop strings cut off, tool calls read.
-
-
 THINK, END_OF_THINK = "<think>", "</think>"
 
 Reasoning = Literal["apart", "inline"]
-"""Where a program finds what the model thought: in `reasoning_content`, or in `content` with its tags."""
+"""Where a program finds the model's thinking: in `reasoning_content`, or in `content` with its tags."""
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
@@ -31,7 +28,7 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def split_reasoning(text: str, *, is_thinking: bool) -> tuple[str | None, str]:
-    """What was thought, and what was said. is_thinking: the prompt had opened <think> already."""
+    """The thinking and the rest of a text. is_thinking: the prompt has opened <think> already."""
     head, tag, rest = text.partition(THINK)
     if tag and not head.strip():
         text, is_thinking = rest, True
@@ -42,7 +39,7 @@ def split_reasoning(text: str, *, is_thinking: bool) -> tuple[str | None, str]:
 
 
 def message_of(spoken: Spoken) -> dict[str, Any]:
-    """The answer as a message, to be shown to the model again."""
+    """The answer as a message for the model's next prompt."""
     message: dict[str, Any] = {"role": "assistant", "content": spoken.content}
     if spoken.reasoning is not None:
         message["reasoning_content"] = spoken.reasoning
@@ -64,29 +61,32 @@ def finish_reason_of(stop_reason: StopReason) -> Literal["stop", "length"]:
 
 
 _TAIL = 8
-"""How many of a prompt's last tokens hold a <think> that it ends with."""
+"""This many of a prompt's last tokens hold a <think> at its end."""
 _CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallPolicy:
-    """template: how messages are shown. sampling: for what calls do not say. overrides: temperature, top_p, top_k,
-    min_p and seed are those of `sampling` whatever calls say. context_length: tokens that the model can hold;
-    None: unknown. call_format: how the model writes calls of tools; None: as its chat template asks it to."""
+    """The settings of one endpoint."""
 
     template: ChatTemplate
+    """Renders messages."""
     sampling: SamplingParams
+    """Parameters that a call does not name."""
     overrides: bool
+    """Take temperature, top_p, top_k, min_p and seed from `sampling` whatever calls ask for."""
     rewriting: Rewriting
     reasoning: Reasoning
     context_length: int | None
+    """Tokens that the model can hold; None: unknown."""
     call_format: CallFormat | None = None
+    """How the model writes calls of tools; None: as its chat template asks it to."""
 
     def new_dialogue(self) -> Dialogue:
         return Dialogue(self.template, rewriting=self.rewriting)
 
     def sampling_of(self, **asked: Any) -> SamplingParams:
-        """`sampling`, with what a call asked for in SamplingParams' own fields; None: it did not say.
+        """`sampling` with the fields of SamplingParams that a call names. None: it does not name it.
 
         Raises BodyError for values out of range.
         """
@@ -101,7 +101,7 @@ class CallPolicy:
         return replace(sampling, **{name: getattr(self.sampling, name) for name in _CLIENTS_FIELDS})
 
     def within_context(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Ask for no more tokens than there is room for. Raises PromptTooLongError where there is none."""
+        """Ask for no more tokens than there is room for. Raises PromptTooLongError without any room."""
         if self.context_length is None:
             return sampling
         room = self.context_length - num_prompt_tokens
@@ -112,13 +112,13 @@ class CallPolicy:
         return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
 
     def opens_thinking(self, prompt: Prompt) -> bool:
-        """Whether the prompt ends with <think>, so that the answer begins with thoughts."""
+        """Whether the prompt ends with <think>, so that the answer begins with thinking."""
         if self.reasoning == "inline" or THINK not in str(self.template.tokenizer.chat_template):
             return False
         return str(self.template.tokenizer.decode(list(prompt.given_ids[-_TAIL:]))).rstrip().endswith(THINK)
 
     def spoken(self, text: str, response: ModelResponse, call: ChatCall, *, is_thinking: bool) -> Spoken:
-        """What the model sampled, as the program is told."""
+        """The parts of a sampled text, as the program gets them."""
         said, reasoning = before_stop(text, call.sampling.stop), None
         if self.reasoning == "apart":
             reasoning, said = split_reasoning(said, is_thinking=is_thinking)
@@ -131,12 +131,12 @@ class CallPolicy:
         )
 
     def check_tools(self, call: ChatCall) -> None:
-        """Raises ModelError where it is not known how the model would call the tools."""
+        """Raises ModelError where the call format of the model is unknown."""
         if call.tools and self.call_format is None:
             call_format_of(self.template.tokenizer)
 
     def _calls(self, said: str, call: ChatCall) -> tuple[str, tuple[CalledTool, ...]]:
-        """What stands beside the calls, and these. An answer with a call that cannot be read is told as it is."""
+        """The text beside the calls, and the calls. An answer with an unreadable call stays text."""
         parsed = (self.call_format or call_format_of(self.template.tokenizer)).parse(said)
         read = [one for one in parsed.calls if isinstance(one, ToolCall)]
         if len(read) < len(parsed.calls) or not read:

@@ -190,6 +190,4 @@ async def _respond(exchange: Exchange) -> web.StreamResponse:
     return await exchange.complete(read(exchange.body, exchange.policy, exchange.session.stored_responses))
 
 
-ENDPOINTS = (
-    Endpoint(method="POST", path="/v1/responses", answer=_respond, error=openai_error, error_event=error_event),
-)
+ENDPOINT = Endpoint(method="POST", path="/v1/responses", answer=_respond, error=openai_error, error_event=error_event)

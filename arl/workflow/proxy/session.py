@@ -1,4 +1,4 @@
-"""One episode behind the endpoint: its calls, the dialogues that they make up, and the trajectories of these."""
+"""One episode behind the endpoint: its calls, the dialogues that they form, and their trajectories."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from arl.workflow.proxy.calls import CallAnswer, ChatCall, EpisodeOverError, Tok
 from arl.workflow.proxy.policy import CallPolicy
 from arl.workflow.proxy.speaker import Speaker
 
-# Calls that an SDK makes again, since it did not read the answer: the one that it did not read is to be forgotten.
-
 
 @dataclass(slots=True)
 class _Fate:
-    """How calls with one and the same body fared: what they were answered, and how many were not."""
+    """The calls with one body: the answers of those that got one, and the number of the others."""
 
     answers: list[Sequence[CallAnswer]] = field(default_factory=list)
     num_unanswered: int = 0
 
 
 class Repeats:
-    """Which answers went to calls of which body. An SDK says that it calls again, but not in place of which call.
+    """Finds the answer that an SDK did not read when it repeats a call, so that the session can forget it.
 
-    One that got no answer is what it most likely repeats; where there was none, the last that got one.
+    An SDK says that it repeats a call, but not which. Most likely it is one with the same body that got no answer;
+    without any, it is the last that got one.
     """
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class Repeats:
         self._fates[body].num_unanswered += 1
 
     def unread(self, body: bytes) -> Sequence[CallAnswer]:
-        """The answers that a call, made again, stands in for."""
+        """The answers that a repeated call replaces."""
         fate = self._fates[body]
         if fate.num_unanswered:
             fate.num_unanswered -= 1
@@ -59,34 +58,35 @@ class Repeats:
 
 
 AGENT = "agent"
-"""The role of those who use `base_url`."""
+"""The role of programs that use `base_url`."""
 _ROLE = re.compile(r"[A-Za-z0-9_-]+")
 _PATHS = ("v1", "inference")
-"""What paths begin with after the episode, or its role."""
+"""A path goes on with one of these after the episode, or its role."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
 class CallCounts:
-    """What became of an episode's calls.
-
-    answered: calls whose answers are kept. refused: answered with an error that the program made. failed: with one
-    that it did not. cancelled: given up by the program, or by the episode's end. repeated: answered, but asked again
-    by an SDK that had not read the answer, which is forgotten.
-    """
+    """The calls of an episode, by how they ended."""
 
     answered: int = 0
+    """Calls whose answers are kept."""
     refused: int = 0
+    """Calls that got an error of the program's own making."""
     failed: int = 0
+    """Calls that got an error that is not the program's fault."""
     cancelled: int = 0
+    """Calls given up by the program, or ended with the episode."""
     repeated: int = 0
+    """Answers that an SDK did not read and asked for again; they are forgotten."""
 
 
 class EpisodeSession:
-    """What a program is called with, and what comes of its calls. `OpenAIProxy.episode` makes it.
+    """A program's URL and key, and the record of its calls. `OpenAIProxy.episode` makes it.
 
-    base_url: what an OpenAI client takes; url, without /v1, is what Anthropic's takes. api_key: valid until the
-    episode's block ends. errors: what failed in arl's own part, in order, as far as calls were answered with it.
+    base_url: for OpenAI's clients. url: without /v1, for Anthropic's.
+    api_key: valid until the episode's block ends.
+    errors: failures of arl's own part that calls were answered with, in order.
     """
 
     def __init__(self, url: str, engine: Sampler, policy: CallPolicy) -> None:
@@ -97,7 +97,7 @@ class EpisodeSession:
         self.errors: list[Exception] = []
         self.repeats = Repeats()
         self.stored_responses: dict[str, Sequence[Message]] = {}
-        """What was said up to a response of /v1/responses, by its id."""
+        """The messages up to each response of /v1/responses, by its id."""
         self._engine = engine
         self._speakers: dict[str, Speaker] = {}
         self._running: set[asyncio.Timeout] = set()
@@ -120,11 +120,11 @@ class EpisodeSession:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Those that said something, in the order in which they first did."""
+        """The roles with turns, in order of their first."""
         return tuple(role for role in self._speakers if self.turns(role))
 
     def turns(self, role: str = AGENT) -> tuple[Turn, ...]:
-        """What the model said in a role, in order."""
+        """The model's turns in a role, in order."""
         return self._speakers[role].turns if role in self._speakers else ()
 
     @property
@@ -134,7 +134,7 @@ class EpisodeSession:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers of the calls: those answered, those not, by why, and branches beyond one line of turns for a role."""
+        """The counts of calls, and of branches beyond one line of turns for each role."""
         branches = sum(len(list(paths_of(self.turns(role)))) - 1 for role in self.roles)
         counts = self.counts
         return {
@@ -153,7 +153,7 @@ class EpisodeSession:
         *,
         rewards: Mapping[str, float] | None = None,
     ) -> tuple[Trajectory, ...]:
-        """What to return from arun_episode: for each role, one trajectory for each path through its dialogue.
+        """The episode's result, to return from arun_episode: one trajectory for each path through each role's dialogue.
 
         reward: of the episode, or role -> that role's. metrics: beside the session's own. rewards: named parts of the
         reward. Raises TrajectoryError where no call was answered, and for a role without a reward.
@@ -189,13 +189,13 @@ class EpisodeSession:
         return await self._speakers[role].acomplete(call)
 
     def forget(self, role: str, answers: Sequence[CallAnswer]) -> None:
-        """Take back answers that nobody has read, as far as nothing follows them."""
+        """Take back answers that nobody has read, unless something follows them."""
         for answer in answers:
             self._speakers[role].forget(answer.turn)
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
-        """Around the handling of a call: the episode's end interrupts it with EpisodeOverError."""
+        """Handle a call within the block. The episode's end interrupts it with EpisodeOverError."""
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -214,7 +214,7 @@ class EpisodeSession:
                     self._idle.notify_all()
 
     def note(self, error: Exception, refusal: RequestError) -> None:
-        """Count a call that `error` was the end of, and keep the error where it is arl's own."""
+        """Count a call that ended with `error`, and keep the error if it is arl's own."""
         if isinstance(error, EpisodeOverError):
             self.counts.cancelled += 1
         elif refusal.status < HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -237,7 +237,7 @@ class EpisodeSession:
 
 
 def is_role(name: str) -> bool:
-    """Whether it may be the role in a path."""
+    """Whether a path may name such a role."""
     return _ROLE.fullmatch(name) is not None and name not in _PATHS
 
 

@@ -1,4 +1,4 @@
-"""One agent of an episode: what it asks the model for, and what of this is kept."""
+"""One agent of an episode: its calls of the model, and the turns that they leave."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from arl.workflow.dialogue import Prompt, Turn
 from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, ChatCall, Spoken, TokenCall
 from arl.workflow.proxy.policy import CallPolicy, finish_reason_of, message_of
 
-# The turns of programs that make prompts themselves and send them as tokens: which turn continues which.
-
 
 class TokenTurns:
-    """A tree of turns that follow one another by their tokens alone: what the model saw and said is all there is to
-    know. A prompt continues the turn whose tokens are its longest beginning; one that continues none is a root."""
+    """The turns of a program that makes prompts itself and sends tokens: a tree by tokens alone.
+
+    A prompt continues the turn whose tokens are its longest beginning; one that continues no turn is a root.
+    """
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -35,7 +35,7 @@ class TokenTurns:
         return tuple(self._turns)
 
     def prompt(self, input_ids: Sequence[int]) -> Prompt:
-        """What the model is shown: these tokens, and nothing else."""
+        """The prompt of exactly these tokens."""
         parent, start = None, 0
         for length, digest in self._beginnings(input_ids):
             if (turn := self._by_tokens.get(digest)) is not None:
@@ -70,7 +70,7 @@ class TokenTurns:
             del self._by_tokens[key]
 
     def _beginnings(self, input_ids: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Of the lengths that turns have, the shortest first: a key of the tokens up to there."""
+        """For each length that turns have, the shortest first: a key of the tokens up to there."""
         digest, start = blake2b(digest_size=16), 0
         for length in sorted(self._lengths):
             if length > len(input_ids):
@@ -85,14 +85,14 @@ def _digest(token_ids: Sequence[int]) -> bytes:
 
 
 _LONG_PROMPT = 20_000
-"""Characters from which on messages are rendered and tokenized in a thread: it takes some 10 ms."""
+"""From this many characters on, messages are rendered and tokenized in a thread: it takes some 10 ms."""
 
 
 class Speaker:
-    """Calls of one role, answered by the engine and recorded: those of messages in a Dialogue, those of tokens beside.
+    """Answers the calls of one role and records them: calls with messages in a Dialogue, calls with tokens beside it.
 
-    is_cut: the last call found no room in the context; cut_after: the turn that it continued, or the last. All calls go
-    to one server, where their prefixes are cached.
+    is_cut: the last call found no room in the context. cut_after: the turn that it continued, or else the last.
+    All calls go to one server, which caches their prefixes.
     """
 
     def __init__(self, engine: Sampler, policy: CallPolicy) -> None:

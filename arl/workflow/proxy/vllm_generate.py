@@ -132,4 +132,4 @@ def _token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-ENDPOINTS = (completing("/inference/v1/generate", read, openai_error, openai_error_event),)
+ENDPOINT = completing("/inference/v1/generate", read, openai_error, openai_error_event)
