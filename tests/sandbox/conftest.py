@@ -1,9 +1,12 @@
 """What tests of sandboxes need: bubblewrap, which a machine may lack, and a host to be kept from programs."""
 
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import pytest_asyncio
@@ -24,6 +27,28 @@ async def bubblewrap() -> AsyncIterator[BubblewrapSandbox]:
             yield sandbox
     except SandboxError as reason:
         go_without(reason)
+
+
+def sleeper(pipe: Path) -> str:
+    """A program that says through a pipe of the host's that it runs. The pipe ends when no process of it is left."""
+    return f"import os, time\nos.write(os.open('{pipe}', os.O_WRONLY), b'running\\n')\nos.fork()\ntime.sleep(600)"
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """In a directory that programs may read; to write to a pipe takes no more."""
+    tmp_path.chmod(0o755)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe").chmod(0o666)
+    return tmp_path / "pipe"
+
+
+@asynccontextmanager
+async def once_running(pipe: Path) -> AsyncIterator[TextIO]:
+    """The reading end of a pipe, once the program at the other end has said that it runs."""
+    with await asyncio.to_thread(pipe.open) as reader:
+        assert await asyncio.to_thread(reader.readline) == "running\n"
+        yield reader
 
 
 def go_without(reason: SandboxError) -> None:

@@ -12,27 +12,13 @@ from pathlib import Path
 
 import pytest
 from guides import python_blocks
-from sandbox.conftest import PATIENT, go_without
+from sandbox.conftest import PATIENT, go_without, once_running, sleeper
 
 from arl.api.errors import SandboxError
 from arl.sandbox import BubblewrapSandbox, Limits, ProgramOutcome, keeper, keeping
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-def sleeper(pipe: Path) -> str:
-    """A program that says through a pipe of the host's that it runs. The pipe ends when no process of it is left."""
-    return f"import os, time\nos.write(os.open('{pipe}', os.O_WRONLY), b'running\\n')\nos.fork()\ntime.sleep(600)"
-
-
-@pytest.fixture
-def pipe(tmp_path: Path) -> Path:
-    """In a directory that programs may read; to write to a pipe takes no more."""
-    tmp_path.chmod(0o755)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "pipe").chmod(0o666)
-    return tmp_path / "pipe"
 
 
 def descendants(pid: int) -> set[int]:
@@ -137,8 +123,7 @@ async def test_cancelling_a_call_ends_its_program_and_nothing_is_left(
         (pid,) = descendants(os.getpid()) - before
         files, kept = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{pid}/fd"))
         calls = [asyncio.create_task(sandbox.run(sleeper(pipe))) for _ in range(3)]
-        with await asyncio.to_thread(pipe.open) as reader:
-            assert await asyncio.to_thread(reader.readline) == "running\n"
+        async with once_running(pipe) as reader:
             for call in calls:
                 call.cancel()
             assert await asyncio.to_thread(reader.read) == ""
@@ -156,8 +141,8 @@ async def test_closing_ends_what_runs_and_later_calls_are_refused(bubblewrap: Bu
     sandbox = BubblewrapSandbox(read_only=[str(pipe.parent)])
     async with sandbox:
         call = asyncio.create_task(sandbox.run(sleeper(pipe)))
-        with await asyncio.to_thread(pipe.open) as reader:
-            assert await asyncio.to_thread(reader.readline) == "running\n"
+        async with once_running(pipe):
+            pass
     with pytest.raises(SandboxError, match="was closed"):
         await call
     with pytest.raises(SandboxError, match="not open; call it within `async with`"):
@@ -178,8 +163,7 @@ async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_anoth
     async with BubblewrapSandbox(read_only=[str(pipe.parent)]) as sandbox:
         (pid,) = descendants(os.getpid()) - before
         call = asyncio.create_task(sandbox.run(sleeper(pipe)))
-        with await asyncio.to_thread(pipe.open) as reader:
-            assert await asyncio.to_thread(reader.readline) == "running\n"
+        async with once_running(pipe) as reader:
             os.kill(pid, signal.SIGKILL)
             assert await asyncio.to_thread(reader.read) == ""
         with pytest.raises(SandboxError, match="keeper died"):
@@ -210,8 +194,7 @@ async def test_a_program_that_cannot_be_watched_is_ended_and_its_place_is_free(
     async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
         (pid,) = descendants(os.getpid()) - before
         call = asyncio.create_task(sandbox.run(sleeper(pipe)))
-        with await asyncio.to_thread(pipe.open) as reader:
-            assert await asyncio.to_thread(reader.readline) == "running\n"
+        async with once_running(pipe) as reader:
             os.kill(pid, signal.SIGUSR1)
             assert await asyncio.to_thread(reader.read) == ""
         with pytest.raises(SandboxError, match=f"because of {signal.SIGUSR1.value}"):
@@ -238,8 +221,7 @@ async def main():
 asyncio.run(main())
 """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
-    with await asyncio.to_thread(pipe.open) as reader:
-        assert await asyncio.to_thread(reader.readline) == "running\n"
+    async with once_running(pipe) as reader:
         ends = [os.pidfd_open(pid) for pid in descendants(parent.pid)]
         assert len(ends) >= 4  # the keeper, bwrap, its pid 1, the program and its child
         parent.kill()

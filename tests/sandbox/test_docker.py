@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from sandbox.conftest import once_running, sleeper
 
 from arl.api.errors import SandboxError
 from arl.sandbox import DockerSandbox, Limits, container
@@ -83,13 +83,10 @@ async def test_a_program_sees_nothing_of_the_containers_environment(
     assert outcome.stdout == "[]\n"
 
 
-async def test_a_cancelled_call_removes_its_container_by_name(docker: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    program = f"import os, time\nos.write(os.open('{tmp_path}/pipe', os.O_WRONLY), b'running\\n')\ntime.sleep(600)"
+async def test_a_cancelled_call_removes_its_container_by_name(docker: Path, pipe: Path) -> None:
     async with DockerSandbox() as sandbox:
-        call = asyncio.create_task(sandbox.run(program))
-        with await asyncio.to_thread((tmp_path / "pipe").open) as reader:
-            assert await asyncio.to_thread(reader.readline) == "running\n"
+        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
+        async with once_running(pipe) as reader:
             call.cancel()
             assert await asyncio.to_thread(reader.read) == ""
         with pytest.raises(asyncio.CancelledError):

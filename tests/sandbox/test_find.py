@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from sandbox.conftest import once_running, sleeper
 
 from arl.api.errors import SandboxError
 from arl.sandbox import BubblewrapSandbox, Limits, UnsafeSandbox, find_sandbox
@@ -79,18 +80,13 @@ async def test_unsafe_keeps_what_limits_it_can(program: str, limits: Limits, end
 
 
 async def test_unsafe_ends_a_cancelled_program_and_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "made").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "made"))
-    program = (
-        f"import os, time\nos.write(os.open('{tmp_path}/pipe', os.O_WRONLY), b'running\\n')\nos.fork()\ntime.sleep(600)"
-    )
     async with UnsafeSandbox() as sandbox:
-        call = asyncio.create_task(sandbox.run(program))
-        with await asyncio.to_thread((tmp_path / "pipe").open) as reader:
-            assert await asyncio.to_thread(reader.readline) == "running\n"
+        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
+        async with once_running(pipe) as reader:
             call.cancel()
             assert await asyncio.to_thread(reader.read) == ""
         with pytest.raises(asyncio.CancelledError):

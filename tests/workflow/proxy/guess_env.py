@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import verifiers.v1 as vf
+from letters_env import said
 
 
 class GuessData(vf.TaskData):
@@ -15,7 +16,7 @@ class GuessData(vf.TaskData):
 class GuessTask(vf.Task[GuessData]):
     @vf.reward
     async def guessed(self, trace: vf.Trace) -> float:
-        return float(_said(trace) == str(self.data.number))
+        return float(said(trace) == str(self.data.number))
 
 
 class Guess(vf.Taskset[GuessTask]):
@@ -42,10 +43,6 @@ class GuessEnv(vf.Env[GuessConfig]):
 
     async def finalize(self, task: vf.Task, episode: vf.Episode) -> None:
         self.episodes.append(episode)
-
-
-def _said(trace: vf.Trace) -> str:
-    return (trace.assistant_messages[-1].content or "").strip()
 
 
 __all__ = ["Guess", "GuessEnv"]

@@ -17,15 +17,15 @@ class LettersData(vf.TaskData):
 class LettersTask(vf.Task[LettersData]):
     @vf.reward
     async def correct(self, trace: vf.Trace) -> float:
-        return float(_said(trace) == self.data.answer)
+        return float(said(trace) == self.data.answer)
 
     @vf.reward(weight=0.5)
     async def short(self, trace: vf.Trace) -> float:
-        return float(len(_said(trace)) == 1)
+        return float(len(said(trace)) == 1)
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
-        return float(len(_said(trace)))
+        return float(len(said(trace)))
 
 
 class Letters(vf.Taskset[LettersTask]):
@@ -46,7 +46,7 @@ class LettersEnv(vf.SingleAgentEnv):
         self.episodes.append(episode)
 
 
-def _said(trace: vf.Trace) -> str:
+def said(trace: vf.Trace) -> str:
     return (trace.assistant_messages[-1].content or "").strip()
 
 

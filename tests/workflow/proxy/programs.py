@@ -1,22 +1,23 @@
-"""What tests of the endpoint share: an engine that says what it is told to, an episode, and OpenAI's client of it."""
+"""What tests of the endpoint share: a scripted engine, an episode, OpenAI's client of it, and what of it is trained."""
 
 from __future__ import annotations
 
+import json
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from arl.api import ModelRequest, ScriptedEngine
+from arl.api import ModelRequest, ScriptedEngine, Trajectory
 from arl.engine.tiny import tiny_tokenizer
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
 
 TOKENIZER = tiny_tokenizer()
 ASK: list[Any] = [{"role": "user", "content": "Why?"}]
-CALL_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -26,12 +27,27 @@ ADD: dict[str, Any] = {
     },
 }
 
-_CERTIFICATES = ssl.create_default_context()
+CERTIFICATES = ssl.create_default_context()
 """Each client would read its own, which takes longer than the rest of a test."""
 
 
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
 def spelled(text: str) -> list[int]:
-    return [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
+    return [*encode(text), TOKENIZER.eos_token_id]
+
+
+def calling(name: str, **arguments: object) -> str:
+    """A tool call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def trained(trajectory: Trajectory) -> list[str]:
+    """The turns that are trained, as text without their ends."""
+    turns = [trajectory.token_ids[turn.start : turn.stop] for turn in trajectory.turns]
+    return [str(TOKENIZER.decode(list(turn))).removesuffix("<|im_end|>") for turn in turns]
 
 
 def saying(*answers: str) -> ScriptedEngine:
@@ -47,6 +63,9 @@ def replying(reply: Callable[[str], str]) -> ScriptedEngine:
 
 def shown(request: ModelRequest) -> str:
     return str(TOKENIZER.decode(list(request.input_ids)))
+
+
+CALL_ADD = calling("add", a=1, b=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,5 +90,11 @@ async def opened(engine: Any, tokenizer: Any = TOKENIZER, **options: Any) -> Asy
 
 
 def client_of(session: EpisodeSession, **options: Any) -> AsyncOpenAI:
-    http = DefaultAsyncHttpxClient(verify=_CERTIFICATES)
+    http = DefaultAsyncHttpxClient(verify=CERTIFICATES)
     return AsyncOpenAI(**{"base_url": session.base_url, "api_key": session.api_key, "http_client": http, **options})
+
+
+async def post(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
+    """The status and the JSON of an answer, without any SDK."""
+    async with aiohttp.ClientSession() as client, client.post(url, data=body, headers=headers) as response:
+        return response.status, await response.json()

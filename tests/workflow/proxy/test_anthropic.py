@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from anthropic import APIStatusError, AsyncAnthropic, AuthenticationError, BadRequestError
-from said import calling, saying, shown, trained
+from anthropic import APIStatusError, AsyncAnthropic, AuthenticationError, BadRequestError, DefaultAsyncHttpxClient
+from programs import CERTIFICATES, calling, saying, shown, trained
 
 from arl.api import ScriptedEngine
 from arl.api.errors import ServerError
@@ -28,9 +28,10 @@ HI: Any = [{"role": "user", "content": "hi"}]
 @asynccontextmanager
 async def calling_with(engine: ScriptedEngine) -> AsyncIterator[tuple[EpisodeSession, AsyncAnthropic]]:
     async with (
+        DefaultAsyncHttpxClient(verify=CERTIFICATES) as http,
         OpenAIProxy(tiny_tokenizer()) as proxy,
         proxy.episode(engine) as session,
-        AsyncAnthropic(base_url=session.url, api_key=session.api_key, max_retries=0) as client,
+        AsyncAnthropic(base_url=session.url, api_key=session.api_key, max_retries=0, http_client=http) as client,
     ):
         yield session, client
 

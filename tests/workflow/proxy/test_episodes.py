@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
-import aiohttp
 import openai
 import pytest
-from programs import ASK, TOKENIZER, client_of, opened, replying, saying, shown
+from programs import ASK, TOKENIZER, client_of, opened, post, replying, saying, shown
 
 from arl.api import ModelRequest, ScriptedEngine
 from arl.api.errors import ArlError, ModelError, TrajectoryError
@@ -17,11 +17,10 @@ from arl.workflow.proxy.session import CallCounts
 BODY = {"model": "m", "messages": ASK}
 
 
-async def post(url: str, headers: dict[str, str] | None = None) -> int:
-    async with aiohttp.ClientSession() as client, client.post(url, json=BODY, headers=headers) as response:
-        error = (await response.json()).get("error", {})
-        assert response.status == 200 or error["message"]
-        return response.status
+async def status_of(url: str, headers: dict[str, str]) -> int:
+    status, answer = await post(url, json.dumps(BODY).encode(), headers)
+    assert status == 200 or answer["error"]["message"]
+    return status
 
 
 @pytest.mark.parametrize(
@@ -38,17 +37,17 @@ async def post(url: str, headers: dict[str, str] | None = None) -> int:
 async def test_a_missing_or_wrong_key_is_answered_with_401_and_touches_nothing(headers: dict[str, str]) -> None:
     engine = saying("never")
     async with opened(engine) as episode:
-        assert await post(f"{episode.session.base_url}/chat/completions", headers) == 401
-        assert await post(f"{episode.session.base_url}/no/such/path", headers) == 401
-        assert await post(f"{episode.session.url}x/v1/chat/completions", headers) == 401
+        assert await status_of(f"{episode.session.base_url}/chat/completions", headers) == 401
+        assert await status_of(f"{episode.session.base_url}/no/such/path", headers) == 401
+        assert await status_of(f"{episode.session.url}x/v1/chat/completions", headers) == 401
         assert (engine.requests, episode.session.counts) == ([], CallCounts())
 
 
 async def test_a_key_is_taken_as_openai_or_as_anthropic_sends_it() -> None:
     async with opened(saying("a")) as episode:
         url, key = f"{episode.session.base_url}/chat/completions", episode.session.api_key
-        assert await post(url, {"authorization": f"bearer {key}"}) == 200
-        assert await post(url, {"x-api-key": key}) == 200
+        assert await status_of(url, {"authorization": f"bearer {key}"}) == 200
+        assert await status_of(url, {"x-api-key": key}) == 200
 
 
 async def test_the_key_of_another_episode_opens_nothing() -> None:
@@ -143,10 +142,9 @@ async def test_an_unknown_path_is_answered_with_404_and_what_there_is(path: str)
     async with opened(saying("a")) as episode:
         headers = {"Authorization": f"Bearer {episode.session.api_key}"}
         url = f"{episode.session.url}/{path}"
-        async with aiohttp.ClientSession() as client, client.post(url, json=BODY, headers=headers) as response:
-            error = (await response.json())["error"]
-    assert (response.status, error["code"]) == (404, "not_found")
-    assert "POST /v1/chat/completions" in error["message"]
+        status, answer = await post(url, b"", headers)
+    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert "POST /v1/chat/completions" in answer["error"]["message"]
 
 
 async def test_a_program_that_calls_nothing_has_nothing_to_train_on() -> None:

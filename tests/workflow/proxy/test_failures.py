@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import aiohttp
 import openai
 import pytest
-from programs import ADD, ASK, TOKENIZER, Opened, opened, saying, spelled
+from programs import ADD, ASK, TOKENIZER, Opened, opened, post, saying, spelled
 from workflow.chat_templates import tokenizer_of
 
 from arl.api import ModelRequest, ScriptedEngine
@@ -118,7 +118,7 @@ async def test_tools_that_the_model_cannot_be_shown_are_refused() -> None:
 async def test_a_body_that_cannot_be_read_is_refused(body: bytes) -> None:
     engine = saying("never")
     async with opened(engine) as episode:
-        status, answer = await post(episode, body)
+        status, answer = await sent(episode, body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert (engine.requests, episode.session.counts.refused) == ([], 1)
 
@@ -126,16 +126,14 @@ async def test_a_body_that_cannot_be_read_is_refused(body: bytes) -> None:
 async def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_BODY_BYTES", 1000)
     async with opened(saying("fine")) as episode:
-        status, answer = await post(episode, b" " * 1001)
+        status, answer = await sent(episode, b" " * 1001)
         assert (status, answer["error"]["message"]) == (413, "the body is too large")
         assert (await episode.ask()).choices[0].message.content == "fine"
 
 
-async def post(episode: Opened, body: bytes, **headers: str) -> tuple[int, dict[str, dict[str, str]]]:
+async def sent(episode: Opened, body: bytes, **headers: str) -> tuple[int, dict[str, dict[str, str]]]:
     headers["Authorization"] = f"Bearer {episode.session.api_key}"
-    url = f"{episode.session.base_url}/chat/completions"
-    async with aiohttp.ClientSession() as client, client.post(url, data=body, headers=headers) as response:
-        return response.status, await response.json()
+    return await post(f"{episode.session.base_url}/chat/completions", body, headers)
 
 
 class Gated:
@@ -190,8 +188,8 @@ async def test_an_sdk_that_gives_up_waiting_and_calls_again_is_answered_once() -
 async def test_an_answer_that_an_sdk_asks_for_again_is_forgotten() -> None:
     body = json.dumps({"model": "m", "messages": ASK}).encode()
     async with opened(saying("lost", "read")) as episode:
-        await post(episode, body)
-        await post(episode, body, **{"x-stainless-retry-count": "1"})
+        await sent(episode, body)
+        await sent(episode, body, **{"x-stainless-retry-count": "1"})
         (turn,) = episode.session.turns()
         (made,) = episode.session.trajectories(1.0)
     assert turn.text == "read"
@@ -217,17 +215,17 @@ async def test_a_repeat_of_a_call_that_failed_forgets_no_other_answer() -> None:
         return spelled("a")
 
     async with opened(ScriptedEngine(script)) as episode:
-        assert [(await post(episode, body))[0] for _ in range(2)] == [200, 503]
-        await post(episode, body, **{"x-stainless-retry-count": "1"})
+        assert [(await sent(episode, body))[0] for _ in range(2)] == [200, 503]
+        await sent(episode, body, **{"x-stainless-retry-count": "1"})
         assert len(episode.session.turns()) == 2
 
 
 async def test_an_answer_that_something_follows_is_not_forgotten() -> None:
     body = json.dumps({"model": "m", "messages": ASK}).encode()
     async with opened(saying("one", "two", "three")) as episode:
-        await post(episode, body)
+        await sent(episode, body)
         await episode.ask([*ASK, {"role": "assistant", "content": "one"}, {"role": "user", "content": "?"}])
-        await post(episode, body, **{"x-stainless-retry-count": "1"})
+        await sent(episode, body, **{"x-stainless-retry-count": "1"})
         assert [turn.text for turn in episode.session.turns()] == ["one", "two", "three"]
 
 

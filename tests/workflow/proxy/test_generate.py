@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
-from said import TOKENIZER
+from programs import TOKENIZER, client_of
 
 from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
@@ -31,7 +31,7 @@ async def calling_with(engine: ScriptedEngine, **options: Any) -> AsyncIterator[
     async with (
         OpenAIProxy(TOKENIZER, **options) as proxy,
         proxy.episode(engine) as session,
-        AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as sdk,
+        client_of(session, max_retries=0) as sdk,
     ):
         yield Client(session, sdk)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI, BadRequestError
-from said import calling, saying, shown, trained
+from programs import calling, client_of, saying, shown, trained
 
 from arl.api import ScriptedEngine
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
@@ -34,7 +34,7 @@ async def calling_with(
     async with (
         OpenAIProxy(tokenizer) as proxy,
         proxy.episode(engine) as session,
-        AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client,
+        client_of(session, max_retries=0) as client,
     ):
         yield session, client
 

@@ -49,7 +49,12 @@ def asks_and_waits(base_url: str, api_key: str, data: Example) -> str:
         return client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
 
 
-@pytest.mark.parametrize("program", [asks, asks_and_waits, lambda url, key, data: asks(url, key, data)])
+class Asker:
+    async def __call__(self, base_url: str, api_key: str, data: Example) -> str:
+        return await asks(base_url, api_key, data)
+
+
+@pytest.mark.parametrize("program", [asks, asks_and_waits, lambda url, key, data: asks(url, key, data), Asker()])
 async def test_a_function_is_called_as_it_is_and_rewarded_for_what_it_returns(program: Any) -> None:
     engine = saying("Yes.")
     (made,) = await run(program, engine)
@@ -57,33 +62,22 @@ async def test_a_function_is_called_as_it_is_and_rewarded_for_what_it_returns(pr
     assert engine.requests[0].sampling.max_new_tokens == 50
 
 
-async def test_an_object_may_be_the_program() -> None:
-    class Asker:
-        async def __call__(self, base_url: str, api_key: str, data: Example) -> str:
-            return await asks(base_url, api_key, data)
-
-    (made,) = await run(Asker(), saying("No."))
-    assert made.reward == 0.0
-
-
 async def test_a_program_in_a_process_of_its_own_is_trained() -> None:
     (made,) = await run(PROGRAM, saying("Maybe.", "Yes."))
     assert (made.reward, len(made.turns)) == (1.0, 2)
 
 
-async def test_a_program_that_fails_fails_its_episode_with_its_own_words() -> None:
-    with pytest.raises(ProgramError, match="ended with status 1: the program is broken"):
-        await run(python("import sys; sys.exit('the program is broken')"), saying("a"))
-
-
-async def test_a_command_that_is_not_there_is_named() -> None:
-    with pytest.raises(ProgramError, match="no-such-program could not be started"):
-        await run(Command(arguments=["no-such-program"]), saying("a"))
-
-
-async def test_a_program_that_prints_without_end_is_refused() -> None:
-    with pytest.raises(ProgramError, match="printed more than"):
-        await run(python("print('x' * (3 << 20))"), saying("a"))
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (python("import sys; sys.exit('the program is broken')"), "ended with status 1: the program is broken"),
+        (Command(arguments=["no-such-program"]), "no-such-program could not be started"),
+        (python("print('x' * (3 << 20))"), "printed more than"),
+    ],
+)
+async def test_a_program_that_fails_fails_its_episode_with_its_own_words(program: Command, message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        await run(program, saying("a"))
 
 
 async def test_a_program_need_not_read_its_example() -> None:

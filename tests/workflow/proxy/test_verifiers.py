@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
+from programs import TOKENIZER, calling, encode, saying, shown, spelled, trained
 from renderers import DefaultRendererConfig
-from said import TOKENIZER, calling, encode, saying, seen, shown, trained
 from stock_env import StockTools
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verifiers.v1.dialects import ChatDialect
@@ -40,7 +40,7 @@ def unevenly(*answers: str) -> ScriptedEngine:
     remaining = iter(answers)
 
     def answer(_: ModelRequest) -> ModelResponse:
-        ids = (*encode(next(remaining)), TOKENIZER.eos_token_id)
+        ids = tuple(spelled(next(remaining)))
         logprobs = tuple(-0.1 * (i + 1) for i in range(len(ids)))
         versions = (3,) * len(ids)
         return ModelResponse(output_ids=ids, output_logprobs=logprobs, output_versions=versions, stop_reason="stop")
@@ -86,7 +86,7 @@ async def test_turns_with_a_user_give_one_trajectory_as_verifiers_recorded_it(
     (branch,) = env.episodes[0].traces[0].branches
     assert recorded(trajectory) == recorded_by_verifiers(branch)
     assert trained(trajectory) == ["5", "9", "7"]
-    assert "Higher." in seen([trajectory])[0]
+    assert "Higher." in str(TOKENIZER.decode(list(trajectory.token_ids)))
     assert (trajectory.role, trajectory.reward) == ("player", 1.0)
 
 
@@ -152,7 +152,7 @@ async def test_episodes_run_at_once_and_each_has_its_own_turns(tokenizer: PreTra
     def engine(answer: str) -> ScriptedEngine:
         async def say(_: ModelRequest) -> list[int]:
             await both.wait()
-            return [*encode(answer), TOKENIZER.eos_token_id]
+            return spelled(answer)
 
         return ScriptedEngine(say)
 
