@@ -162,11 +162,6 @@ def test_rejection_keeps_what_is_above_the_threshold_and_not_what_is_at_it():
     assert one_each([of_rewards(0.5, 0.6, -1.0)], {"kind": "rejection", "threshold": 0.5}) == [[0.0, 1.0, 0.0]]
 
 
-def test_rejection_counts_process_rewards():
-    rewarded = trajectory(0.0, token_rewards=(0.0, 0.25, 0.0, 0.5))
-    assert one_each([group(rewarded)], {"kind": "rejection", "threshold": 0.5}) == [[1.0]]
-
-
 @pytest.mark.parametrize(("length", "penalty"), [(6, 0.0), (7, 0.25), (8, 0.5), (10, 1.0), (11, 1.0)])
 def test_the_penalty_for_length_rises_over_the_buffer(length: int, penalty: float):
     overlong = {"max_tokens": 10, "buffer_tokens": 4, "penalty": 2.0}
@@ -178,9 +173,3 @@ def test_the_penalty_for_length_rises_over_the_buffer(length: int, penalty: floa
 def test_without_a_buffer_the_penalty_begins_beyond_the_limit(length: int, reward: float):
     long = trajectory(1.0, (0, *[1] * length))
     assert one_each([group(long)], returns(), overlong={"max_tokens": 10, "penalty": 2.0}) == [[reward]]
-
-
-def test_a_trajectory_that_is_masked_out_counts_in_its_groups_statistics():
-    members = (trajectory(1.0), trajectory(0.0), trajectory(-4.0, is_truncated=True))
-    tokens = advantages_of([group(*members)], returns("group_mean"), overlong={"mask_truncated": True})
-    assert tokens == [[[0.0, 2.0, 0.0, 2.0], [0.0, 1.0, 0.0, 1.0], [0.0] * 4]]

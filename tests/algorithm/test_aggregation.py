@@ -59,28 +59,6 @@ def test_weights_agree_with_counting(aggregation: Aggregation, groups: Masks, se
 TWO_GROUPS: Masks = [[[0, 1, 1, 1], [0, 0, 0]], [[0, 1]]]
 
 
-def test_token_mean_weighs_every_trained_token_alike():
-    assert weighed(TWO_GROUPS, "token_mean") == [[0.0, 0.25, 0.25, 0.25], [0.0, 0.0, 0.0], [0.0, 0.25]]
-
-
-def test_sequence_mean_weighs_every_trained_sequence_alike():
-    assert [sum(row) for row in weighed(TWO_GROUPS, "sequence_mean")] == pytest.approx([0.5, 0.0, 0.5])
-
-
-def test_sequence_sum_weighs_every_trained_token_by_a_constant():
-    assert weighed(TWO_GROUPS, "sequence_sum") == [[0.0, *[1 / 16] * 3], [0.0, 0.0, 0.0], [0.0, 1 / 16]]
-
-
-def test_group_mean_weighs_every_trained_group_alike():
-    groups: Masks = [[[0, 1, 1], [0, 1]], [[0, 1]], [[0, 0]]]
-    assert weighed(groups, "group_mean") == [
-        [0.0, pytest.approx(1 / 6), pytest.approx(1 / 6)],
-        [0.0, pytest.approx(1 / 6)],
-        [0.0, 0.5],
-        [0.0, 0.0],
-    ]
-
-
 @pytest.mark.parametrize("aggregation", [a for a in AGGREGATIONS if a != "sequence_sum"])
 @settings(max_examples=20, deadline=None)
 @given(groups=masks)

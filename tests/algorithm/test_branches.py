@@ -129,12 +129,6 @@ def test_five_branches_of_a_success_beside_one_failure_are_one_of_two(advantage:
     assert one_each([FIVE_AND_ONE], advantage) == [pytest.approx(expected, abs=1e-5)]
 
 
-def test_a_branch_with_a_reward_of_its_own_is_compared_with_the_means_of_episodes():
-    mixed = group(*map(trajectory, (1.0, 0.0, 0.0)), episodes=(0, 0, 1))
-    assert one_each([mixed], returns("group_mean")) == [[0.75, -0.25, -0.25]]
-    assert one_each([mixed], returns("leave_one_out")) == [[1.0, 0.0, -0.5]]
-
-
 @pytest.mark.parametrize(
     "advantage", [returns("group_mean", "group_std"), {"kind": "gigpo", "scale": "group_std"}], ids=name_of
 )
@@ -157,9 +151,3 @@ def test_branches_of_one_episode_in_different_roles_are_apart():
     mixed = group(*members, episodes=(0, 0, 1, 1))
     assert one_each([mixed], returns("group_mean")) == [[0.5, -1.0, -0.5, 1.0]]
     assert Batch.of([mixed]).episode == (0, 1, 2, 3)
-
-
-def test_process_rewards_of_all_branches_belong_to_the_episodes_total():
-    members = [trajectory(0.0, token_rewards=(0.0, r, 0.0, 0.0)) for r in (0.4, 0.4, 0.6)]
-    assert one_each([group(*members, episodes=(0, 0, 1))], {"kind": "rejection", "threshold": 0.5}) == [[1.0] * 3]
-    assert one_each([group(*members)], {"kind": "rejection", "threshold": 0.5}) == [[0.0, 0.0, 1.0]]

@@ -32,39 +32,12 @@ def weights_of(batch: list[Tokens], config: CorrectionConfig) -> list[float]:
     return behavior_weight(log_weight, trajectories_of(batch), config).tolist()
 
 
-def weights_of_ratios(*ratios: float, **settings) -> list[float]:
-    """Of one trajectory whose tokens have these ratios."""
-    log_weight = torch.tensor([math.log(r) for r in ratios], dtype=torch.float64)
-    trajectories = Trajectories.of(torch.zeros(len(ratios), dtype=torch.int64))
-    return behavior_weight(log_weight, trajectories, CorrectionConfig(**settings)).tolist()
-
-
 @every_correction
 @pytest.mark.parametrize("seed", range(3))
 def test_the_weight_is_that_of_its_formula(config: CorrectionConfig, seed: int):
     batch = random_batch(seed)
     expected = [w for t in batch for w in behavior_weights(t.proximal, t.behavior, config)]
     assert weights_of(batch, config) == pytest.approx(expected, abs=1e-12)
-
-
-def test_truncated_importance_sampling_bounds_the_weight_and_keeps_the_token():
-    assert weights_of_ratios(0.5, 1.0, 3.0, kind="truncate", upper=2.0) == pytest.approx([0.5, 1.0, 2.0])
-
-
-def test_masked_importance_sampling_drops_the_token():
-    assert weights_of_ratios(0.5, 2.0, 3.0, kind="mask", upper=2.0) == pytest.approx([0.5, 2.0, 0.0])
-
-
-def test_icepop_drops_tokens_on_both_sides():
-    assert weights_of_ratios(0.4, 0.5, 2.0, 3.0, kind="mask", lower=0.5, upper=2.0) == pytest.approx([0, 0.5, 2.0, 0])
-
-
-def test_a_sequences_weight_is_the_product_over_its_tokens():
-    assert weights_of_ratios(0.5, 3.0, kind="truncate", upper=5.0, level="sequence") == pytest.approx([1.5, 1.5])
-
-
-def test_a_geometric_weight_is_the_mean_over_its_tokens():
-    assert weights_of_ratios(0.5, 8.0, kind="none", level="geometric") == pytest.approx([2.0, 2.0])
 
 
 def test_the_weight_is_held_fixed():

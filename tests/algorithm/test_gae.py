@@ -13,7 +13,7 @@ from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch
 from arl.algorithm.returns import discounted_sums, gae_advantages
 from arl.api.algorithm import GAEAdvantage, KLConfig
-from arl.api.types import Trajectory, TurnSpan
+from arl.api.types import Trajectory
 
 VALUES = (9.0, 0.5, 9.0, 0.25, 9.0, 2.0)
 """Those of untrained tokens are 9: whoever looks at them is found out."""
@@ -51,21 +51,6 @@ def test_with_lambda_1_returns_are_what_is_still_to_come():
     (row,) = advantages_of(trajectory(1.0, MASK), discount=0.5, lam=1.0)
     assert returns_of(trajectory(1.0, MASK), discount=0.5, lam=1.0) == close(0, 0.25, 0, 0.5, 0, 1.0)
     assert row == close(0, 0.25 - 0.5, 0, 0.5 - 0.25, 0, 1.0 - 2.0)
-
-
-def test_untrained_tokens_are_stepped_over():
-    short, long = advantages_of(trajectory(1.0, (0, 1, 0)), trajectory(1.0, (0, 1, 0, 0, 0, 0)), lam=0.9)
-    assert short[1] == long[1]
-
-
-def test_a_reward_of_an_untrained_token_is_the_trained_one_befores():
-    rewarded = trajectory(0.0, MASK, token_rewards=(5.0, 0.0, 3.0, 0.0, 0.0, 0.0))
-    assert returns_of(rewarded) == close(0, 3.0, 0, 0.0, 0, 0.0)
-
-
-def test_a_turns_reward_is_its_last_tokens():
-    turns = (TurnSpan(start=1, stop=4, reward=2.0), TurnSpan(start=5, stop=6, reward=4.0))
-    assert returns_of(trajectory(1.0, MASK, turns=turns), discount=0.5) == close(0, 0.5 * (2 + 2.5), 0, 2 + 2.5, 0, 5.0)
 
 
 def test_a_trajectory_that_was_cut_off_ends_with_value_zero_too():

@@ -34,17 +34,6 @@ def test_a_turn_in_a_shared_state_is_compared_by_what_it_led_to():
     assert second == close(-0.5 - 0.5, -0.5, -0.5, -0.5, -0.5)
 
 
-def test_the_outcome_is_the_last_turns_and_is_discounted_before_it():
-    first, second = rows(walked(1.0, "door", "hall"), walked(1.0, None, "door"))
-    assert first == close(0.5 - 0.75, 0, 0, 0, 0)
-    assert second == close(0, 1.0 - 0.75, 0, 0, 0)
-
-
-def test_one_episode_that_comes_back_to_a_state_is_compared_with_itself():
-    (row,) = rows(walked(1.0, "door", "hall", "door"))
-    assert row == close(0.25 - 0.625, 0, 1.0 - 0.625, 0, 0)
-
-
 @pytest.mark.parametrize("states", [(None, None), ("door", "hall")], ids=["unknown", "alone"])
 def test_a_turn_like_no_other_has_its_episodes_part_alone(states: tuple[str | None, str | None]):
     first, second = rows(*(walked(reward, state) for reward, state in zip((1.0, 0.0), states, strict=True)))
@@ -57,14 +46,6 @@ def test_roles_and_groups_do_not_share_states():
     assert rows(walked(1.0, "door"), stranger) == [[0.0] * 5] * 2
     apart = advantages_of([group(walked(1.0, "door")), group(walked(0.0, "door"), group_id=1)], gigpo())
     assert apart == [[[0.0] * 6]] * 2
-
-
-def test_process_rewards_count_for_the_episode_and_for_the_turn_they_came_in():
-    turns = (TurnSpan(start=1, stop=2, state="door", reward=1.0), TurnSpan(start=4, stop=5, state="hall", reward=2.0))
-    busy = trajectory(4.0, MASK, turns=turns, token_rewards=(100.0, 0.0, 8.0, 0.0, 0.0, 16.0))
-    first, _ = rows(busy, walked(0.0, "door", "hall"))
-    episode, hall = (1 + 2 + 4 + 100 + 8 + 16) / 2, (2 + 16 + 4) / 2
-    assert first == close(episode + (1 + 8 + 0.5 * 2 * hall) / 2, episode, episode, episode + hall, episode)
 
 
 def test_the_parts_are_scaled_by_their_groups_and_weighed():

@@ -158,30 +158,6 @@ def test_a_microbatch_in_which_nothing_is_trained_says_as_much_as_any_other(part
 # Parts, one by one ----------------------------------------------------------------------------------------------------
 
 
-def slopes_by_selection(parts: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Gradients of selected tokens, and of the others."""
-    batch = random_batch(8)
-    _, _, slopes = evaluated(loss_of(parts), batch)
-    is_selected = joined(batch, "selected", torch.bool).tolist()
-    return (
-        [g for g, s in zip(slopes, is_selected, strict=True) if s],
-        [g for g, s in zip(slopes, is_selected, strict=True) if not s],
-    )
-
-
-@pytest.mark.parametrize("kind", ["second_moment", "clip_cov"])
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo", "mirror_descent"])
-def test_selected_tokens_have_no_policy_gradient(kind: str, loss: str):
-    selected, others = slopes_by_selection({"selection": {"kind": kind}, "loss": {"kind": loss}})
-    assert not any(selected)
-    assert any(others)
-
-
-def test_selected_tokens_are_still_held_to_the_reference():
-    selected, _ = slopes_by_selection({"selection": {"kind": "clip_cov"}, "kl": {"coefficient": 0.1}})
-    assert all(selected)
-
-
 @pytest.mark.parametrize(("moved", "pull"), [(5e-5, 0.0), (-5e-5, 0.0), (2e-4, 0.7), (-2e-4, -0.7)])
 def test_kl_cov_draws_back_tokens_that_moved_and_not_the_rounding_of_those_that_did_not(moved: float, pull: float):
     tokens = Tokens(**{**PLAIN, "current": [-1.0 + moved, -1.0], "advantages": [0.0, 0.0], "selected": [True, False]})
