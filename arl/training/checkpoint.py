@@ -27,13 +27,17 @@ from arl.api.engine import Saving
 from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError
 from arl.api.types import NOT_SAMPLED, Group, Trajectory, TurnSpan
 
-# Finished groups as a file: about 8 bytes for each token, and equal to the bit when they are read back.
-
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile)
-"""What the standard library and numpy raise when they read a file that is damaged."""
+"""What the standard library and numpy raise when they read a damaged file."""
+
+_ASIDE = ".writing-"
+_RETIRED = ".deleting-"
+
+# Finished groups as a file: about 8 bytes for each token, equal to the bit when they are read back.
 
 
 def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:
@@ -153,22 +157,19 @@ def _exact(numbers: Array) -> Array:
     return narrow if np.array_equal(narrow, numbers) else numbers
 
 
-log = logging.getLogger(__name__)
-
-_ASIDE = ".writing-"
-_RETIRED = ".deleting-"
+# Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What a checkpoint holds of a run beside the train engine, all of one moment between two steps.
-
-    values: as JSON holds them. groups: finished and not trained; see ReplayBuffer.untrained. replay: see Replay.groups.
-    """
+    """What a checkpoint holds of a run beside the train engine, all of one moment between two steps."""
 
     values: dict[str, Any]
+    """As JSON holds them."""
     groups: Sequence[Group] = ()
+    """Finished and not trained: ReplayBuffer.untrained."""
     replay: Sequence[Group] = ()
+    """Trained, and may be trained again: Replay.groups."""
 
 
 class Checkpoints:
@@ -300,7 +301,7 @@ class CheckpointSaving:
 def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint of version {version} could not be written to {directory}: {error}; earlier ones are "
-        "untouched, and the same command continues from them once there is room, or whatever else it lacked"
+        "untouched, and the same command continues from them once there is room, or the other cause is repaired"
     )
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on a train engine: the warm start before reinforcement learning."""
+"""Learning from data on a train engine: from demonstrations (SFT), preferences (DPO, IPO), pairs for a reward model."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ ItemT = TypeVar("ItemT")
 Demonstration = tuple[Sequence[int], Sequence[int]]
 """(token_ids, loss_mask) of equal length; the mask is 1 on the tokens to learn, never on the first."""
 
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""Called on the calling thread with each step's number, from 1, and its metrics."""
+
+_FORWARDED_AT_ONCE = 1024
+"""Sequences whose logprobs are computed together: an engine brings all of them to its device."""
+
 
 def finetune(
     engine: TrainEngine,
@@ -30,22 +36,29 @@ def finetune(
     epochs: int = 1,
     batch_size: int = 32,
     seed: int = 0,
-    on_step: Callable[[int, Mapping[str, float]], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> dict[str, float]:
     """Train on demonstrations, one optimizer step for each batch_size of them; returns the last step's metrics.
 
     The order is shuffled anew each epoch and depends on `seed` alone; an epoch's last batch may be smaller. Each
-    step's loss is the mean negative log-likelihood of its batch's trained tokens. on_step is called with the step's
-    number (from 1) and its metrics, on the calling thread. The engine's version counts these steps too: export the
-    result and start reinforcement learning on a new engine. Raises DatasetError, before anything is trained, naming
-    the first demonstration that is malformed, that the model cannot be given, or that has nothing to learn.
+    step's loss is the mean negative log-likelihood of its batch's trained tokens. The engine's version counts these
+    steps too: export the result and start reinforcement learning on a new engine. Before it trains, it raises
+    DatasetError, which names the first demonstration that is malformed, does not fit the model or has nothing to learn.
     """
     sequences = [to_sequence(f"demonstration {i}", example, engine.limits) for i, example in enumerate(examples)]
     if not sequences:
         raise DatasetError("there are no demonstrations to fine-tune on")
+    batches = shuffled_batches(sequences, epochs, batch_size, seed)
+    return _train(engine, map(weigh_tokens, batches), SFTLoss(), on_step)
+
+
+def _train(
+    engine: TrainEngine, minibatches: Iterable[list[TrainSequence]], loss: TokenLoss, on_step: OnStep | None
+) -> dict[str, float]:
+    """One optimizer step for each minibatch; returns the last one's metrics."""
     metrics: dict[str, float] = {}
-    for step, batch in enumerate(shuffled_batches(sequences, epochs, batch_size, seed), start=1):
-        metrics = engine.train_batch([weigh_tokens(batch)], SFTLoss())
+    for step, minibatch in enumerate(minibatches, start=1):
+        metrics = engine.train_batch([minibatch], loss)
         if on_step is not None:
             on_step(step, metrics)
     return metrics
@@ -127,13 +140,7 @@ def _first(is_wrong: torch.Tensor) -> int | None:
     return int(places[0]) if len(places) else None
 
 
-# Learning from pairs on a train engine: preferences (DPO, IPO) and reward models (Bradley-Terry).
-
-
-_FORWARDED_AT_ONCE = 1024
-"""Sequences whose logprobs are asked for together: an engine brings all of them to its device."""
-
-OnStep = Callable[[int, Mapping[str, float]], None]
+# Pairs ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +169,8 @@ def train_preferences(
     """
     pairs = _whole(_preference(i, preference, engine.limits) for i, preference in enumerate(preferences))
     pairs = _with_reference(engine, pairs)
-    return _train(engine, pairs, loss or PreferenceLoss(), epochs, batch_size, seed, on_step)
+    batches = shuffled_batches(pairs, epochs, batch_size, seed)
+    return _train(engine, map(paired, batches), loss or PreferenceLoss(), on_step)
 
 
 def train_reward_model(
@@ -183,24 +191,8 @@ def train_reward_model(
     """
     pairs = _whole(_texts(i, texts, engine.limits) for i, texts in enumerate(preferences))
     _check_scores(engine)
-    return _train(engine, pairs, loss or RewardModelLoss(), epochs, batch_size, seed, on_step)
-
-
-def _train(
-    engine: TrainEngine,
-    pairs: Sequence[Pair],
-    loss: TokenLoss,
-    epochs: int,
-    batch_size: int,
-    seed: int,
-    on_step: OnStep | None,
-) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for step, batch in enumerate(shuffled_batches(pairs, epochs, batch_size, seed), start=1):
-        metrics = engine.train_batch([paired(batch)], loss)
-        if on_step is not None:
-            on_step(step, metrics)
-    return metrics
+    batches = shuffled_batches(pairs, epochs, batch_size, seed)
+    return _train(engine, map(paired, batches), loss or RewardModelLoss(), on_step)
 
 
 def _check_scores(engine: TrainEngine) -> None:

@@ -186,8 +186,7 @@ def _mean_advantages(batch: Batch) -> list[float | None]:
     return [total / count if count else None for total, count in zip(sums, batch.counts, strict=True)]
 
 
-# TrainThread: the one thread on which the train engine lives, seen from the event loop.
-
+# The one thread on which the train engine lives, seen from the event loop.
 
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")

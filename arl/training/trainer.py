@@ -53,18 +53,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Step:
-    """A batch from when its optimizer steps begin until it is logged. Times are of the monotonic clock.
-
-    groups: new ones. replayed: those of earlier batches that are trained with them. advantages: see PreparedBatch.
-    call: its training.
-    """
+    """A batch from when its optimizer steps begin until it is logged. Times are of the monotonic clock."""
 
     groups: Sequence[Group]
+    """The new ones."""
     replayed: Sequence[Group]
+    """Those of earlier batches that are trained with them."""
     advantages: Sequence[float | None]
+    """As PreparedBatch has them."""
     began: float
     taken: float
     call: asyncio.Future[dict[str, float]]
+    """Its training."""
     trained: float | None = None
 
 

@@ -56,9 +56,6 @@ def test_weights_agree_with_counting(aggregation: Aggregation, groups: Masks, se
         assert row == pytest.approx(other, rel=1e-6, abs=1e-9)
 
 
-TWO_GROUPS: Masks = [[[0, 1, 1, 1], [0, 0, 0]], [[0, 1]]]
-
-
 @pytest.mark.parametrize("aggregation", [a for a in AGGREGATIONS if a != "sequence_sum"])
 @settings(max_examples=20, deadline=None)
 @given(groups=masks)

@@ -28,7 +28,6 @@ from arl.algorithm.batch import Batch
 from arl.api.errors import TrajectoryError
 from arl.api.types import Group, Trajectory, TurnSpan
 
-REWARDS = [0.1, 1.0, 0.7, 0.0, 0.3]
 RELATIVE = ("group_mean", "leave_one_out", "length_weighted")
 
 

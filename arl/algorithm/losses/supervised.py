@@ -1,7 +1,8 @@
-"""Losses on pairs: a chosen and a rejected sequence of one unit, whose tokens have advantages 1 and -1.
+"""The losses of fine-tuning: imitation, and losses on pairs of a chosen and a rejected sequence.
 
-`paired` makes such units. Each token of a pair carries the pair's whole loss, and the loss weights are 1 / (P n) with P
-pairs in the minibatch and n trained tokens in this one, so that the minibatch's loss is the mean over its pairs.
+`paired` makes each pair a unit, whose tokens have advantages 1 and -1. Each token carries its pair's whole loss, and
+the loss weights are 1 / (P n) with P pairs in the minibatch and n trained tokens in this one. So the minibatch's loss
+is the mean over its pairs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ from arl.api.types import TrainSequence
 
 Pair = tuple[TrainSequence, TrainSequence]
 """Chosen, rejected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTLoss:
+    """Negative log-likelihood of the trained tokens; advantages and behavior logprobs play no part."""
+
+    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        return TokenLosses(loss=-outputs.logprobs, means={"entropy": outputs.entropy.detach()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +136,3 @@ def _per_unit(values: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
 def _counts(sequence_ids: torch.Tensor) -> torch.Tensor:
     """For each token how many trained tokens its sequence has, [M]."""
     return torch.bincount(sequence_ids)[sequence_ids] if len(sequence_ids) else sequence_ids
-
-
-# The loss of imitation.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SFTLoss:
-    """Negative log-likelihood of the trained tokens; advantages and behavior logprobs play no part."""
-
-    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
-        return TokenLosses(loss=-outputs.logprobs, means={"entropy": outputs.entropy.detach()})
