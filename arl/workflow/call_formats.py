@@ -5,8 +5,8 @@
 | HERMES | Qwen2.5, Qwen3 | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
 | LLAMA | Llama 3.1 to 3.3 | `{"name": ..., "parameters": {...}}` alone or after `<|python_tag|>`, joined by `;` |
 
-Reading never raises. What was meant as a call and cannot be read is a MalformedCall, whose reason is for the model to
-read; what stands within the model's thinking (`<think>...</think>`) is no call.
+Reading never raises. An unreadable call is a MalformedCall, with a reason for the model to read. Text within the
+model's thinking (`<think>...</think>`) is never a call.
 """
 
 from __future__ import annotations
@@ -41,35 +41,39 @@ def _call_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that could be read: which tool, with which arguments. id: made up here, and told with the answer."""
+    """A readable call."""
 
     name: str
     arguments: Mapping[str, Any]
     id: str = field(default_factory=_call_id, compare=False)
+    """Made up here, and repeated in the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """A call that could not be read; `reason` is written for the model. text: what the model wrote."""
+    """An unreadable call."""
 
     reason: str
+    """For the model to read."""
     text: str = field(default="", compare=False)
+    """The call as the model wrote it."""
     id: str = field(default_factory=_call_id, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedAnswer:
-    """An answer, read. content: the text outside of the calls, thinking included; all of it where there are none."""
+    """An answer and the calls in it."""
 
     content: str
+    """The text outside of the calls, thinking included."""
     calls: tuple[ToolCall | MalformedCall, ...] = ()
 
 
 class CallFormat(Protocol):
-    """A way to write tool calls. Pass one of your own where a model has another."""
+    """A way to write tool calls. Pass one of your own for a model that has another."""
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Read an answer; for whatever text, and without raising."""
+        """Read any text as an answer, without raising."""
         ...
 
 
@@ -133,7 +137,7 @@ _LLAMA_KEYS = ("parameters", "arguments")
 def call_format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     """The format that a tokenizer's chat template asks the model for.
 
-    Raises ModelError where it asks for none that is known here: pass a CallFormat then.
+    Raises ModelError if it asks for another: pass a CallFormat then.
     """
     template: Any = tokenizer.chat_template or ""
     if isinstance(template, Mapping):

@@ -29,11 +29,11 @@ ToolSpecs = Sequence[Mapping[str, Any]]
 
 
 def normalised(message: Message) -> dict[str, Any]:
-    """A copy as templates take messages, which nobody else holds.
+    """A copy in the form that templates take.
 
-    Content is one string: text parts are joined by line breaks, and none is an empty one, but beside tool calls, where
-    it is None as in OpenAI's protocol. Arguments of calls are objects, also where they came as JSON. Fields that are
-    None, and an empty `tool_calls`, are left out. Raises ModelError for parts that are no text.
+    Content is one string: text parts are joined by line breaks, and no content is an empty string. Beside tool calls no
+    content is None, as in OpenAI's protocol. Arguments of calls are objects, even if they came as JSON. Fields that are
+    None, and an empty `tool_calls`, are left out. Raises ModelError for parts other than text.
     """
     copied = {name: plain(value) for name, value in message.items() if value is not None}
     copied["content"] = text_content(message)
@@ -45,7 +45,7 @@ def normalised(message: Message) -> dict[str, Any]:
 
 
 def text_content(message: Message) -> str:
-    """The message's content as one string. Raises ModelError for parts that are no text."""
+    """The message's content as one string. Raises ModelError for parts other than text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -71,7 +71,7 @@ def plain(value: Any) -> Any:
 
 
 def arguments_of(given: Any) -> Any:
-    """A call's arguments as an object, also where they are JSON in a string; as they are where that is broken."""
+    """A call's arguments as an object, even if they came as JSON; broken JSON as it is."""
     if not isinstance(given, str):
         return given
     try:
@@ -88,15 +88,16 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def tools_key(tools: ToolSpecs) -> bytes:
-    """Where a history begins: the same for the same tools, in the same order."""
+    """The key of an empty history: equal for the same tools in the same order."""
     return blake2b(_json(tools), digest_size=16).digest()
 
 
 def history_key(before: bytes, messages: Iterable[Message]) -> bytes:
-    """A key of a history that goes on with `messages`, given that of what is before: equal for what counts as the same.
+    """The key of a history that goes on with `messages`, given the key of its beginning. Equal histories have equal
+    keys.
 
     Clients send answers back with other ids, with the JSON of arguments laid out anew, without the model's thinking,
-    and with None or an empty text for no content: those are the same. Any other text is another.
+    and with None or an empty text for no content: those count as equal. Any other text is another history.
     """
     key = before
     for message in messages:
@@ -129,9 +130,9 @@ _NO_SPACE = re.compile(r"\S+")
 
 
 class ChatTemplate:
-    """Renders and encodes as one tokenizer does. options: passed to its template (`enable_thinking=False`, say).
+    """Renders and encodes as one tokenizer does. options: passed to its template, `enable_thinking=False` for instance.
 
-    Raises ModelError where the tokenizer has no chat template.
+    Raises ModelError if the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
@@ -145,7 +146,8 @@ class ChatTemplate:
         self._special = _special_tokens(tokenizer)
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
-        """Raises ModelError, with the template's own words, where it does not take such messages or tools."""
+        """The messages as text. Raises ModelError, with the template's own words, if it refuses the messages or
+        tools."""
         shown = [normalised(message) for message in messages]
         specs = [plain(tool) for tool in tools]
         self._check_shows(shown, specs)
@@ -165,14 +167,14 @@ class ChatTemplate:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def text_of(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> str:
-        """What was sampled, as text, without the token that ended it."""
+        """The sampled text, without the token that ended it."""
         ids = output_ids[:-1] if self.ends_turn(output_ids, stop_reason) else output_ids
         decoded = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(decoded)
 
     def ends_turn(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> bool:
-        """Whether the model itself ended its turn, by whichever special token. What a length limit cut off may end
-        with one that ends nothing."""
+        """Whether the model itself ended its turn, by any special token. An answer that a length limit cut off may end
+        with a special token that ends nothing."""
         if not output_ids:
             return False
         is_end = output_ids[-1] == self.tokenizer.eos_token_id
@@ -191,8 +193,8 @@ class ChatTemplate:
 
     @cached_property
     def ends_in_special(self) -> bool:
-        """Whether the template ends an assistant's turn with a special token. GLM's does not: what it writes there
-        begins what another says."""
+        """Whether the template ends an assistant's turn with a special token. GLM's does not: its token begins the next
+        speaker's turn."""
         return self.begins_with_special(self.encode(self.end_of_turn))
 
     def after_turn(

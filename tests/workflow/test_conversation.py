@@ -14,7 +14,6 @@ from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, 
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.rollout.episode import EpisodeSampler
 from arl.workflow.conversation import Conversation
-from arl.workflow.dialogue import Rewriting
 from arl.workflow.tools import Tool
 
 TOKENIZER = tiny_tokenizer(["the sum of "])
@@ -70,20 +69,6 @@ async def test_the_transcript_reads_as_the_template_renders_the_whole_conversati
     assert seen + closing == encode(str(rendered))
 
 
-@given(answers=st.lists(TEXT, min_size=1, max_size=3), data=st.data())
-@settings(deadline=None)
-async def test_the_mask_covers_the_sampled_tokens_and_nothing_else(answers: list[str], data: st.DataObject) -> None:
-    conversation = await talked(answers, [data.draw(RESULTS) for _ in answers[1:]], ended=True)
-    trajectory = conversation.trajectory(reward=1.0)
-    sampled = [token for answer in answers for token in (*encode(answer), TOKENIZER.eos_token_id)]
-    masked = [t for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m]
-    assert masked == sampled
-    for mask, version, logprob in zip(
-        trajectory.loss_mask, trajectory.versions, trajectory.behavior_logprobs, strict=True
-    ):
-        assert (version, logprob) == ((0, -1.0) if mask else (-1, 0.0))
-
-
 async def test_tokens_stay_as_sampled_where_the_tokenizer_would_choose_others() -> None:
     """'the sum of ' is one token, but the model spelled it out."""
     spelled = [token for char in "the sum of " for token in encode(char)]
@@ -96,17 +81,6 @@ async def test_tokens_stay_as_sampled_where_the_tokenizer_would_choose_others() 
     start = len(engine.requests[0].input_ids)
     assert turn.text == "the sum of "
     assert list(engine.requests[1].input_ids[start : start + len(spelled)]) == spelled
-
-
-async def test_a_turn_cut_off_by_length_is_closed_by_a_token_that_is_not_trained() -> None:
-    conversation = Conversation(TOKENIZER, user("?"))
-    engine = ScriptedEngine(lambda _: encode("abc"))
-    await conversation.agenerate(engine, SamplingParams(max_new_tokens=2))
-    conversation.add(*user("go on"))
-    await conversation.agenerate(engine, SAMPLING)
-    text = TOKENIZER.decode(engine.requests[1].input_ids)
-    assert text.endswith("assistant\nab<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
-    assert sum(conversation.loss_mask[: len(engine.requests[1].input_ids)]) == 2
 
 
 async def test_a_call_that_failed_can_be_made_again() -> None:
@@ -266,13 +240,6 @@ async def test_rewritten_turns_stay_in_view_where_that_is_asked_for() -> None:
     await conversation.agenerate(third, SAMPLING)
     assert QWEN3.decode(third.requests[0].input_ids).startswith(second + THOUGHT + "<|im_end|>\n<|im_start|>user\nrea")
     assert len(conversation.trajectory(1.0).turns) == 3
-
-
-@pytest.mark.parametrize("rewriting", ["branch", "keep", "error"])
-async def test_a_template_that_leaves_what_was_said_alone_makes_no_branch(rewriting: Rewriting) -> None:
-    conversation = Conversation(QWEN3, user("?"), rewriting=rewriting)
-    await asked_twice(conversation, "4", THOUGHT)
-    assert len(conversation.trajectory(1.0).turns) == 2
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_do() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from arl.api import ModelResponse, Trajectory
 from arl.api.errors import TrajectoryError
-from arl.workflow.conversation import paths_of, trajectories
+from arl.workflow.conversation import trajectories
 from arl.workflow.dialogue import Prompt, Turn
 
 
@@ -103,14 +103,6 @@ def test_a_turn_without_a_token_trains_none() -> None:
 def test_where_nothing_was_sampled_there_is_no_trajectory() -> None:
     with pytest.raises(TrajectoryError, match="nothing was sampled"):
         trajectories([], 1.0)
-
-
-def test_a_path_has_all_its_turns_and_owns_those_that_none_before_it_has() -> None:
-    root = turn(None, [5])
-    left, right = turn(root, [6]), turn(root, [7])
-    first, second = paths_of([root, left, right])
-    assert (first.turns, first.owned) == ((root, left), (root, left))
-    assert (second.turns, second.owned) == ((root, right), (right,))
 
 
 def test_a_turn_that_was_forgotten_is_seen_by_what_follows_it_and_not_trained() -> None:
