@@ -16,8 +16,9 @@ sequences of lengths n_s (half of a causal mask is computed: 2 n^2 h d for the s
 
     6 N T + 6 V H M + 3 L sum_s 2 n_s^2 h d
 
-What is computed a second time, by activation checkpointing or for the logits, is not counted. MFU is this by the time
-of a step (optimizer included) by the device's dense bfloat16 peak (--peak-tflops; known for A100, H100 and H200).
+Operations that are computed a second time, by activation checkpointing or for the logits, do not count. MFU is the sum
+divided by the time of a step (optimizer included) and by the device's dense bfloat16 peak (--peak-tflops; known for
+A100, H100 and H200).
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """In all layers' matrices."""
+        """Weights in all layers' matrices."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     def step_flops(self, lengths: Sequence[int]) -> int:
-        """Of a forward and a backward pass over sequences of these lengths; the formula is above."""
+        """Operations of a forward and a backward pass over sequences of these lengths; see the formula above."""
         attention = self.layers * sum(2 * length**2 * self.heads * self.head_dim for length in lengths)
         trained = sum(lengths) - len(lengths)
         return 6 * self.layer_weights * sum(lengths) + 6 * self.vocabulary * self.hidden * trained + 3 * attention
@@ -89,7 +90,7 @@ SHAPES = {
 }
 
 MICROBATCHES = {"qwen3-4b": 8192}
-"""Tokens forwarded at once, where all of a step's are too many for 140 GB: weights and optimizer take 72 GB of them."""
+"""Tokens forwarded at once, for shapes of which a whole step does not fit into 140 GB (the 4B model takes 72)."""
 
 Figures = dict[str, float]
 
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Figures]:
 
 
 def unless_out_of_memory(part: str, run: Callable[[], Figures]) -> Figures | None:
-    """What `run` returns; nothing, said so, where the device's memory was too small for it."""
+    """What `run` returns; None, with a message, if the device's memory was too small for it."""
     try:
         return run()
     except torch.OutOfMemoryError as error:
