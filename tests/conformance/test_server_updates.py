@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conformance.conftest import Models
-from embedded_server import free_port
 from protocol_client import Client, fresh_rid, spans
 from reference import logprobs_of
 from safetensors.torch import load_file
-
-from arl.engine.local.received_weights import GroupAddress, join_group
+from weight_trainer import Trainer, announcing, succeeds, trainer_of
 
 PROMPT = torch.randint(256, (32,), generator=torch.Generator().manual_seed(3)).tolist()
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
-TIMEOUT = timedelta(seconds=60)
-_names = (f"trainer-{i}" for i in itertools.count())
 
 
 async def greedy(client: Client, prompt: list[int] = PROMPT) -> Any:
@@ -42,12 +35,6 @@ async def weights_of(client: Client, models: Models) -> str:
 
 async def label_of(client: Client) -> str:
     return (await client.get("/model_info")).body["weight_version"]
-
-
-async def succeeds(client: Client, path: str, body: Any) -> Any:
-    answer = await client.post(path, body)
-    assert (answer.status, answer.body["success"]) == (200, True), answer.body
-    return answer.body
 
 
 async def load_b(client: Client, models: Models, **more: Any) -> None:
@@ -102,51 +89,15 @@ async def test_a_label_can_be_given_without_weights(client: Client, models: Mode
     assert (await label_of(client), await weights_of(client, models)) == ("7", "a")
 
 
-class Trainer:
-    """Rank 0 of a group with the server."""
-
-    def __init__(self, client: Client, name: str, group: dist.ProcessGroup) -> None:
-        self.name = name
-        self._client = client
-        self._group = group
-
-    async def send(self, tensors: dict[str, torch.Tensor], **more: Any) -> None:
-        body = announcing(tensors, self.name, **more)
-        receiving = asyncio.create_task(succeeds(self._client, "/update_weights_from_distributed", body))
-        await asyncio.to_thread(self._broadcast, list(tensors.values()))
-        await receiving
-
-    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor, group_src=0, group=self._group)
-
-
-def announcing(tensors: dict[str, torch.Tensor], group: str, **more: Any) -> dict[str, Any]:
-    return {
-        "names": list(tensors),
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-        "group_name": group,
-        "flush_cache": False,
-        "abort_all_requests": False,
-        **more,
-    }
-
-
 @asynccontextmanager
-async def trainer_of(client: Client) -> AsyncIterator[Trainer]:
+async def joined(client: Client) -> AsyncIterator[Trainer]:
     """A trainer and the server in one group, which both leave at the end."""
-    name, port = next(_names), free_port()
-    at = GroupAddress(address="127.0.0.1", port=port, rank=0, world_size=2, name=name, backend="gloo")
-    ours = asyncio.create_task(asyncio.to_thread(join_group, at, TIMEOUT))
-    theirs = {"master_address": at.address, "master_port": port, "rank_offset": 1, "world_size": 2}
-    await succeeds(client, "/init_weights_update_group", {**theirs, "group_name": name, "backend": "gloo"})
-    group = await ours
-    try:
-        yield Trainer(client, name, group)
-    finally:
-        await succeeds(client, "/destroy_weights_update_group", {"group_name": name})
-        dist.destroy_process_group(group)
+    async with trainer_of(client) as trainer:
+        try:
+            yield trainer
+        finally:
+            await succeeds(client, "/destroy_weights_update_group", {"group_name": trainer.name})
+            trainer.leave()
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +111,7 @@ def buckets(models: Models) -> list[dict[str, torch.Tensor]]:
 async def test_weights_sent_in_buckets_are_served_when_the_update_ends(
     client: Client, models: Models, buckets: list[dict[str, torch.Tensor]]
 ) -> None:
-    async with trainer_of(client) as trainer:
+    async with joined(client) as trainer:
         await succeeds(client, "/begin_weight_update", {})
         for bucket in buckets[:-1]:
             await trainer.send(bucket)
@@ -177,7 +128,7 @@ async def test_a_group_serves_update_after_update(
 ) -> None:
     a = load_file(models.directory_a / "model.safetensors")
     everything = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
-    async with trainer_of(client) as trainer:
+    async with joined(client) as trainer:
         for label, tensors in (("1", everything), ("2", a), ("3", everything)):
             await succeeds(client, "/begin_weight_update", {})
             await trainer.send(tensors, weight_version=label)
@@ -190,7 +141,7 @@ async def test_requests_in_flight_go_on_while_weights_are_sent_to_a_paused_serve
 ) -> None:
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "rid": fresh_rid()}
     async with (
-        trainer_of(client) as trainer,
+        joined(client) as trainer,
         client.stream("/generate", body) as events,
     ):
         await anext(events)
@@ -211,7 +162,7 @@ async def test_requests_in_flight_go_on_while_weights_are_sent_to_a_paused_serve
 
 
 async def test_the_group_that_was_left_is_gone(client: Client) -> None:
-    async with trainer_of(client) as trainer:
+    async with joined(client) as trainer:
         pass
     answer = await client.post("/destroy_weights_update_group", {"group_name": trainer.name})
     assert (answer.status, answer.body["success"]) == (400, False)

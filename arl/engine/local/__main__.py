@@ -136,13 +136,13 @@ def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflig
     serving = Serving(
         scheduler=scheduler,
         inflight=inflight,
-        text=Text(scheduler.tokenizer),
+        text=Text(scheduler.runner.tokenizer),
         tokenizing=ThreadPoolExecutor(1, "tokenizing"),
         model_path=args.model,
         served_model_name=args.served_model_name or args.model,
     )
     settings = {name: value for name, value in vars(args).items() if name not in ("api_key", "parent_pid")}
-    settings |= {"model_path": args.model, "context_length": scheduler.context_length}
+    settings |= {"model_path": args.model, "context_length": scheduler.runner.context_length}
     settings |= {"tp_size": 1, "pp_size": 1, "dp_size": 1}  # what clients read of a server that is split over GPUs
     return build_app(serving, settings, args.api_key)
 

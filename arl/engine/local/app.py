@@ -79,14 +79,14 @@ class Info:
                 "model_path": self._serving.model_path,
                 "served_model_name": self._serving.served_model_name,
                 "tokenizer_path": self._serving.model_path,
-                "is_generation": not scheduler.is_scorer,
-                "vocab_size": scheduler.vocab_size,
+                "is_generation": not scheduler.runner.is_scorer,
+                "vocab_size": scheduler.runner.vocab_size,
                 "weight_version": scheduler.weight_version,
                 "load_format": "auto",
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
-                "model_type": getattr(scheduler.model_config, "model_type", None),
-                "architectures": getattr(scheduler.model_config, "architectures", None),
+                "model_type": getattr(scheduler.runner.config, "model_type", None),
+                "architectures": getattr(scheduler.runner.config, "architectures", None),
             }
         )
 
@@ -112,10 +112,10 @@ class Info:
             "owned_by": "arl",
             "root": name,
             "parent": None,
-            "max_model_len": scheduler.context_length,
+            "max_model_len": scheduler.runner.context_length,
         }
         own = {"parent": name, "max_model_len": None}
-        adapters = [{**card, "id": id, "root": root, **own} for id, root in scheduler.adapters.loaded.items()]
+        adapters = [{**card, "id": id, "root": root, **own} for id, root in scheduler.runner.adapters.loaded.items()]
         return json_response({"object": "list", "data": [card, *adapters]})
 
 
@@ -193,7 +193,7 @@ def _weights(serving: Serving, updating: ThreadPoolExecutor, settings: dict[str,
 def _models(serving: Serving) -> tuple[Paths, Paths]:
     """What is asked of the model in OpenAI's protocol, and in SGLang's."""
     openai = OpenAI(serving)
-    is_scorer, no_language_model = serving.scheduler.is_scorer, refusing(_NO_LANGUAGE_MODEL)
+    is_scorer, no_language_model = serving.scheduler.runner.is_scorer, refusing(_NO_LANGUAGE_MODEL)
     completes = {
         "/v1/chat/completions": no_language_model if is_scorer else openai.chat,
         "/v1/completions": no_language_model if is_scorer else openai.completions,

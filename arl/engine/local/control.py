@@ -141,7 +141,7 @@ class Weights:
     def __init__(self, serving: Serving, working: ThreadPoolExecutor, device: str, update_timeout_s: float) -> None:
         self._serving = serving
         self._working = working
-        self._form = serving.scheduler.stored_form
+        self._form = serving.scheduler.runner.stored_form
         self._timeout_s = update_timeout_s
         self._receiver = WeightReceiver(self._form.shapes, device, update_timeout_s)
 
@@ -232,7 +232,7 @@ class AdapterCalls:
 
     async def load(self, body: LoadAdapterBody) -> web.StreamResponse:
         def work() -> None:
-            adapter = self._scheduler.adapters.read(body.lora_name, body.lora_path)
+            adapter = self._scheduler.runner.adapters.read(body.lora_name, body.lora_path)
             self._scheduler.load_adapter(adapter).result()
 
         return await self._answer(asyncio.get_running_loop().run_in_executor(self._reading, work))
@@ -250,6 +250,6 @@ class AdapterCalls:
         answer = {
             "success": not error_message,
             "error_message": error_message,
-            "loaded_adapters": self._scheduler.adapters.loaded,
+            "loaded_adapters": self._scheduler.runner.adapters.loaded,
         }
         return json_response(answer, 400 if error_message else 200)

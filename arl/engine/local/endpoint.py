@@ -43,7 +43,7 @@ class Serving:
     async def prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """A prompt's tokens. Raises RequestError where they are not the model's, or leave no room in its context."""
         input_ids = await self.encode(lambda: self.text.encode(prompt)) if isinstance(prompt, str) else prompt
-        vocab_size, context_length = self.scheduler.vocab_size, self.scheduler.context_length
+        vocab_size, context_length = self.scheduler.runner.vocab_size, self.scheduler.runner.context_length
         if not input_ids:
             raise RequestError("input_ids cannot be empty.")
         if min(input_ids) < 0 or max(input_ids) >= vocab_size:
@@ -57,7 +57,7 @@ class Serving:
 
     def fitted(self, sampling: Sampling, num_prompt_tokens: int) -> SamplingParams:
         """The parameters for a prompt of so many tokens. Raises RequestError where the context cannot hold both."""
-        context_length = self.scheduler.context_length
+        context_length = self.scheduler.runner.context_length
         if sampling.params.stop and not self.text.has_tokenizer:
             raise RequestError("stop needs a tokenizer, which this model was saved without; use stop_token_ids")
         if sampling.max_new_tokens is None:

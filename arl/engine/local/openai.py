@@ -274,12 +274,12 @@ class OpenAI:
         ids = [await self._serving.encode(partial(encode, text)) for text in texts]
         counts = [len(one) for one in ids]
         tokens, count = (ids, counts) if isinstance(body.prompt, list) else (ids[0], counts[0])
-        return {"tokens": tokens, "count": count, "max_model_len": self._serving.scheduler.context_length}
+        return {"tokens": tokens, "count": count, "max_model_len": self._serving.scheduler.runner.context_length}
 
     def _adapter(self, model: str) -> str:
         """The one that `model` names, by itself or as `model:adapter`; none where it names the model, or anything."""
         name = model.rpartition(":")[2]
-        return name if name in self._serving.scheduler.adapters.loaded else ""
+        return name if name in self._serving.scheduler.runner.adapters.loaded else ""
 
     async def _complete(
         self,

@@ -13,15 +13,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from arl.api.config import PauseMode
 from arl.api.errors import EngineClosedError
-from arl.engine.local.adapters import Adapter, LoadedAdapters
+from arl.engine.local.adapters import Adapter
 from arl.engine.local.job import Job
-from arl.engine.local.received_weights import StoredForm
 from arl.engine.local.runner import ModelRunner, NamedTensors
 from arl.engine.local.running_batch import Batch
 
@@ -67,13 +66,15 @@ class Scheduler:
     thread; after `close` they fail with EngineClosedError. A job that names an unknown adapter finishes with reason
     abort and status_code 400; one whose step failed, with 500.
 
+    runner: the model, to read what does not change while it is served: its tokenizer, configuration and limits.
+
     Raises ModelError when model_dir holds no model that it can serve, ConfigError for an unknown device or dtype.
     """
 
     def __init__(self, model_dir: str, deliver: Deliver, settings: SchedulerSettings) -> None:
         self._deliver = deliver
         self._num_threads = settings.num_threads
-        self._runner = ModelRunner(
+        self.runner = ModelRunner(
             model_dir,
             device=settings.device,
             dtype=settings.dtype,
@@ -81,9 +82,9 @@ class Scheduler:
             context_length=settings.context_length,
         )
         self._batch = Batch(
-            self._runner,
+            self.runner,
             max_rows=settings.max_running_requests,
-            prefill_tokens=settings.prefill_tokens or _PREFILL_TOKENS.get(self._runner.device.type, 2048),
+            prefill_tokens=settings.prefill_tokens or _PREFILL_TOKENS.get(self.runner.device.type, 2048),
             prefix_cache_bytes=settings.prefix_cache_bytes,
             weight_version=settings.weight_version,
         )
@@ -94,39 +95,6 @@ class Scheduler:
         self._has_ended = False
         self._ending = threading.Lock()  # a command is either run by the model thread, or refused: never forgotten
         self._thread = threading.Thread(target=self._run, name="arl-model")
-
-    @property
-    def tokenizer(self) -> Any | None:
-        """The model's; None where its directory has none."""
-        return self._runner.tokenizer
-
-    @property
-    def model_config(self) -> Any:
-        return self._runner.config
-
-    @property
-    def is_scorer(self) -> bool:
-        """Whether the model is a reward model: its jobs end with scores, and sample nothing."""
-        return self._runner.is_scorer
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt plus response, in tokens."""
-        return self._runner.context_length
-
-    @property
-    def stored_form(self) -> StoredForm:
-        """How weights are named in files and broadcasts, and how `load` wants them."""
-        return self._runner.stored_form
-
-    @property
-    def adapters(self) -> LoadedAdapters:
-        """To read adapters, and to see which are loaded."""
-        return self._runner.adapters
 
     @property
     def weight_version(self) -> str:
@@ -189,11 +157,11 @@ class Scheduler:
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
         """Let jobs name it; fails with WeightsError if another has its name."""
-        return self._ask(lambda: self._runner.adapters.add(adapter))
+        return self._ask(lambda: self.runner.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> Future[None]:
         """Let no more jobs name it; those that did keep it. Fails with WeightsError if it is not loaded."""
-        return self._ask(lambda: self._runner.adapters.remove(name))
+        return self._ask(lambda: self.runner.adapters.remove(name))
 
     def _ask(self, work: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()

@@ -24,19 +24,6 @@ def template_ids(model: str, messages: list[dict[str, Any]], **options: Any) -> 
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
 
 
-async def test_chat_and_generate_sample_the_same_from_the_same_tokens(client: Client, model_a: str) -> None:
-    by_chat = (await chat(client, return_token_ids=True, logprobs=True))["choices"][0]
-    by_ids = await client.generate(
-        input_ids=template_ids(model_a, HI),
-        sampling_params={"max_new_tokens": 8, "sampling_seed": 3, "ignore_eos": True},
-        return_logprob=True,
-    )
-    assert by_chat["response_token_ids"] == by_ids["output_ids"]
-    logprobs = [logprob for logprob, _, _ in by_ids["meta_info"]["output_token_logprobs"]]
-    for token, logprob in zip(by_chat["logprobs"]["content"], logprobs, strict=True):
-        assert abs(token["logprob"] - logprob) < 1e-4
-
-
 async def test_tools_reach_the_template_unless_the_choice_is_none(client: Client, model_a: str) -> None:
     for choice, tools in (("auto", [TOOL]), ("none", None)):
         answer = await chat(client, tools=[TOOL], tool_choice=choice, return_token_ids=True)

@@ -1,0 +1,79 @@
+"""A trainer that sends weights to a server over gloo: rank 0 of a group of two."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from embedded_server import free_port
+from protocol_client import Answer, Client
+
+from arl.engine.local.received_weights import GroupAddress, join_group
+
+TIMEOUT = timedelta(seconds=60)
+_names = (f"trainer-{i}" for i in itertools.count())
+
+
+async def succeeds(client: Client, path: str, body: Any = None) -> Any:
+    answer = await client.post(path, body)
+    assert (answer.status, answer.body["success"]) == (200, True), answer.body
+    return answer.body
+
+
+def joining(port: int, name: str) -> dict[str, Any]:
+    """The body that asks a server to join as rank 1."""
+    address = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    return {**address, "group_name": name, "backend": "gloo"}
+
+
+def announcing(tensors: Mapping[str, torch.Tensor], name: str, **more: Any) -> dict[str, Any]:
+    """The body that tells a server which tensors come next."""
+    return {
+        "names": list(tensors),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": name,
+        "flush_cache": False,
+        "abort_all_requests": False,
+        **more,
+    }
+
+
+class Trainer:
+    def __init__(self, client: Client, name: str, group: dist.ProcessGroup) -> None:
+        self.name = name
+        self._client = client
+        self._group = group
+
+    async def send(self, tensors: Mapping[str, torch.Tensor], **more: Any) -> None:
+        receiving = self.announce(tensors, **more)
+        await self.broadcast(list(tensors.values()))
+        answer = await receiving
+        assert (answer.status, answer.body["success"]) == (200, True), answer.body
+
+    def announce(self, tensors: Mapping[str, torch.Tensor], **more: Any) -> asyncio.Task[Answer]:
+        body = announcing(tensors, self.name, **more)
+        return asyncio.create_task(self._client.post("/update_weights_from_distributed", body))
+
+    async def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            await asyncio.to_thread(dist.broadcast, tensor, group_src=0, group=self._group)
+
+    def leave(self) -> None:
+        dist.destroy_process_group(self._group)
+
+
+@asynccontextmanager
+async def trainer_of(client: Client) -> AsyncIterator[Trainer]:
+    """A trainer in one group with the server; the caller ends the group."""
+    name, port = next(_names), free_port()
+    at = GroupAddress(address="127.0.0.1", port=port, rank=0, world_size=2, name=name, backend="gloo")
+    ours = asyncio.create_task(asyncio.to_thread(join_group, at, TIMEOUT))
+    await succeeds(client, "/init_weights_update_group", joining(port, name))
+    yield Trainer(client, name, await ours)
