@@ -56,19 +56,6 @@ def job_under(adapter: str, prompt: list[int], **options: Any) -> Job:
     return job
 
 
-def test_requests_of_several_adapters_and_of_none_join_one_another(
-    make_batch: Callable[..., Batch], adapters: Path, references: dict[str, Reference]
-) -> None:
-    batch = make_batch(max_rows=3, prefill_tokens=16)
-    for name in NAMES:
-        load(batch, name, adapters / name)
-    names = ("", "one", "two", "one", "", "two")
-    jobs = [job_under(name, prompt_of(9 + 3 * i, i), max_new_tokens=5 + i) for i, name in enumerate(names)]
-    run_all(batch, jobs)
-    for name, job in zip(names, jobs, strict=True):
-        references[name].check(job)
-
-
 def test_a_batch_of_one_adapter_alone(adapted: Batch, references: dict[str, Reference]) -> None:
     jobs = [job_under("one", prompt_of(12, i)) for i in range(3)]
     run_all(adapted, jobs)

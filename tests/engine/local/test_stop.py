@@ -63,32 +63,6 @@ def biased(batch: Batch, script: list[int]) -> None:
     runner.forward = scripted
 
 
-def test_a_response_ends_with_the_token_that_completes_a_stop_string(batch: Batch) -> None:
-    biased(batch, [*ids("xa"), BC, *ids("dyz")])
-    job = make_job(prompt_of(5, 1), stop=("zz", "abc"), max_new_tokens=6)
-    run_all(batch, [job])
-    assert job.output_ids == [*ids("xa"), BC]
-    assert job.finish_reason == {"type": "stop", "matched": "abc"}
-
-
-@pytest.mark.parametrize("stop_token_ids", [(), (7,)])
-def test_a_stop_token_is_part_of_the_response_that_it_ends(batch: Batch, stop_token_ids: tuple[int, ...]) -> None:
-    token = stop_token_ids[0] if stop_token_ids else EOS
-    biased(batch, [1, 2, token, 3])
-    job = make_job(prompt_of(5, 1), ignore_eos=False, stop_token_ids=stop_token_ids)
-    run_all(batch, [job])
-    assert job.output_ids == [1, 2, token]
-    assert job.finish_reason == {"type": "stop", "matched": token}
-
-
-def test_ignore_eos_passes_over_the_end_and_over_stop_tokens(batch: Batch) -> None:
-    biased(batch, [1, EOS, 7, 3])
-    job = make_job(prompt_of(5, 1), ignore_eos=True, stop_token_ids=(7,), max_new_tokens=4)
-    run_all(batch, [job])
-    assert job.output_ids == [1, EOS, 7, 3]
-    assert job.finish_reason == {"type": "length", "length": 4}
-
-
 def test_a_stop_token_at_the_last_allowed_place_is_a_stop(batch: Batch) -> None:
     biased(batch, [1, EOS])
     job = make_job(prompt_of(5, 1), ignore_eos=False, max_new_tokens=2)
