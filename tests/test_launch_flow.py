@@ -24,7 +24,7 @@ from arl.api import (
     Trajectory,
     TurnSpan,
 )
-from arl.api.errors import ConfigError, StarvedError
+from arl.api.errors import ConfigError, PromptTooLongError, StarvedError
 from arl.assembly import launch
 from arl.training.metrics import read_jsonl
 
@@ -216,3 +216,21 @@ async def test_every_request_has_a_seed_where_asked_for_those_of_evaluations_too
     seeds = [sampling.seed for sampling in run.asked]
     assert None not in seeds
     assert len(set(seeds)) == len(seeds)
+
+
+async def test_failed_attempts_are_lines_in_the_log_and_tracebacks_in_the_run_directory(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = count()
+
+    def fails_once(*_: object) -> dict[str, Any]:
+        if next(attempts) == 0:
+            raise PromptTooLongError("600 tokens of 512")
+        return {}
+
+    await run(OneTurn(fails_once), rollout={"max_staleness": 0})
+    path = run.run_dir / "logs" / "episodes.log"
+    line, summary = (message for message in caplog.messages if "PromptTooLongError" in message)
+    assert line.endswith("(attempt 1 of 2) failed with PromptTooLongError: 600 tokens of 512; it runs again")
+    assert summary == f"attempts at episodes that failed: 1 with PromptTooLongError; their tracebacks are in {path}"
+    assert path.read_text().startswith(f"{line}\nTraceback")
