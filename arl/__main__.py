@@ -1,9 +1,9 @@
 """The command `arl`.
 
-arl algorithms          # every preset, with its paper and what it is for
-arl algorithms dapo     # the settings of one, as a section of a --config file
-arl try FILE            # episodes of a script's agent, to read
-arl eval FILE           # scores of its model on held-out examples
+arl algorithms          # every preset, its paper and its purpose
+arl algorithms dapo     # the settings of one preset, as a section of a --config file
+arl try FILE            # run episodes of a script's agent, and read them
+arl eval FILE           # score its model on held-out examples
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT = str(AlgorithmConfig.model_fields["preset"].default)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """argv: without the program's name; sys.argv[1:] when None. A wrong one ends the process with code 2."""
+    """argv: without the program's name; sys.argv[1:] when None. A wrong command ends the process with code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     match arguments[:1]:
         case ["try"]:
@@ -41,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     """What `arl --help` shows. The commands that load torch have parsers of their own."""
-    parser = argparse.ArgumentParser(prog="arl", description="Agents: tried, scored; and what arl has to choose from.")
+    parser = argparse.ArgumentParser(prog="arl", description="Try and score agents, and list the algorithms.")
     commands = parser.add_subparsers(title="commands", required=True)
     commands.add_parser("try", help="run episodes of a script's agent without training, and print them")
     commands.add_parser("eval", help="score its model on held-out examples: rewards and pass@k")
     algorithms = commands.add_parser("algorithms", help="list the algorithms, or print the settings of one")
-    algorithms.add_argument("name", nargs="?", help="a name of the list; unset: the list")
+    algorithms.add_argument("name", nargs="?", help="a name in the list; unset: print the list")
     return parser
 
 
@@ -61,10 +61,9 @@ def _print_algorithms(name: str | None) -> None:
 
 
 def as_yaml(name: str) -> str:
-    """Every setting of the preset as the section `algorithm` of a --config file, with a note where the default's is
-    another."""
+    """Every setting of the preset, as the section `algorithm` of a --config file, with notes of other defaults."""
     about = PRESETS[name]
-    head = f"# {about.about}\n# Paper: {about.paper}. What stands behind a # is the value of {DEFAULT}.\n"
+    head = f"# {about.about}\n# Paper: {about.paper}. Behind a # stands the value of {DEFAULT}.\n"
     return head + "\n".join(_lines({"algorithm": _settings(name)}, {"algorithm": _settings(DEFAULT)})) + "\n"
 
 
@@ -81,7 +80,7 @@ def _table() -> Table:
 def _settings(name: str) -> dict[str, Any]:
     settings = preset(name).model_dump(mode="json")
     if settings["correction"]["kind"] == "none":
-        # Bounds of no correction are a contradiction, so they cannot be pasted.
+        # A correction of kind none with bounds would be refused as a contradiction.
         settings["correction"] = {key: settings["correction"][key] for key in ("kind", "level")}
     return settings
 

@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """What `launch` is given beside the settings; see there."""
+    """The arguments of `launch` beside the settings; see there."""
 
     workflow: RolloutWorkflow
     dataset: Dataset
@@ -104,11 +104,12 @@ async def launch(
 
 @asynccontextmanager
 async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
-    """The inference engine alone, of version 0: config.model on servers that are started here, which say what they have
-    to say in run_dir/logs/serve; or the servers of engine.addresses with whatever weights they hold.
+    """The inference engine alone, at version 0, without a trainer.
 
-    Of `config` model, engine and run_dir are looked at; a run that trains in the same run_dir is not disturbed. Leaving
-    the block stops the servers. Raises ConfigError, ModelError, ServerError.
+    Starts servers of config.model, with their logs in run_dir/logs/serve; or connects to the servers of
+    engine.addresses, with whatever weights they hold. Reads only model, engine and run_dir of `config`, and does not
+    disturb a run that trains in the same run_dir. Leaving the block stops the servers that it started. Raises
+    ConfigError, ModelError, ServerError.
     """
     await asyncio.to_thread(make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
@@ -130,7 +131,7 @@ def load_train_engine(
 
 
 def decoder(model: str) -> Callable[[Sequence[int]], str]:
-    """Token ids -> text, special tokens and all. Raises ModelError."""
+    """Token ids -> text, with special tokens. Raises ModelError."""
     tokenizer = load_tokenizer(model)
     return lambda token_ids: str(tokenizer.decode(list(token_ids)))
 
@@ -160,7 +161,7 @@ def _check(config: Config, given: _Given) -> None:
 
 
 async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Trainer:
-    """Everything in the order in which it depends on what came before; `stack` closes it in the opposite one."""
+    """Build everything in the order of its dependencies; `stack` closes it in reverse."""
     thread = TrainThread()
     stack.callback(thread.close)
     display = Display(config.steps, Console(quiet=not config.log.console))
@@ -269,8 +270,7 @@ def _say_where_it_continues(config: Config, version: int, display: Display) -> N
 
 
 async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple[Sequence[str], str | None]:
-    """Base URLs of the servers, started where arl is to start them, and the key that they ask for. logs: a directory
-    for what servers say that are started here."""
+    """The servers' base URLs and API key. Starts the servers that are arl's to start, with logs in `logs`."""
     if isinstance(config.engine, SGLangEngineConfig):
         return config.engine.addresses, config.engine.api_key
     directory = await asyncio.to_thread(local_directory, config.model)
@@ -283,10 +283,7 @@ async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple
 
 
 def _learner(config: Config) -> Learner:
-    """The engine of the policy, with the critic's head on it or an engine of the critic beside it, where there is one.
-
-    What was built is closed where something after it fails.
-    """
+    """The policy's engine; a critic is a head on it, or an engine beside it. A failure closes what was built."""
     _check_critics_tokens(config)
     with ExitStack() as stack:
         engines: list[TrainEngine] = []
@@ -305,7 +302,7 @@ def _learner(config: Config) -> Learner:
 
 
 def _check_critics_tokens(config: Config) -> None:
-    """Raise ConfigError for a critic that would read other tokens into the policy's ids; it may know more of them."""
+    """Raise ConfigError for a critic whose tokens differ from the policy's; it may know more tokens."""
     critic = config.algorithm.critic
     if critic is None or critic.model is None:
         return
@@ -319,7 +316,7 @@ def _check_critics_tokens(config: Config) -> None:
 
 
 def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
-    """Of each train engine: what it loads, its settings, and its head."""
+    """The model, the settings and the head of each train engine."""
     train, critic = config.train, config.algorithm.critic
     if critic is None or critic.backbone == "shared":
         return [(config.model, train, "policy_and_value" if critic else "policy")]
@@ -331,7 +328,7 @@ def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
 
 
 def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | None) -> GroupRules:
-    """What of a group's rewards its advantages will see."""
+    """The rules for groups that follow from what the advantages compare."""
     advantage = algorithm.advantage
     return GroupRules(
         keep=keep,
@@ -349,7 +346,7 @@ def _replay(config: Config) -> Replay:
 
 
 async def _close(thread: TrainThread, loading: asyncio.Future[Learner]) -> None:
-    """Close the train engines, also where something else failed while it was loading."""
+    """Close the train engines, even if something else failed while they loaded."""
     await asyncio.wait([loading])
     if not loading.cancelled() and loading.exception() is None:
         await thread(loading.result().close)
@@ -366,5 +363,5 @@ def _transport(config: Config) -> WeightTransport:
 
 
 def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:
-    """Token ids -> text for trajectories.jsonl; None where none are asked for."""
+    """Token ids -> text for trajectories.jsonl; None if it is to hold no trajectories."""
     return decoder(config.model) if config.log.trajectories else None

@@ -1,4 +1,4 @@
-"""Datasets by name: one on the Hugging Face hub, or local JSONL, JSON and parquet files, with their columns checked."""
+"""Datasets by name: on the Hugging Face hub, or in local JSONL, JSON and parquet files. Their columns are checked."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def load_dataset(
 ) -> Sequence[Example]:
     """The rows of one split, each a mapping from column to value.
 
-    source: a file, which is taken whole; a directory, whose files with the split's name in theirs are read in order
-    (train.jsonl, data/train-00000-of-00002.parquet); or a dataset's name on the hub. subset: which configuration of
-    a dataset on the hub; unset takes its only one, or the one called main or default. columns: what each row must
-    have. Raises DatasetError saying what to do.
+    source: a file, which is read whole; a directory, whose files with the split in their name are read in order
+    (train.jsonl, data/train-00000-of-00002.parquet); or the name of a dataset on the hub.
+    subset: the configuration of a dataset on the hub; unset: its only one, or the one called main or default.
+    columns: what each row must have. Raises DatasetError, which says what to do.
     """
     path = Path(source)
     if path.exists():
@@ -48,10 +48,10 @@ def load_splits(
     subset: str | None = None,
     columns: Sequence[str] = (),
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Rows to train on, and at most `num_held_out` to evaluate on: the first of `split`.
+    """Rows to train on, and at most `num_held_out` rows to evaluate on: the first rows of `split`.
 
-    held_out_source: where that split is, if not in `source`. A single file without one gives its last rows, which then
-    are not trained on. Else as load_dataset. Raises DatasetError.
+    held_out_source: where that split is, if not in `source`. Without it, a single file gives its last rows, which are
+    then not trained on. The rest is as in load_dataset. Raises DatasetError.
     """
     rows = load_dataset(source, subset=subset, columns=columns)
     if held_out_source is None and Path(source).is_file():
@@ -88,7 +88,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
             case ".parquet":
                 rows = _read_parquet(file)
             case _:
-                raise DatasetError(f"{file} is of no known format; it must end in {', '.join(FORMATS)}")
+                raise DatasetError(f"{file} has an unknown format; its name must end in {', '.join(FORMATS)}")
     except (OSError, ValueError) as error:
         raise DatasetError(f"{file} cannot be read: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -106,7 +106,7 @@ def _read_jsonl(file: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DatasetError(f"{file}, line {number}, is not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise DatasetError(f"{file}, line {number}, holds no object; each line must be one, such as {{...}}")
+            raise DatasetError(f"{file}, line {number}, is not an object; each line must be one, such as {{...}}")
         rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-"""Experiment: what a script trains, on what, and how; `arl try` and `arl eval` run the same agent without training.
+"""Experiment: what a script trains, on what, and how. `arl try` and `arl eval` run the same agent without training.
 
 experiment = Experiment(config=MyConfig, prepare=prepare)
 
@@ -45,15 +45,15 @@ TRAINED = "trained"
 
 
 class ExperimentConfig(Config):
-    """Settings of an experiment that makes a tiny model of its own where it is given no other.
+    """Settings of an experiment that makes a tiny model of its own unless it is given another.
 
     class MyConfig(ExperimentConfig):
         tiny_settings = {"steps": 60, "rollout": {"batch_size": 16}}
     """
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {}
-    """Defaults with which the tiny model learns in minutes on two cores; another model has the ordinary ones. Flags
-    and files override them one by one; a section for which they name another kind or preset stands alone."""
+    """Defaults with which the tiny model learns in minutes on two cores; other models have the ordinary defaults. Flags
+    and files override them one by one. A section for which these name another kind or preset stands alone."""
 
     model: str = TINY
     """A Hugging Face model directory or name; `tiny` builds one and warm-starts it on demonstrations."""
@@ -80,10 +80,10 @@ def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What one run of an experiment works with. model: a Hugging Face directory or name, in the place of config.model;
-    the others are what `launch` takes. Raises ConfigError where the workflow is none."""
+    """What one run of an experiment works with; see `launch`. Raises ConfigError if the workflow is none."""
 
     model: str
+    """A Hugging Face directory or name, in the place of config.model."""
     workflow: RolloutWorkflow
     dataset: Dataset
     eval_dataset: Dataset | None = None
@@ -96,11 +96,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment(Generic[ConfigT]):
-    """config: the settings' class. prepare: makes everything from the settings, in a run_dir that is there; a coroutine
-    function, or a function, which is called on a thread, since it may take minutes (fine-tuning a tiny model, say)."""
+    """What a script calls `experiment`."""
 
     config: type[ConfigT]
+    """The class of its settings."""
     prepare: Callable[[ConfigT], Setup | Awaitable[Setup]]
+    """Makes everything from the settings; run_dir exists by then. A plain function runs on a thread, since it may take
+    minutes (fine-tuning a tiny model, say); a coroutine function is awaited."""
 
     def main(self, argv: Sequence[str] | None = None) -> None:
         """Train with the settings of the command line: the last line of a script. Ends as `arl.cli.run` does.
@@ -112,7 +114,7 @@ class Experiment(Generic[ConfigT]):
     async def train(self, config: ConfigT) -> TrainingResult:
         """Evaluate, train, evaluate again, and leave in run_dir summary.json, reward.png and the trained model.
 
-        Run again on the same run_dir, it continues; what the model was before any training is then known already.
+        Run again on the same run_dir, it continues, and knows the evaluation from before any training.
         """
         from arl.assembly import launch
 
@@ -136,8 +138,8 @@ class Experiment(Generic[ConfigT]):
         return TrainingResult(run_dir=config.run_dir, summary=summary)
 
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
-        """The settings with the prepared model in them, and what was prepared. Raises ConfigError where run_dir cannot
-        be made, and whatever `prepare` raises."""
+        """The settings with the prepared model in them, and what was prepared. Raises ConfigError if run_dir cannot be
+        made, and whatever `prepare` raises."""
         await asyncio.to_thread(make_run_dir, config.run_dir)
         await asyncio.to_thread(_hide_progress_bars)
         prepared = await _stoppable(lambda: self.prepare(config))
@@ -174,38 +176,38 @@ class TrainingResult:
 
 
 class _Stopped(BaseException):
-    """Raised within a preparation that is to end; no Exception, so that it is not caught."""
+    """Raised within a preparation to end it. Not an Exception, so that user code does not catch it."""
 
 
 async def _stoppable(prepare: Callable[[], T]) -> T:
-    """Call it on a thread, which a cancellation stops before its next instruction of Python code."""
+    """Call `prepare` on a thread. A cancellation stops the thread before its next instruction of Python code."""
     threads: list[int] = []
 
     def call() -> T:
         threads.append(threading.get_ident())
         try:
             return prepare()
-        except StopIteration as error:  # no future takes it: whoever awaits one would wait for ever
+        except StopIteration as error:  # a future does not take it: its awaiter would wait for ever
             raise RuntimeError(f"prepare raised {error!r}") from error
 
     try:
         return await asyncio.to_thread(call)
     except asyncio.CancelledError:
-        log.warning("what was being prepared is stopped, which takes a moment; Ctrl-C once more ends it at once")
+        log.warning("stopping the preparation, which takes a moment; Ctrl-C once more ends it at once")
         for thread in threads:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stopped))
         raise
 
 
 async def _evaluated(trainer: Trainer, version: int) -> Evaluation | None:
-    """That of a version, if there was one; else one of what is served now."""
+    """The evaluation of `version`, if there was one; else an evaluation of the weights that are served now."""
     if trainer.evaluator is None:
         return None
     return trainer.evaluations.get(version) or await trainer.evaluate()
 
 
 def _write_results(config: Config, summary: Mapping[str, float]) -> str:
-    """What to say of them, in a line."""
+    """Write summary.json and reward.png, and return one line about them."""
     write_atomically(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     where = f"see {config.run_dir}/summary.json"
     try:
@@ -218,7 +220,7 @@ def _write_results(config: Config, summary: Mapping[str, float]) -> str:
 
 
 def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Evaluation | None) -> dict[str, float]:
-    """The workflow's own metrics are means over held-out episodes."""
+    """Totals, held-out rewards, and the workflow's own metrics as means over held-out episodes."""
     if before is None or after is None:
         return dict(totals)
     metrics = {
@@ -231,7 +233,7 @@ def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Eval
 
 
 def _hide_progress_bars() -> None:
-    """Those of loading a model, which would lie between the lines of a run."""
+    """Hide those of loading a model: they would stand between the lines of a run."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -61,10 +61,10 @@ def test_a_missing_column_names_the_row_and_the_columns_there_are(tmp_path: Path
     [
         ("rows.jsonl", "", "has no rows in split 'train'"),
         ("rows.jsonl", '{"question": "?", "answer": "4"}\n{"question', r"rows\.jsonl, line 2, is not JSON"),
-        ("rows.jsonl", "[1]\n", "line 1, holds no object"),
+        ("rows.jsonl", "[1]\n", "line 1, is not an object"),
         ("rows.json", '{"a": 1}', "must hold a list of objects"),
         ("rows.parquet", "not parquet", r"rows\.parquet cannot be read"),
-        ("rows.csv", "question,answer\n", r"is of no known format; it must end in \.jsonl, \.json, \.parquet"),
+        ("rows.csv", "question,answer\n", r"has an unknown format; its name must end in \.jsonl, \.json, \.parquet"),
     ],
 )
 def test_a_broken_file_is_an_error_that_says_where(tmp_path: Path, name: str, content: str, complaint: str) -> None:

@@ -153,10 +153,10 @@ def test_ctrl_c_gives_the_scores_of_what_was_run_until_then(script: Commands) ->
     ("flags", "complaint"),
     [
         (["--k", "1,9"], "--k 9 needs as many episodes of each example, and --n is 8"),
-        (["--k", "0"], "argument --k: '0' is no whole number above 0"),
-        (["--k", "two"], "argument --k: 'two' is no whole number above 0"),
+        (["--k", "0"], "argument --k: '0' is not a whole number above 0"),
+        (["--k", "two"], "argument --k: 'two' is not a whole number above 0"),
         (["--pass-reward", "nan"], "'nan' is no finite number"),
-        (["--limit", "-3"], "argument --limit: '-3' is no whole number above 0"),
+        (["--limit", "-3"], "argument --limit: '-3' is not a whole number above 0"),
     ],
 )
 def test_a_wrong_option_is_told(script: Commands, flags: list[str], complaint: str) -> None:

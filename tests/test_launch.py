@@ -12,13 +12,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from arl.api.config import Config
-from arl.api.errors import ConfigError, DatasetError, ModelError
+from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.assembly import _check_critics_tokens, launch
 from arl.engine.tiny import write_tiny_model
 from arl.training.metrics import read_jsonl
 from arl.workflow.teachers import DistillationWorkflow
 from tests.agent_script import SayDigits
 
+SILENT = {"log": {"console": False}}
 SCRIPT = Path(__file__).with_name("agent_script.py")
 
 
@@ -73,7 +74,7 @@ async def test_with_max_staleness_0_the_trainer_recomputes_the_samplers_logprobs
             "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 0},
             "algorithm": {"minibatches": 2},
             "train": {"optimizer": {"lr": 1e-3}},
-            "log": {"console": False},
+            **SILENT,
         }
     )
     async with launch(config, workflow=SayDigits(), dataset=[{"number": n} for n in range(9)]) as trainer:
@@ -114,21 +115,26 @@ def test_after_a_kill_no_server_is_left_and_a_rerun_continues(model: Path, tmp_p
     assert processes_naming(str(model)) == []
 
 
-def test_a_missing_model_is_one_sentence_and_leaves_nothing_running(tmp_path: Path) -> None:
-    with start(tmp_path / "nowhere", tmp_path / "run", "--steps", "1") as process:
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Traceback" not in out
-    assert str(tmp_path / "nowhere") in out.splitlines()[-1]
+@pytest.mark.parametrize("files", [{}, {"config.json": "{}"}], ids=["missing", "broken"])
+async def test_a_model_that_cannot_be_loaded_is_named_and_leaves_nothing_running(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / "no_model").mkdir()
+        (tmp_path / "no_model" / name).write_text(text)
+    config = Config.model_validate({"model": str(tmp_path / "no_model"), "run_dir": tmp_path / "run", **SILENT})
+    with pytest.raises(ModelError, match=str(tmp_path / "no_model")):
+        async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
+            pass
     assert processes_naming(str(tmp_path)) == []
 
 
 async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
-    flags = ["--engine.kind", "sglang", "--engine.addresses", "http://127.0.0.1:9", "--steps", "1"]
-    with start(model, tmp_path, *flags) as process:
-        out, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "no inference server answers at http://127.0.0.1:9" in out
+    engine = {"kind": "sglang", "addresses": ["http://127.0.0.1:9"]}
+    config = Config.model_validate({"model": str(model), "run_dir": tmp_path / "run", "engine": engine, **SILENT})
+    with pytest.raises(ServerError, match=r"no inference server answers at http://127\.0\.0\.1:9"):
+        async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
+            pass
 
 
 async def test_an_empty_dataset_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
@@ -193,12 +199,3 @@ async def test_adapters_that_servers_would_get_rounded_are_warned_of(
             pass
     warnings = [record for record in caplog.records if "rounded away" in record.getMessage()]
     assert len(warnings) == count
-
-
-async def test_a_broken_model_directory_says_what_is_wrong(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="broken"):
-        async with launch(Config(model=str(broken), run_dir=tmp_path), workflow=SayDigits(), dataset=[{"number": 1}]):
-            pass

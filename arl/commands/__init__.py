@@ -1,1 +1,5 @@
-"""What `arl try` and `arl eval` do: episodes of a script's experiment, without training."""
+"""`arl try` and `arl eval`: episodes of a script's experiment, without training.
+
+Both commands open a stage (episodes.py) in the frame of command.py. May use arl.experiment, arl.assembly and
+arl.rollout; must not import an engine or the trainer.
+"""

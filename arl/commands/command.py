@@ -1,4 +1,4 @@
-"""How both commands begin and end: options, then the script's own settings, then episodes, then an exit code."""
+"""The frame of both commands: find the script's experiment, read options and settings, run, end with an exit code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from arl.api.errors import ConfigError
 from arl.cli import exit_with, load_config, run
 from arl.experiment import Experiment
 
-# A script's `experiment`, found without running the script.
-
-
 NAME = "experiment"
+"""What a script calls its experiment at the top level."""
 
 
 def load_experiment(file: Path) -> Experiment[Any]:
     """Import `file` as a module of its own name, beside its siblings, and return what it calls `experiment`.
 
-    Its directory comes first on sys.path, as when it is run, so that it finds its siblings, and worker processes find
-    its functions. Raises ConfigError: for what is no Python file, one that cannot be imported (whatever it raised is
-    the cause) and one without an experiment.
+    Its directory comes first on sys.path, as when the script runs, so that it finds its siblings, and worker processes
+    find its functions. Raises ConfigError if `file` is no Python file, cannot be imported (its own error is the cause),
+    or has no experiment.
     """
     if not file.is_file() or file.suffix != ".py":
         what = "there is no file" if not file.exists() else "no Python file is"
@@ -38,8 +36,8 @@ def load_experiment(file: Path) -> Experiment[Any]:
     if not isinstance(experiment, Experiment):
         has = "has no" if experiment is None else f"has a {type(experiment).__name__} for its"
         raise ConfigError(
-            f"{file} {has} `{NAME}`; write at the top level of it: {NAME} = Experiment(config=..., prepare=...), which "
-            "arl.experiment explains"
+            f"{file} {has} `{NAME}`; write at the top level of it: {NAME} = Experiment(config=..., prepare=...), see "
+            "docs/running.md"
         )
     return experiment
 
@@ -83,9 +81,9 @@ def _imported(file: Path) -> ModuleType:
 
 HELP = ("-h", "--help")
 EPILOG = (
-    "Other flags are FILE's own settings, as when it is run (--model, --config, ...); `%(prog)s FILE --help` lists "
-    "them. One that is called like an option here is set in its --config file. Nothing is trained; a run that trains "
-    "in the same run_dir is not disturbed. Exit code: 0; 1 where every episode failed; 2 for a wrong setting."
+    "Other flags are FILE's own settings (--model, --config, ...); `%(prog)s FILE --help` lists them. A setting with "
+    "the name of an option above goes into FILE's --config file. The command trains nothing, and disturbs no run that "
+    "trains in the same run_dir. Exit code: 0; 1 if every episode failed; 2 for a wrong setting."
 )
 
 Main = Callable[[Experiment[Any], Config], Awaitable[None]]
@@ -117,7 +115,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
 
 def run_command(main: Main, options: argparse.Namespace, settings: Sequence[str], *, if_stopped: str) -> None:
     """Load the script's experiment and settings, and run `main` on them; ends as a script does (see arl.cli.run)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character is no reason to stop
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that the terminal cannot show must not stop the command
         sys.stdout.reconfigure(errors="backslashreplace")
     experiment = _loaded(options)
     run(lambda config: main(experiment, config), experiment.config, settings, if_stopped=if_stopped)
@@ -134,7 +132,7 @@ def _loaded(options: argparse.Namespace) -> Experiment[Any]:
 def positive(text: str) -> int:
     """An option's whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

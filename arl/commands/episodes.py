@@ -32,27 +32,29 @@ Split = Literal["held-out", "train"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the options of both commands choose. trained: a model directory to serve in the place of the experiment's
-    model, "" for the one that its training left; None: its own."""
+    """The options that both commands have."""
 
     file: Path
     split: Split
     greedy: bool
     trained: str | None
+    """The model directory to serve: "" for the one that training left; None for the experiment's own model."""
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("file", type=Path, metavar="FILE", help="a script with an `experiment`")
         parser.add_argument(
-            "--split", choices=("held-out", "train"), default="held-out", help="which examples (default: held-out)"
+            "--split", choices=("held-out", "train"), default="held-out", help="the examples to run (default: held-out)"
         )
-        parser.add_argument("--greedy", action="store_true", help="sample at temperature 0, whatever the workflow asks")
+        parser.add_argument(
+            "--greedy", action="store_true", help="sample at temperature 0, whatever the workflow asks for"
+        )
         parser.add_argument(
             "--trained",
             nargs="?",
             const="",
             metavar="DIR",
-            help="serve the weights in DIR, with all else as it was; without DIR those that training left in run_dir",
+            help="serve the model in DIR; without DIR, the model that training left in run_dir",
         )
 
     @classmethod
@@ -62,7 +64,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Which episode: the `number`-th of the example at `index`."""
+    """One episode to run: the `number`-th of the example at `index`."""
 
     index: int
     number: int
@@ -70,7 +72,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How it went, and what the engine was asked for."""
+    """An episode that ended, and the calls that it made."""
 
     work: Work
     episode: Episode
@@ -79,12 +81,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Everything that episodes need, open. name: of the examples."""
+    """Everything that episodes need, open."""
 
     config: Config
     workflow: RolloutWorkflow
     examples: Dataset
     name: str
+    """What the examples are called: held-out or train."""
     engine: Sampler
     decode: Decode
     greedy: bool
@@ -161,18 +164,18 @@ def _examples(examples: Dataset | None, choice: Choice) -> Dataset:
     if examples is None:
         raise ConfigError(f"{choice.file} has no held-out examples (Setup.eval_dataset); take --split train")
     if len(examples) == 0:
-        raise ConfigError(f"{choice.file} has no {choice.split} examples: there is nothing to run")
+        raise ConfigError(f"{choice.file} has no {choice.split} examples, so there is nothing to run")
     return examples
 
 
 def _say(doing: str) -> None:
-    """What takes its time, on stderr."""
+    """Say on stderr what takes its time."""
     sys.stderr.write(doing + "\n")
 
 
 @contextmanager
 def _failures_shown_once() -> Iterator[None]:
-    """The commands show them; without this, so would the log, where nobody has set one up."""
+    """The commands show failures themselves; without a handler, logging would show them a second time."""
     silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.failures")
     logger.addHandler(silent)
     try:

@@ -32,8 +32,6 @@ from arl.rollout.failures import FailureBudget
 from arl.training.display import Advance, Display
 from arl.training.metrics import mean_rewards
 
-# What a number of episodes says about a model: means with their standard errors, and pass@k.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -136,8 +134,8 @@ def _numbers(episode: Episode) -> dict[str, list[float]]:
 
 
 ABOUT = (
-    "Score the model of the experiment in FILE, or one that it trained, on held-out examples: mean reward, pass@k, and "
-    "the workflow's own metrics. Ctrl-C ends it with the scores of what was run until then."
+    "Score the model of the experiment in FILE on held-out examples: mean reward, pass@k, and the workflow's own "
+    "metrics. Ctrl-C ends the command with the scores so far."
 )
 DEFAULT_N = 8
 
@@ -171,7 +169,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--k", type=_counts, metavar="K,K,...", help="the ks of pass@k, at most N each (default: 1, 2, 4, ... up to N)"
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="score the first N examples alone")
+    parser.add_argument("--limit", type=positive, metavar="N", help="score only the first N examples")
     parser.add_argument(
         "--pass-reward",
         type=_number,
@@ -274,7 +272,7 @@ def score_table(scores: Scores) -> Table:
 
 @contextmanager
 def _opened(path: Path | None) -> Iterator[TextIO | None]:
-    """A new file: what an evaluation took an hour to write is not overwritten by the next."""
+    """A new file, so that no evaluation overwrites the results of another."""
     if path is None:
         yield None
         return

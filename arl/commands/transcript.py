@@ -1,4 +1,4 @@
-"""Trajectories as text to read: which tokens the model was given, and which it sampled."""
+"""Transcripts to read: the calls that an episode made, and which tokens the model was given and which it sampled."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     Task,
@@ -50,7 +49,7 @@ class Display:
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            _Count(),
             _Rate(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -174,6 +173,11 @@ class _Lines:
 
     def _line(self, times: str) -> str:
         return ", ".join(filter(None, (f"{self.name}: {self.done} of {self.total} {self.unit}", times, self.said)))
+
+
+class _Count(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
 
 
 class _Rate(ProgressColumn):
