@@ -35,13 +35,4 @@ def train_sequence(tokens: list[int], trained: list[int] | None = None) -> Train
     """A sequence trained at the given places, or at its last token alone."""
     mask = torch.zeros(len(tokens), dtype=torch.bool)
     mask[[-1] if trained is None else trained] = True
-    zeros = torch.zeros(len(tokens))
-    return TrainSequence(
-        token_ids=torch.tensor(tokens),
-        loss_mask=mask,
-        behavior_logprobs=zeros,
-        proximal_logprobs=zeros,
-        advantages=zeros,
-        loss_weights=zeros,
-        versions=torch.zeros(len(tokens), dtype=torch.int64),
-    )
+    return TrainSequence(token_ids=torch.tensor(tokens), loss_mask=mask)

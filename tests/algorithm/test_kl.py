@@ -59,22 +59,14 @@ def test_unbiased_k1_and_k3_estimate_the_divergence_itself(estimator):
     assert value == pytest.approx(divergence(ON_POLICY, REFERENCE), abs=1e-12)
 
 
-def test_k1_as_a_loss_teaches_nothing():
-    value, slopes = expected(lambda c: kl_estimate(c - float64(REFERENCE), "k1"), ON_POLICY)
-    assert value == pytest.approx(divergence(ON_POLICY, REFERENCE))
-    assert slopes == pytest.approx([0.0] * 5, abs=1e-12)
+TURNED_ROUND = gradient(lambda logits: divergence(REFERENCE, log_softmax(list(logits))), LOGITS)
 
 
-def test_k2s_gradient_is_that_of_the_divergence_on_policy():
-    _, slopes = expected(lambda c: kl_estimate(c - float64(REFERENCE), "k2"), ON_POLICY)
-    assert slopes == pytest.approx(OF_THE_KL, abs=1e-8)
-
-
-def test_k3s_gradient_is_that_of_the_divergence_turned_round():
-    value, slopes = expected(lambda c: kl_estimate(c - float64(REFERENCE), "k3"), ON_POLICY)
-    turned = gradient(lambda logits: divergence(REFERENCE, log_softmax(list(logits))), LOGITS)
-    assert value == pytest.approx(divergence(ON_POLICY, REFERENCE))
-    assert slopes == pytest.approx(turned, abs=1e-8)
+@pytest.mark.parametrize(("estimator", "slopes"), [("k1", [0.0] * 5), ("k2", OF_THE_KL), ("k3", TURNED_ROUND)])
+def test_on_policy_k1_teaches_nothing_and_the_gradient_of_k3_is_that_of_the_divergence_turned_round(estimator, slopes):
+    value, found = expected(lambda c: kl_estimate(c - float64(REFERENCE), estimator), ON_POLICY)
+    assert found == pytest.approx(slopes, abs=1e-8)
+    assert estimator == "k2" or value == pytest.approx(divergence(ON_POLICY, REFERENCE))
 
 
 def test_the_samplers_divergence_is_estimated_without_bias():
@@ -90,14 +82,3 @@ def test_a_penalty_draws_the_policy_back_from_whichever_side_it_is_on(estimator)
     (slopes,) = torch.autograd.grad(kl_estimate(d, estimator).sum(), d)
     assert (slopes * d >= 0).all()
     assert slopes[2:].all()
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_estimates_are_finite_wherever_the_policies_are(estimator):
-    far = [0.0, -1e-6, -19.9, -25.0, -1e4]
-    triples = torch.tensor([(c, b, r) for c in far for b in far for r in far])
-    current = triples[:, 0].clone().requires_grad_()
-    total = unbiased_kl(current, triples[:, 1], triples[:, 2], estimator).sum()
-    total = total + kl_estimate(current - triples[:, 2], estimator).sum()
-    assert total.isfinite()
-    assert torch.autograd.grad(total, current)[0].isfinite().all()

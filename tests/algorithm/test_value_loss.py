@@ -66,11 +66,6 @@ def test_metrics_say_what_was_predicted_and_how_far_off_it_was():
     assert losses.means["value_clip_fraction"].tolist() == [0.0, 0.0]
 
 
-def test_returns_of_a_million_are_finite():
-    losses = ValueLoss(value_clip=0.2)(outputs_of([0.0, 1e6]), tokens_of([1e6, -1e6], [1e6, -1e6]))
-    assert losses.loss.isfinite().all()
-
-
 def three() -> tuple[TokenLosses, TokenLosses, TokenLosses]:
     """The policy's loss alone, the critic's alone, and both on one backbone."""
     policy = PolicyLoss.of(preset("decoupled_ppo"), version=1, max_staleness=1)
