@@ -90,7 +90,7 @@ async def interrupted(engine: RemoteSGLangEngine, sampling: SamplingParams, dire
     """A response during which the weights are updated from this directory, several times."""
     async with asyncio.TaskGroup() as group:
         call = group.create_task(engine.agenerate(request(sampling)))
-        for _ in range(8):
+        for _ in range(5):
             await asyncio.sleep(0.1)
             if call.done():
                 break

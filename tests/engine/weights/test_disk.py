@@ -248,20 +248,17 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         DiskTransport(DiskWeightsConfig(directory=tmp_path / "file" / "weights"), tmp_path)
 
 
-def test_memory_is_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_memory", "place"), [(True, "shm"), (False, "run/weights")])
+def test_memory_is_the_default_place_and_the_run_directory_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool, place: str
+) -> None:
     monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
-    (tmp_path / "shm").mkdir()
+    if has_memory:
+        (tmp_path / "shm").mkdir()
     transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
-    assert transport.directory.parent == tmp_path / "shm"
+    assert transport.directory.parent == tmp_path / place
     transport.close()
-    assert list((tmp_path / "shm").iterdir()) == []
-
-
-def test_without_a_memory_directory_the_run_directory_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RAM", tmp_path / "none")
-    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
-    assert transport.directory.parent == tmp_path / "run" / "weights"
-    transport.close()
+    assert list((tmp_path / place).iterdir()) == []
 
 
 async def test_when_memory_has_no_room_for_another_snapshot_the_run_directory_serves(

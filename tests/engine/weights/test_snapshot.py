@@ -38,8 +38,10 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     )
 
 
-def test_it_can_be_sent(trainer: Trainee) -> None:
-    assert isinstance(trainer.engine.snapshot(), SendableSnapshot)
+def test_it_can_be_sent_and_names_its_tensors_as_servers_do(trainer: Trainee) -> None:
+    snapshot = trainer.engine.snapshot()
+    assert isinstance(snapshot, SendableSnapshot)
+    assert TensorSpec(name="model.norm.weight", dtype="float32", shape=(32,)) in snapshot.specs
 
 
 def test_steps_that_follow_do_not_change_it(trainer: Trainee, tmp_path: Path) -> None:
@@ -160,8 +162,3 @@ def test_after_a_failure_with_several_ranks_no_later_one_takes_what_others_still
         with pytest.raises(TransportError, match="no memory"):
             trainer.engine.snapshot().write(tmp_path / "broken")
         monkeypatch.setattr(ShardGatherer, "_whole", lambda self, chunk, mine: mine)
-
-
-def test_a_spec_names_its_tensor_as_servers_do(trainer: Trainee) -> None:
-    norm = TensorSpec(name="model.norm.weight", dtype="float32", shape=(32,))
-    assert norm in trainer.engine.snapshot().specs
