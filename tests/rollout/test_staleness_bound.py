@@ -21,7 +21,7 @@ def simulate(schedule: Schedule, buffer_type: type[ReplayBuffer] = ReplayBuffer)
 
 
 @given(schedules)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_token_is_too_old_no_group_trained_twice_the_buffer_never_overfull_and_the_pipeline_never_stops(
     schedule: Schedule,
 ) -> None:
