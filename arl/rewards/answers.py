@@ -1,6 +1,6 @@
 """Rewards that compare text or look at its form, within microseconds and so on the event loop; and what they look for.
 
-| reward | 1.0 where |
+| reward | 1.0 if |
 |---|---|
 | ExactMatch | the answer is the reference, or one of several |
 | NumericMatch | its last number is the reference's |
@@ -32,7 +32,7 @@ _NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-\u2212])?\$?(?P<above>{_DIGITS})(?:
 """With thousands separators, as a fraction; a minus after a word, a digit or a parenthesis is no sign."""
 
 Extract = Callable[[str], str | None]
-"""From what an agent said to its answer; None where there is none."""
+"""From the agent's words to its answer; None if there is none."""
 
 
 def last_number(text: str) -> Decimal | None:
@@ -75,7 +75,7 @@ class InTag:
 def references(data: Example, column: str) -> list[str]:
     """The right answers of an example: a string or number, or a list of them. Of gsm8k's `... #### 42`, what follows.
 
-    Raises RewardError where the example has none in that column.
+    Raises RewardError if the example has none in that column.
     """
     given = data.get(column)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
@@ -89,7 +89,8 @@ def references(data: Example, column: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch:
-    """The answer is a reference but for white space. extract: where in the text the answer is; the whole by default."""
+    """The answer is a reference, up to white space. extract: finds the answer in the text; unset, it is all of the
+    text."""
 
     column: str = "answer"
     extract: Extract | None = None
@@ -201,7 +202,7 @@ class Matches:
 
 
 def matches(pattern: str, *, timeout_s: float = 1.0, workers: int = 1) -> RewardPool[[str, Example], Score]:
-    """A reward of 1.0 where the whole answer fits the regular expression, in a worker process.
+    """A reward of 1.0 if the whole answer fits the regular expression, in a worker process.
 
     An answer on which it runs longer than timeout_s scores 0.0, and `killed` is 1.0 in its metrics.
     """

@@ -242,7 +242,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
 
 
 def is_typed_in(function: Callable[..., Any]) -> bool:
-    """Whether it was defined in a notebook or at a prompt, where no worker process can import it from."""
+    """Whether it was defined in a notebook or at a prompt, so that no worker process can import it."""
     main, name = sys.modules["__main__"], name_of(function)
     is_elsewhere = name.isidentifier() and not hasattr(main, name)  # as in `python -m asyncio`
     return getattr(function, "__module__", None) == "__main__" and (is_elsewhere or not hasattr(main, "__file__"))
@@ -284,7 +284,7 @@ def _call(function: Callable[..., Any], arguments: bytes) -> _Outcome:
 
 
 def _nothing(_: object) -> None:
-    """That it can be called shows that a worker has started and can import its argument."""
+    """Called in a worker, it shows that the worker has started and can import its argument."""
 
 
 def _stop(pool: ProcessPool) -> None:

@@ -29,17 +29,17 @@ _TAIL = 2000
 def math_reward(
     *, column: str = "answer", timeout_s: float = 5.0, workers: int = 2
 ) -> RewardPool[[str, Example], Score]:
-    r"""1.0 where the answer equals the reference mathematically, else 0.0: `\frac{1}{2}`, `0.5` and `2/4` are the same.
+    r"""1.0 if the answer equals the reference mathematically, else 0.0: `\frac{1}{2}`, `0.5` and `2/4` are the same.
 
         reward = WeightedReward({"correct": (1.0, math_reward()), ...})
 
     The answer is what the last `\boxed{...}` holds; without one, what follows `####`; without that, the last expression
-    of the text. column: where the example has its reference (text, LaTeX, gsm8k's `... #### 42`, or a list of several).
+    of the text. column: of the example's reference (text, LaTeX, gsm8k's `... #### 42`, or a list of several).
     timeout_s: the longest a comparison may take, from when a worker begins it.
 
-    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong, and does not fail its episode: the
-    model wrote it, and would otherwise be trained on all but its worst answers. `killed` in the metrics counts these.
-    Raises RewardError where math-verify is not installed or the example has no reference.
+    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong, and does not fail its episode: or
+    else the model would be trained on all but its worst answers. `killed` in the metrics counts these. Raises
+    RewardError if math-verify is not installed or the example has no reference.
     """
     require("math_verify", "math-verify", "rewards")
     killed = Score(0.0, metrics={"killed": 1.0})
@@ -110,7 +110,7 @@ def reasoning_gym_examples(
         training = reasoning_gym_examples("chain_sum", 4000, excluding=held_out)
 
     Each has `question`, `answer` and `metadata`. excluding: examples whose questions none of the new ones may have.
-    Raises DatasetError for unknown names and parameters, and where there are not as many different questions.
+    Raises DatasetError for unknown names and parameters, and if there are too few different questions.
     """
     try:
         require("reasoning_gym", "reasoning-gym", "rewards")
@@ -145,7 +145,7 @@ def reasoning_gym_reward(
     An answer that takes longer than timeout_s or kills its worker scores 0.0, with `killed` 1.0 in the metrics; so does
     one that the scorer raises for, with `unreadable` 1.0. Some scorers evaluate answers as Python: here they get to see
     arithmetic and mathematics alone, and no other code runs.
-    Raises RewardError where reasoning-gym is not installed or the example is not one of its.
+    Raises RewardError if reasoning-gym is not installed, or did not make the example.
     """
     require("reasoning_gym", "reasoning-gym", "rewards")
     parameters = {name: dict(given) for name, given in _parameters(datasets).items()}
@@ -186,7 +186,7 @@ def _prepare_gym() -> None:
 
 
 def _check_example(scorer: Any, name: str, data: Example, error: Exception) -> None:
-    """Raise RewardError where it is the example's fault that its scorer raised, and not the answer's."""
+    """Raise RewardError if the example, and not the answer, made its scorer raise."""
     try:
         scorer.score_answer(data["answer"], data)
     except Exception:  # noqa: BLE001

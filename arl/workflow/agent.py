@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,12 +52,17 @@ class AgentWorkflow(Shared, RolloutWorkflow):
     def __post_init__(self) -> None:
         Shared.__init__(self)
         self._score = as_reward(self.reward)
+        self._rewards = [self._score]
+        self._open_rewards = AsyncExitStack()
 
     async def _open(self) -> None:
-        await self._score.__aenter__()
+        async with AsyncExitStack() as stack:
+            for reward in self._rewards:
+                await stack.enter_async_context(reward)
+            self._open_rewards = stack.pop_all()
 
     async def _close(self) -> None:
-        await self._score.__aexit__()
+        await self._open_rewards.aclose()
 
     def messages(self, data: Example) -> Sequence[Message]:
         """The messages that an episode begins with. Raises DatasetError for an example without any."""
@@ -166,22 +172,8 @@ class MultiTurnWorkflow(AgentWorkflow):
                 f"max_turns is {self.max_turns} and discount {self.discount}; they must be at least 1, and in [0, 1]"
             )
         self._turn_score = None if self.turn_reward is None else as_reward(self.turn_reward)
-
-    async def _open(self) -> None:
-        await super()._open()
         if self._turn_score is not None:
-            try:
-                await self._turn_score.__aenter__()
-            except BaseException:
-                await super()._close()
-                raise
-
-    async def _close(self) -> None:
-        try:
-            if self._turn_score is not None:
-                await self._turn_score.__aexit__()
-        finally:
-            await super()._close()
+            self._rewards.append(self._turn_score)
 
     async def afeedback(self, answer: str, data: Example, attempt: int) -> str | None:
         """What the user says to an answer; None ends the episode. attempt: how many answers came before it."""

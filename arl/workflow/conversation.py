@@ -176,10 +176,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """turns: from the root to a leaf. owned: those of them that are trained here, all of one temperature."""
+    """A trajectory in the making."""
 
     turns: tuple[Turn, ...]
+    """From the root to a leaf."""
     owned: tuple[Turn, ...]
+    """Those that are trained here, all of one temperature."""
 
 
 def trajectories(
@@ -198,9 +200,8 @@ def trajectories(
     A turn that lies on several paths is trained in the first of them alone, with its process reward; in the others its
     tokens have loss_mask 0. Turns of one path that were sampled at different temperatures go to trajectories of their
     own. metrics are on the first trajectory alone, so that they are averaged over episodes.
-    turn_rewards, states: for each of `turns`, in their order; see TurnSpan. cut_after: the turn that left no room for
-    another.
-    Raises TrajectoryError where these are not as many as turns, or nothing was sampled.
+    turn_rewards, states: one for each of `turns`; see TurnSpan. cut_after: the turn that left no room for another.
+    Raises TrajectoryError unless there is one for each turn, and if nothing was sampled.
     """
     if not turns or any(turn.response is None for turn in turns):
         raise TrajectoryError("nothing was sampled, or a turn was demonstrated: there is no trajectory to train on")
@@ -231,8 +232,8 @@ def trajectories(
 
 
 def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
-    """In the order in which their leaves were said. A turn before them that is none of `turns`, as it was forgotten
-    while another was about to follow it, is seen and not trained."""
+    """In the order in which their leaves were said. A forgotten turn (none of `turns`) that another follows is seen by
+    it, and not trained."""
     untaken = set(map(id, turns))
     parents = {id(_nearest(turn.parent, untaken)) for turn in turns}
     for leaf in (turn for turn in turns if id(turn) not in parents):

@@ -45,20 +45,19 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the model is shown next: the tokens of `parent`'s view, then `given_ids`.
-
-    after: the turn that the messages continue; parent, or one behind it where the prompt branches off before.
-    messages: the same, as messages. shown: of the text that the template renders of them; None where none was asked.
-    key: of the messages and tools, equal for what counts as the same history.
-    """
+    """What the model is shown next: the tokens of `parent`'s view, then `given_ids`."""
 
     parent: Turn | None
     after: Turn | None
+    """The turn that the messages continue: parent, or a later one if the prompt branches off before it."""
     given_ids: tuple[int, ...]
     messages: tuple[Message, ...]
+    """All that was said, as messages."""
     tools: ToolSpecs
     shown: Fingerprint | None
+    """Of the messages as the template renders them; None if a program sent tokens."""
     key: bytes
+    """Equal for equal histories of messages and tools."""
 
     @property
     def input_ids(self) -> tuple[int, ...]:
@@ -67,19 +66,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """One answer of the model, and what it saw before it.
-
-    output_ids: what it sampled, with the token that ended it, if one did (has_ended). response: None for a turn that
-    was demonstrated. text: the answer without its end. message: as it is shown later. key: as a prompt's, with it.
-    """
+    """One answer of the model, and what it saw before it."""
 
     prompt: Prompt
     output_ids: tuple[int, ...]
+    """The sampled tokens, with the token that ended the turn, if one did."""
     has_ended: bool
     response: ModelResponse | None
+    """None for a demonstrated turn."""
     text: str
+    """The answer without its end."""
     message: Message
+    """The answer as it is shown later."""
     key: bytes
+    """The prompt's key, continued with the message."""
 
     @property
     def is_truncated(self) -> bool:
@@ -144,9 +144,9 @@ class Dialogue:
     def prompt(self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None) -> Prompt:
         """What to show the model when `messages` are all that was said; the last of them are new.
 
-        after: the turn that they continue, where the caller knows; else the last recorded one of which they are a
-        continuation, if any. Its messages are taken as they were recorded. Raises ModelError for messages that the
-        template does not take, and for rewritten ones where that is to be an error.
+        after: the turn that they continue, if the caller knows; else the last recorded one that they continue, if any.
+        Its messages are taken as they were recorded. Raises ModelError for messages that the template refuses, and for
+        rewritten ones if rewriting is "error".
         """
         said = after or self._continued(messages, tools)
         known = said.messages if said else ()
@@ -246,9 +246,9 @@ class Dialogue:
         return self._unless_ended(said, self.template.after_turn([first], new, tools))
 
     def _unless_ended(self, turn: Turn, after: str) -> tuple[int, ...]:
-        """The tokens of `after`, which begins with the end of the turn, less that end where the model said it itself.
+        """The tokens of `after`, which begins with the end of the turn, less that end if the model said it itself.
 
-        The model's own end stays also where the template would have written another.
+        The model's own end stays even if the template would have written another.
         """
         ids = self.template.encode(after)
         is_end = ids[:1] == turn.output_ids[-1:] or (

@@ -105,7 +105,7 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
         return await connection.acall(tool, arguments)
 
     async def _open_connection(self) -> _Connection:
-        """The connection, or another where it broke."""
+        """The connection, or a new one if it broke."""
         async with self._connecting:
             if self._connection is None:
                 raise ServerError(f"{self.name} is not open; call its tools within `async with`")

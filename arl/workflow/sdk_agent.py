@@ -129,7 +129,7 @@ class _Running(asyncio.SubprocessProtocol):
         self.exited.set()
 
     async def wait_drained(self) -> None:
-        """Until all that it printed is here; not for long where something that left its group holds the pipes."""
+        """Until all output is here; not for long if a process that left the group holds the pipes."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
                 await self._drained.wait()
@@ -176,20 +176,16 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         self._program = program
         self._proxy = proxy
         self._score = as_reward(reward)
+        self._opened = contextlib.AsyncExitStack()
 
     async def _open(self) -> None:
-        await self._proxy.__aenter__()
-        try:
-            await self._score.__aenter__()
-        except BaseException:
-            await self._proxy.__aexit__()
-            raise
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._proxy)
+            await stack.enter_async_context(self._score)
+            self._opened = stack.pop_all()
 
     async def _close(self) -> None:
-        try:
-            await self._score.__aexit__()
-        finally:
-            await self._proxy.__aexit__()
+        await self._opened.aclose()
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         async with self._proxy.episode(engine) as session:

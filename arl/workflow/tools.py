@@ -210,7 +210,7 @@ def _lines(calls: Sequence[ToolCall | MalformedCall], named: Mapping[str, Tool])
 async def _result(
     call: ToolCall | MalformedCall, index: int, named: Mapping[str, Tool], limits: ToolLimits
 ) -> ToolResult:
-    """The one place where what is wrong with a call or a tool becomes text for the model."""
+    """The one place that turns a failure of a call or a tool into text for the model."""
     if isinstance(call, MalformedCall):
         return ToolResult(call=call, content=_error(call.reason, limits), failure="malformed")
     try:

@@ -124,7 +124,8 @@ class VerifiersWorkflow(RolloutWorkflow):
         await self._stack.aclose()
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
-        """Raises EnvironmentFailedError, with the first error of the rollout, where it did not come to its end."""
+        """Raises EnvironmentFailedError, with the first error of the rollout, if the rollout did not come to its
+        end."""
         shared, context = self._shared, self._context
         if shared is None or context is None:
             raise ArlError("this VerifiersWorkflow is not open; use it within `async with`")
