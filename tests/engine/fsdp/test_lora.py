@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_models import MakeEngine, load_twin, write_experts, write_model
-from train_sequences import LOSS, random_sequences, twin_logprobs, twin_loss
+from train_sequences import LOSS, random_sequences, same, twin_logprobs, twin_loss
 from transformers import (
     AutoModelForSequenceClassification,
 )
@@ -49,10 +49,6 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 # Training

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from train_models import MakeEngine, load_twin
 from train_ranks import Ranks, Report
-from train_sequences import LOSS, assert_same_rows, random_sequences, twin_logprobs
+from train_sequences import LOSS, assert_same_rows, random_sequences, same, twin_logprobs
 
 from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError
@@ -25,10 +25,6 @@ def weights(engine: FSDPTrainEngine) -> dict[str, torch.Tensor]:
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": LoRAConfig(rank=2, alpha=8)}, {"dtype": "bfloat16"}])

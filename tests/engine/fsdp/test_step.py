@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from train_models import MakeEngine, load_twin
-from train_sequences import LOSS, assert_same_weights, random_sequences, twin_loss
+from train_sequences import LOSS, assert_same_weights, random_sequences, same, twin_loss
 
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
@@ -77,8 +77,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_reported(make_engi
     assert "skipped" in caplog.text
     assert metrics["nonfinite_grads"] == 1
     assert metrics["grad_norm"] == reference["grad_norm"]
-    after, expected = engine.forward(sound), untouched.forward(sound)
-    assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
+    assert same(engine.forward(sound), untouched.forward(sound))
 
 
 def test_a_step_whose_loss_raised_leaves_no_gradients_behind(make_engine: MakeEngine):
@@ -119,7 +118,7 @@ def test_what_raised_amid_a_step_can_be_saved_and_gone_on_from(
     again = make_engine()
     again.load(tmp_path / "checkpoint")
     for trained in (engine, again):
-        assert all(torch.equal(a, b) for a, b in zip(trained.forward(sequences), before, strict=True))
+        assert same(trained.forward(sequences), before)
 
 
 def test_a_minibatch_without_trained_tokens_leaves_the_weights_alone(make_engine: MakeEngine):
@@ -130,7 +129,7 @@ def test_a_minibatch_without_trained_tokens_leaves_the_weights_alone(make_engine
     nothing = [replace(s, loss_mask=torch.zeros_like(s.loss_mask)) for s in sequences]
     metrics = engine.train_batch([nothing], LOSS)
     assert metrics["trained_tokens"] == metrics["tokens"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(engine.forward(sequences), before, strict=True))
+    assert same(engine.forward(sequences), before)
     assert not any(values.any() for values in engine.forward(nothing))
 
 

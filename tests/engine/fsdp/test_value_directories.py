@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from train_critics import BOTH, VALUE, score_of, sequences_with_returns
 from train_models import MakeEngine, write_model
-from train_sequences import random_sequences
+from train_sequences import random_sequences, same
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from arl.api.errors import ModelError
@@ -35,8 +35,7 @@ def test_a_critics_directory_holds_its_weights_to_the_bit(model_dir: Path, make_
         assert torch.equal(tensor.full_tensor(), twin.state_dict()[name]), name
     again = make_engine(tmp_path / "critic", head="value")
     sequences = random_sequences(4)
-    pairs = zip(again.forward(sequences, "values"), engine.forward(sequences, "values"), strict=True)
-    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert same(again.forward(sequences, "values"), engine.forward(sequences, "values"))
 
 
 def test_servers_get_the_language_model_alone(any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
@@ -49,8 +48,7 @@ def test_servers_get_the_language_model_alone(any_model_dir: Path, make_engine: 
     assert not any(report.values())
     sequences = random_sequences(3)
     policy = make_engine(tmp_path / "policy")
-    for ours, theirs in zip(policy.forward(sequences), engine.forward(sequences), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(policy.forward(sequences), engine.forward(sequences))
 
 
 def with_pads(directory: Path, *, pad: str | None, vocab_size: int) -> Path:

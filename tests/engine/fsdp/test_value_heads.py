@@ -20,7 +20,7 @@ from train_critics import (
 )
 from train_models import MakeEngine, load_twin
 from train_ranks import Ranks, Report
-from train_sequences import assert_same_metrics, assert_same_rows, assert_same_weights, random_sequences
+from train_sequences import assert_same_metrics, assert_same_rows, assert_same_weights, random_sequences, same
 from transformers import AutoTokenizer
 
 from arl.algorithm.losses import SFTLoss
@@ -231,8 +231,7 @@ def test_a_run_goes_on_bit_for_bit_where_parameters_have_taken_different_numbers
     for engine in (uninterrupted, resumed):
         engine.train_batch([sequences_with_returns()], BOTH)
     texts = random_sequences(3, seed=3)
-    for ours, theirs in zip(resumed.forward(texts, "values"), uninterrupted.forward(texts, "values"), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(resumed.forward(texts, "values"), uninterrupted.forward(texts, "values"))
 
 
 def test_a_checkpoint_of_one_head_is_refused_by_another(make_engine: MakeEngine, tmp_path: Path):

@@ -111,6 +111,11 @@ def assert_same_rows(
         torch.testing.assert_close(torch.as_tensor(row), torch.as_tensor(expected), rtol=tolerance, atol=tolerance)
 
 
+def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    """To the bit."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def assert_same_weights(ours: PreTrainedModel, theirs: PreTrainedModel, tolerance: float = 1e-5) -> None:
     expected = theirs.state_dict()
     for name, tensor in ours.state_dict().items():
