@@ -26,15 +26,14 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOrder:
-    """Some sequences in the depth-first order of their radix tree.
-
-    indices[k]: which sequence is the k-th. lengths[k]: its tokens. shared[k]: how many of these are the first tokens
-    of the sequence before it as well; 0 for the first sequence.
-    """
+    """Some sequences in the depth-first order of their radix tree."""
 
     indices: tuple[int, ...]
+    """Which sequence is the k-th."""
     lengths: tuple[int, ...]
+    """How many tokens it has."""
     shared: tuple[int, ...]
+    """How many of them the sequence before it begins with too; 0 for the first sequence."""
 
     @classmethod
     def unshared(cls, lengths: Sequence[int]) -> PrefixOrder:
@@ -62,10 +61,6 @@ class PrefixOrder:
         """Tokens to forward: of all sequences, without what each shares with the one before."""
         return sum(self.lengths) - sum(self.shared)
 
-    def common(self, one: int, other: int) -> int:
-        """First tokens that the sequences at two different places of the order have in common."""
-        return min(self.shared[min(one, other) + 1 : max(one, other) + 1])
-
     def only(self, indices: Collection[int]) -> PrefixOrder:
         """The order of some of the sequences. Two share what all neighbours between them share."""
         wanted = frozenset(indices)
@@ -87,15 +82,13 @@ class PrefixOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Neighbouring tokens of a packed row, each following the one before it: what is attended to causally.
-
-    start, stop: where it lies. context: the runs of the row that hold the tokens before its first, from the root on;
-    empty at the beginning of a sequence. Every token of the stretch follows all of them.
-    """
+    """The tokens [start, stop) of a packed row. Each follows the one before it and attends to it causally."""
 
     start: int
     stop: int
     context: tuple[Run, ...] = ()
+    """The runs of the row that hold the tokens before its first, from the root on: every token of the stretch follows
+    all of them. Empty at the beginning of a sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -117,14 +110,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan:
-    """A packed row in which every node of the radix tree lies once, in depth-first order.
-
-    stretches: the row, from left to right. A node's first child continues its stretch; further children begin new ones.
-    runs[k]: where the tokens of the order's k-th sequence lie, from its first to its last.
-    """
+    """A packed row in which every node of the radix tree lies once, in depth-first order."""
 
     stretches: tuple[Stretch, ...]
+    """The row, from left to right. A node's first child continues its stretch; further children begin new ones."""
     runs: tuple[tuple[Run, ...], ...]
+    """Where the tokens of the order's k-th sequence lie, from its first to its last."""
 
     @classmethod
     def of(cls, order: PrefixOrder) -> RowPlan:

@@ -73,20 +73,13 @@ async def test_groups_of_earlier_batches_are_trained_again_and_booked_once_also_
     assert summary["max_staleness_seen"] <= 3
 
 
-async def test_replayed_groups_are_not_in_the_steps_reward(tmp_path: Path) -> None:
-    train_engine = ScriptedTrainEngine()
-    async with running(tmp_path, train_engine, steps=5, engine=Hesitant(), **REPLAY) as trainer:
-        steps = [step async for step in trainer]
-    assert any(step.metrics["replayed_groups"] for step in steps)
-    new = [batch[:4] for batch in trained_examples(train_engine)]
-    assert [step.reward for step in steps] == [sum(batch) / 4 for batch in new]
-    assert [step.num_episodes for step in steps] == [4] * 5
-
-
-async def test_staleness_is_that_of_replayed_tokens_too(tmp_path: Path) -> None:
+async def test_replayed_groups_count_in_a_steps_staleness_and_not_in_its_reward(tmp_path: Path) -> None:
     train_engine = ScriptedTrainEngine()
     async with running(tmp_path, train_engine, steps=6, engine=Hesitant(), **REPLAY) as trainer:
         steps = [step async for step in trainer]
     assert any(step.metrics["replayed_groups"] for step in steps)
+    new = [batch[:4] for batch in trained_examples(train_engine)]
+    assert [step.reward for step in steps] == [sum(batch) / 4 for batch in new]
+    assert [step.num_episodes for step in steps] == [4] * 6
     oldest = [min(int(s.versions[s.loss_mask].min()) for m in batch for s in m) for batch in train_engine.batches]
     assert [step.max_staleness_seen for step in steps] == [version - o for version, o in enumerate(oldest)]

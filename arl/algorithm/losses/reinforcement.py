@@ -30,11 +30,6 @@ ROUNDING = 1e-4
 class PolicyLoss:
     """A TokenLoss for every AlgorithmConfig.
 
-    proximal: recomputed (tokens.proximal_logprobs), current (c, detached: what recomputing gives before the first
-    optimizer step of a batch), approximated (from c, b and versions) or bypassed (p = b, so r = exp(c - b), w = 1).
-    version: of the weights that the batch was taken with. max_staleness: the run's, which says how many buckets of
-    staleness have metrics of their own; they are the same on every rank.
-
     Metrics, over all trained tokens:
 
         ratio, ratio_max             exp(c - p)
@@ -52,8 +47,12 @@ class PolicyLoss:
 
     config: AlgorithmConfig
     proximal: Literal["recomputed", "current", "approximated", "bypassed"]
+    """recomputed: tokens.proximal_logprobs. current: c, detached, which is what recomputing gives before the first
+    optimizer step of a batch. approximated: from c, b and versions. bypassed: p = b, so r = exp(c - b) and w = 1."""
     version: int
+    """Of the weights that the batch was taken with."""
     max_staleness: int
+    """The run's. It says how many buckets of staleness have metrics of their own, the same ones on every rank."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig, *, version: int = 0, max_staleness: int = 0) -> PolicyLoss:
