@@ -50,10 +50,17 @@ def trained(trajectory: Trajectory) -> list[str]:
     return [str(TOKENIZER.decode(list(turn))).removesuffix("<|im_end|>") for turn in turns]
 
 
-def saying(*answers: str) -> ScriptedEngine:
-    """One answer after another; the last of them for ever."""
+def saying(*answers: str | Exception) -> ScriptedEngine:
+    """One answer after another, or an exception in its place; the last of them for ever."""
     remaining = list(answers)
-    return ScriptedEngine(lambda _: spelled(remaining.pop(0) if len(remaining) > 1 else remaining[0]))
+
+    def answer(_: ModelRequest) -> list[int]:
+        now = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+        if isinstance(now, Exception):
+            raise now
+        return spelled(now)
+
+    return ScriptedEngine(answer)
 
 
 def replying(reply: Callable[[str], str]) -> ScriptedEngine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
 
 import aiohttp
 import openai
@@ -19,12 +18,8 @@ from arl.web.server import EventStream
 from arl.workflow.proxy import exchange
 from arl.workflow.proxy import openai_proxy as server
 
-
-def failing(error: Exception) -> ScriptedEngine:
-    def script(request: ModelRequest) -> list[int]:
-        raise error
-
-    return ScriptedEngine(script)
+BODY = json.dumps({"model": "m", "messages": ASK}).encode()
+AGAIN = {"x-stainless-retry-count": "1"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -41,7 +36,7 @@ def failing(error: Exception) -> ScriptedEngine:
 async def test_what_the_engine_raises_is_told_once_and_not_tried_again(
     error: Exception, status: int, code: str, stream: bool
 ) -> None:
-    engine = failing(error)
+    engine = saying(error)
     async with opened(engine) as episode:
         with pytest.raises(openai.APIStatusError) as told:
             await episode.ask(stream=stream)
@@ -56,7 +51,7 @@ async def test_what_the_engine_raises_is_told_once_and_not_tried_again(
 
 
 async def test_a_bug_is_logged_with_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
-    async with opened(failing(RuntimeError("a bug"))) as episode:
+    async with opened(saying(RuntimeError("a bug"))) as episode:
         with pytest.raises(openai.InternalServerError):
             await episode.ask()
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -65,15 +60,7 @@ async def test_a_bug_is_logged_with_its_traceback_once(caplog: pytest.LogCapture
 
 
 async def test_an_episode_goes_on_after_a_call_that_failed() -> None:
-    answers: list[Sequence[int] | Exception] = [ServerError("gone"), spelled("back")]
-
-    def script(request: ModelRequest) -> Sequence[int]:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async with opened(ScriptedEngine(script)) as episode:
+    async with opened(saying(ServerError("gone"), "back")) as episode:
         with pytest.raises(openai.InternalServerError):
             await episode.ask()
         await episode.ask()
@@ -82,14 +69,7 @@ async def test_an_episode_goes_on_after_a_call_that_failed() -> None:
 
 
 async def test_one_sample_that_fails_fails_the_call_and_nothing_is_kept() -> None:
-    answers: list[Sequence[int]] = [spelled("a")]
-
-    def script(request: ModelRequest) -> Sequence[int]:
-        if not answers:
-            raise ServerError("gone")
-        return answers.pop()
-
-    async with opened(ScriptedEngine(script)) as episode:
+    async with opened(saying("a", ServerError("gone"))) as episode:
         with pytest.raises(openai.InternalServerError, match="gone"):
             await episode.ask(n=3)
         assert episode.session.turns() == ()
@@ -186,10 +166,9 @@ async def test_an_sdk_that_gives_up_waiting_and_calls_again_is_answered_once() -
 
 
 async def test_an_answer_that_an_sdk_asks_for_again_is_forgotten() -> None:
-    body = json.dumps({"model": "m", "messages": ASK}).encode()
     async with opened(saying("lost", "read")) as episode:
-        await sent(episode, body)
-        await sent(episode, body, **{"x-stainless-retry-count": "1"})
+        await sent(episode, BODY)
+        await sent(episode, BODY, **AGAIN)
         (turn,) = episode.session.turns()
         (made,) = episode.session.trajectories(1.0)
     assert turn.text == "read"
@@ -206,26 +185,17 @@ async def test_the_same_call_made_twice_without_a_repeat_is_two_branches() -> No
 
 async def test_a_repeat_of_a_call_that_failed_forgets_no_other_answer() -> None:
     """Two agents made the same call; the one whose call failed makes it again."""
-    body = json.dumps({"model": "m", "messages": ASK}).encode()
-    fails = [False, True, False]
-
-    def script(request: ModelRequest) -> list[int]:
-        if fails.pop(0):
-            raise ServerError("gone")
-        return spelled("a")
-
-    async with opened(ScriptedEngine(script)) as episode:
-        assert [(await sent(episode, body))[0] for _ in range(2)] == [200, 503]
-        await sent(episode, body, **{"x-stainless-retry-count": "1"})
+    async with opened(saying("a", ServerError("gone"), "a")) as episode:
+        assert [(await sent(episode, BODY))[0] for _ in range(2)] == [200, 503]
+        await sent(episode, BODY, **AGAIN)
         assert len(episode.session.turns()) == 2
 
 
 async def test_an_answer_that_something_follows_is_not_forgotten() -> None:
-    body = json.dumps({"model": "m", "messages": ASK}).encode()
     async with opened(saying("one", "two", "three")) as episode:
-        await sent(episode, body)
+        await sent(episode, BODY)
         await episode.ask([*ASK, {"role": "assistant", "content": "one"}, {"role": "user", "content": "?"}])
-        await sent(episode, body, **{"x-stainless-retry-count": "1"})
+        await sent(episode, BODY, **AGAIN)
         assert [turn.text for turn in episode.session.turns()] == ["one", "two", "three"]
 
 
@@ -254,10 +224,7 @@ async def test_an_error_that_nobody_takes_is_no_error_of_the_server(
     async def hang_up(exchange: exchange.Exchange, *rest: object) -> None:
         raise ConnectionResetError
 
-    def fail(request: ModelRequest) -> list[int]:
-        raise ServerError("gone")
-
-    async with opened(ScriptedEngine(fail)) as episode:
+    async with opened(saying(ServerError("gone"))) as episode:
         monkeypatch.setattr(exchange.Exchange, "respond", hang_up)
         with pytest.raises(openai.APIConnectionError):
             await episode.client.with_options(max_retries=0).chat.completions.create(model="m", messages=ASK)

@@ -12,7 +12,7 @@ import openai
 import pytest
 from programs import TOKENIZER, saying
 
-from arl.api import Example, ModelRequest, SamplingParams, ScriptedEngine
+from arl.api import Example, SamplingParams, ScriptedEngine
 from arl.api.errors import ConfigError, ProgramError, PromptTooLongError, ServerError, TrajectoryError
 from arl.rewards import InlineReward
 from arl.workflow import sdk_agent
@@ -114,30 +114,21 @@ async def test_a_program_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
 
 
 async def test_the_engines_failure_stands_on_the_programs() -> None:
-    def gone(request: ModelRequest) -> list[int]:
-        raise ServerError("all servers are gone")
-
     with pytest.raises(openai.InternalServerError) as failed:
-        await run(asks, ScriptedEngine(gone))
+        await run(asks, saying(ServerError("all servers are gone")))
     assert any("all servers are gone" in note for note in failed.value.__notes__)
 
 
 async def test_a_program_that_found_no_room_in_the_context_has_no_answer_and_is_truncated() -> None:
-    left = [[*TOKENIZER.encode("Go on."), TOKENIZER.eos_token_id]]
-
-    def once(request: ModelRequest) -> list[int]:
-        if not left:
-            raise PromptTooLongError("the context is full")
-        return left.pop()
-
     async def talks(base_url: str, api_key: str, data: Example) -> str:
         return "".join([await asks(base_url, api_key, data) for _ in range(3)])
 
-    made = await run(talks, ScriptedEngine(once), {"question": "?", "answer": ""})
+    full = PromptTooLongError("the context is full")
+    made = await run(talks, saying("Go on.", full), {"question": "?", "answer": ""})
     assert [(trajectory.reward, trajectory.is_truncated) for trajectory in made] == [(1.0, True)]
     assert made[0].metrics["context_full"] == 1.0
     with pytest.raises(openai.BadRequestError, match="the context is full"):  # nothing was recorded to train on
-        await run(talks, ScriptedEngine(once))
+        await run(talks, saying(full))
 
 
 async def test_a_program_that_returns_no_text_is_told_so() -> None:

@@ -182,12 +182,9 @@ async def test_an_environment_that_fails_or_hangs_is_an_error_that_says_where(
 
 
 async def test_the_engines_error_is_the_cause_of_a_failed_episode(tokenizer: PreTrainedTokenizerBase) -> None:
-    def fail(_: ModelRequest) -> list[int]:
-        raise ServerError("all servers are down")
-
     env = local_environment({"taskset": {"id": "letters_env"}})
     with pytest.raises(EnvironmentFailedError, match="all servers are down") as failure:
-        await run(env, ScriptedEngine(fail), tokenizer)
+        await run(env, saying(ServerError("all servers are down")), tokenizer)
     assert isinstance(failure.value.__cause__, ServerError)
 
 
