@@ -11,7 +11,7 @@ from arl.lazy import lazy_names
 if TYPE_CHECKING:
     from arl import rewards, sandbox
     from arl.api.algorithm import AlgorithmConfig, preset
-    from arl.api.config import Config, OptimizerConfig, RolloutConfig, TrainConfig
+    from arl.api.config import Config, OptimizerConfig, TrainConfig
     from arl.api.engine import Sampler
     from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
     from arl.api.scripted import ScriptedEngine
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "arl.api.algorithm": "AlgorithmConfig preset",
-    "arl.api.config": "Config OptimizerConfig RolloutConfig TrainConfig",
+    "arl.api.config": "Config OptimizerConfig TrainConfig",
     "arl.api.engine": "Sampler",
     "arl.api.errors": "ArlError DatasetError PromptTooLongError ToolError",
     "arl.api.scripted": "ScriptedEngine",
