@@ -59,13 +59,16 @@ class _Call:
     """left: nobody awaits it, and its place is free for others. hung: the same, past its time."""
     thread: int = 0
     """Its thread's identifier, once it runs."""
-    last_word: deque[None] = field(default_factory=lambda: deque((None,)))
-    """Taken either by the thread, which then returns, or by whoever interrupts it: never by both."""
+    last_word: deque[None] = field(default_factory=deque[None])
+    """There once `run` has begun. Taken either by the thread, which then returns, or by whoever interrupts it: never by
+    both. So no interrupt comes before `run`, where it would end the thread."""
 
     def run(self) -> tuple[Any, BaseException | None]:
-        """In its thread: what the function returned or raised. No interrupt comes after this returns."""
+        """In its thread: what the function returned or raised. No interrupt comes before this, or after it returns."""
         try:
-            outcome = self._outcome()
+            self.last_word.append(None)
+            was_left = self.state != "running"  # looked at only now: whoever left it before has not interrupted it
+            outcome = (None, RuntimeError("it was interrupted")) if was_left else self._outcome()
             if self._takes_last_word():
                 return outcome
             deadline = time.monotonic() + _INTERRUPT_S  # unless the function has caught the interrupt, it comes now
@@ -76,7 +79,7 @@ class _Call:
         return None, RuntimeError("it was interrupted")
 
     def interrupt(self) -> None:
-        """Raise _Interrupted in the thread, before its next instruction of Python code, unless the call has ended."""
+        """Raise _Interrupted in the thread, before its next instruction of Python code, while the call runs."""
         if self._takes_last_word():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(_Interrupted))
 
