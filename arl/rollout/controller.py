@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 from arl.api.config import RolloutConfig
@@ -154,17 +155,18 @@ class RolloutController:
 
     async def _admit(self) -> GroupRun:
         slot = await self._buffer.admit()
-        run = GroupRun(slot, self._ledger.issue(), self._config, self._rules, self._places, self._play)
+        issue = self._ledger.issue()
+        play = partial(self._play, self._dataset[issue.example_id[1]])  # read once: its episodes get the same example
+        run = GroupRun(slot, issue, self._config, self._rules, self._places, play)
         self._running[slot.number] = run
         return run
 
-    async def _play(self, run: GroupRun, index: int) -> Episode:
+    async def _play(self, example: Example, run: GroupRun, index: int) -> Episode:
         """Run one episode of a group, and count how it ended."""
         clock = asyncio.get_running_loop()
         began = clock.time()
         seed = f"{self._seed}-{run.issue.group_id}-{index}" if self._config.seed_requests else None
         sampler = EpisodeSampler(self._engine, is_greedy=index == GREEDY, seed=seed)
-        example = self._dataset[run.issue.example_id[1]]
         try:
             episode = await self._runner.run(sampler, example, name=_name(run, index), oldest_allowed=run.slot.stamp)
         except asyncio.CancelledError:

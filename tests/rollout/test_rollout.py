@@ -8,7 +8,7 @@ from players import Scripted, TwoTurns, controlled, engine_with_latency, example
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api import Group
+from arl.api import Example, Group
 from arl.api.errors import DatasetError, FailureBudgetError, StarvedError
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner
@@ -86,6 +86,33 @@ def test_a_group_with_nothing_to_train_on_is_rejected_or_dropped_and_replaced(
 def test_a_group_of_one_is_trained_where_group_size_is_one() -> None:
     (group,), _ = trained(returns(GOOD), group_size=1)
     assert group.num_episodes == 1
+
+
+def test_the_episodes_of_a_group_get_one_example_whatever_the_dataset_gives_each_time_it_is_asked() -> None:
+    class Augmented:
+        def __init__(self) -> None:
+            self.reads = 0
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Example:
+            self.reads += 1
+            return {"number": self.reads}
+
+    seen: list[int] = []
+
+    async def main() -> None:
+        def act(number: int) -> object:
+            seen.append(number)
+            return GOOD
+
+        controller, buffer, engine = controlled(Scripted(act), 5, group_size=3, batch_size=1, max_staleness=0)
+        controller._dataset = Augmented()
+        await train(controller, buffer, engine, range(2))
+
+    run_in_virtual_time(main())
+    assert seen[:6] == [1, 1, 1, 2, 2, 2]
 
 
 def test_retried_episodes_are_counted() -> None:
