@@ -81,7 +81,7 @@ def _settings(name: str) -> dict[str, Any]:
     settings = preset(name).model_dump(mode="json")
     if settings["correction"]["kind"] == "none":
         # A correction of kind none with bounds would be refused as a contradiction.
-        settings["correction"] = {key: settings["correction"][key] for key in ("kind", "level")}
+        settings["correction"] = {key: settings["correction"][key] for key in ("kind", "level", "veto")}
     return settings
 
 

@@ -222,6 +222,8 @@ class AlgorithmConfig(Section):
         no_weight = "with proximal=bypassed there is no weight exp(p - b)"
         if self.correction.kind != "none":
             yield f"correction.kind is {self.correction.kind}, but {no_weight}; use none, or proximal=recomputed"
+        if self.correction.veto is not None:
+            yield f"correction.veto is set, but {no_weight} to look at"
         if level := self._chosen("correction").get("level"):
             yield f"correction.level is {level}, but {no_weight}; use proximal=recomputed"
 

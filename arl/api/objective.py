@@ -242,6 +242,8 @@ class CorrectionConfig(Section):
     """What w may be at most: see kind."""
     lower: float = Field(default=0.0, ge=0)
     """With kind mask: what w has to be at least."""
+    veto: float | None = Field(default=None, gt=0, lt=1)
+    """A trajectory with a token of exp(p - b) below this has weight 0. Unset: no trajectory is vetoed."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:

@@ -191,6 +191,8 @@ def behavior_weights(proximal: Logprobs, behavior: Logprobs, config: CorrectionC
         weights = [min(w, config.upper) for w in weights]
     elif config.kind == "mask":
         weights = [w if config.lower <= w <= config.upper else 0.0 for w in weights]
+    if config.veto is not None and min(ratios) < config.veto:
+        weights = [0.0] * len(weights)
     return weights
 
 

@@ -19,11 +19,12 @@ KINDS = {
 every_correction = pytest.mark.parametrize(
     "config",
     [
-        CorrectionConfig(**settings, level=level)
+        CorrectionConfig(**settings, level=level, veto=veto)
         for settings in KINDS.values()
         for level in ("token", "sequence", "geometric")
+        for veto in (None, 0.6)
     ],
-    ids=lambda config: f"{config.kind}-{config.level}-{config.lower}",
+    ids=lambda config: f"{config.kind}-{config.level}-{config.lower}-{config.veto}",
 )
 
 
@@ -38,6 +39,20 @@ def test_the_weight_is_that_of_its_formula(config: CorrectionConfig, seed: int):
     batch = random_batch(seed)
     expected = [w for t in batch for w in behavior_weights(t.proximal, t.behavior, config)]
     assert weights_of(batch, config) == pytest.approx(expected, abs=1e-12)
+
+
+def test_one_token_vetoes_its_whole_trajectory_and_no_other():
+    log_weight = torch.tensor([math.log(r) for r in (1.0, 1e-5, 1.0, 1.0, 2e-4)])
+    trajectories = Trajectories.of(torch.tensor([0, 0, 0, 1, 1]))
+    weight = behavior_weight(log_weight, trajectories, CorrectionConfig(kind="none", veto=1e-4))
+    assert weight.tolist() == pytest.approx([0, 0, 0, 1, 2e-4])
+
+
+@every_correction
+def test_weights_are_finite_wherever_the_policies_are(config: CorrectionConfig):
+    log_weight = torch.tensor([-1e4, -25.0, 0.0, 25.0, 1e4] * 200)
+    for ids in (torch.zeros(1000, dtype=torch.int64), torch.arange(1000)):
+        assert behavior_weight(log_weight, Trajectories.of(ids), config).isfinite().all()
 
 
 def test_the_weight_is_held_fixed():

@@ -19,6 +19,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "no correction": {"correction": {"kind": "none"}},
     "sequence weight, masked": {"correction": {"kind": "mask", "level": "sequence", "upper": 1.4}},
     "geometric weight, icepop": {"correction": {"kind": "mask", "level": "geometric", "lower": 0.8, "upper": 1.3}},
+    "veto": {"correction": {"kind": "truncate", "veto": 0.6}},
     "k2 in the loss": {"kl": {"coefficient": 0.3, "estimator": "k2"}},
     "k3 in the loss": {"kl": {"coefficient": 0.3, "estimator": "k3"}},
     "unbiased k1": {"kl": {"coefficient": 0.3, "estimator": "k1", "unbiased": True}},

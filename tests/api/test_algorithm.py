@@ -12,6 +12,7 @@ IN_REWARD = {"coefficient": 0.1, "place": "reward"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"advantage": {"kind": "gae"}}, "gae, which needs a critic's values"),
     ({"critic": {}}, "critic is set, but advantage.kind=returns does not ask it"),
+    ({"proximal": "bypassed", "correction": {"kind": "none", "veto": 0.1}}, "correction.veto is set"),
     ({"proximal": "bypassed"}, "correction.kind is truncate, but with proximal=bypassed there is no weight"),
     (
         {"proximal": "approximated", "minibatches": 2, "selection": {"kind": "second_moment"}},

@@ -6,6 +6,7 @@ backbone. c current, p proximal, b behavior logprobs, A advantage, w behavior we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -35,7 +36,7 @@ class PolicyLoss:
         ratio, ratio_max             exp(c - p)
         clip_fraction                share of tokens that the surrogate's trust region holds back: see each surrogate
         behavior_weight, .._max      w, as corrected
-        behavior_weight_zero         share of tokens that the correction masked
+        behavior_weight_zero         share of tokens that the correction masked or a veto took out
         behavior_kl_proximal         estimate of KL(b || p), where p is known; of KL(b || c): behavior_kl_current
         effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
         entropy                      of the sampling distribution
@@ -179,6 +180,8 @@ def behavior_weight(log_weight: torch.Tensor, trajectories: Trajectories, config
                truncate   min(w, upper)                          truncated importance sampling (IMPALA, 1802.01561)
                mask       w where lower <= w <= upper, else 0    masked importance sampling; IcePop (2510.18855)
 
+        veto:  0 for a trajectory in which any token has exp(p - b) < veto
+
     Denominators stay as they are: a token of weight 0 counts in its loss_weights as before.
     """
     log_weight = log_weight.detach()
@@ -187,6 +190,9 @@ def behavior_weight(log_weight: torch.Tensor, trajectories: Trajectories, config
         weight = weight.clamp(max=config.upper)
     elif config.kind == "mask":
         weight = weight * ((weight >= config.lower) & (weight <= config.upper))
+    if config.veto is not None:
+        is_low = (log_weight < math.log(config.veto)).to(log_weight.dtype)
+        weight = weight * (trajectories.sums(is_low) == 0)
     return weight
 
 
