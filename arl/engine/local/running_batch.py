@@ -32,7 +32,7 @@ class Computed:
     """Logprobs of given tokens, those of one chunk after those of another."""
 
 
-class Batch:
+class RunningBatch:
     """Continuous batching on one thread: jobs go in, and each step returns those that finished or, streaming, grew.
 
     prefill_tokens: most prompt tokens in a step, so that a long prompt does not hold up the others for long.

@@ -22,7 +22,7 @@ from arl.api.errors import EngineClosedError
 from arl.engine.local.adapters import Adapter
 from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner, NamedTensors
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
 Deliver = Callable[[Sequence[Job]], None]
 """Called on the model thread once per step, with the jobs that finished and the streaming jobs that gained tokens."""
@@ -81,7 +81,7 @@ class Scheduler:
             max_rows=settings.max_running_requests,
             context_length=settings.context_length,
         )
-        self._batch = Batch(
+        self._batch = RunningBatch(
             self.runner,
             max_rows=settings.max_running_requests,
             prefill_tokens=settings.prefill_tokens or _PREFILL_TOKENS.get(self.runner.device.type, 2048),

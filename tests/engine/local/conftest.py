@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_qwen import Deliveries, Reference, build_model, make_batch_of, save
 
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 from arl.engine.local.scheduler import Scheduler, SchedulerSettings
 
 
@@ -44,12 +44,12 @@ def other_weights(other_reference: Reference) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def make_batch(model_dir: str) -> Callable[..., Batch]:
+def make_batch(model_dir: str) -> Callable[..., RunningBatch]:
     return partial(make_batch_of, model_dir)
 
 
 @pytest.fixture
-def batch(make_batch: Callable[..., Batch]) -> Batch:
+def batch(make_batch: Callable[..., RunningBatch]) -> RunningBatch:
     return make_batch()
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from arl.engine.local.job import Job
 from arl.engine.local.received_weights import WeightsError
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
 NAMES = ("one", "two")
 
@@ -38,13 +38,13 @@ def references(adapters: Path, reference: Reference) -> dict[str, Reference]:
     return {"": reference, **merged}
 
 
-def load(batch: Batch, name: str, directory: Path) -> None:
+def load(batch: RunningBatch, name: str, directory: Path) -> None:
     adapter = batch._runner.adapters.read(name, str(directory))
     batch._runner.adapters.add(adapter)
 
 
 @pytest.fixture
-def adapted(batch: Batch, adapters: Path) -> Batch:
+def adapted(batch: RunningBatch, adapters: Path) -> RunningBatch:
     for name in NAMES:
         load(batch, name, adapters / name)
     return batch
@@ -56,14 +56,16 @@ def job_under(adapter: str, prompt: list[int], **options: Any) -> Job:
     return job
 
 
-def test_a_batch_of_one_adapter_alone(adapted: Batch, references: dict[str, Reference]) -> None:
+def test_a_batch_of_one_adapter_alone(adapted: RunningBatch, references: dict[str, Reference]) -> None:
     jobs = [job_under("one", prompt_of(12, i)) for i in range(3)]
     run_all(adapted, jobs)
     for job in jobs:
         references["one"].check(job)
 
 
-def test_running_requests_of_other_adapters_share_no_prefix(adapted: Batch, references: dict[str, Reference]) -> None:
+def test_running_requests_of_other_adapters_share_no_prefix(
+    adapted: RunningBatch, references: dict[str, Reference]
+) -> None:
     jobs = [job_under(name, prompt_of(40, 0)) for name in ("one", "two", "")]
     run_all(adapted, jobs)
     for job in jobs:
@@ -72,7 +74,7 @@ def test_running_requests_of_other_adapters_share_no_prefix(adapted: Batch, refe
 
 
 def test_a_name_that_was_given_anew_finds_nothing_of_the_adapter_before(
-    batch: Batch, adapters: Path, references: dict[str, Reference]
+    batch: RunningBatch, adapters: Path, references: dict[str, Reference]
 ) -> None:
     for name in NAMES:
         load(batch, "same", adapters / name)
@@ -84,7 +86,7 @@ def test_a_name_that_was_given_anew_finds_nothing_of_the_adapter_before(
 
 
 def test_requests_under_way_and_waiting_keep_an_adapter_that_is_unloaded(
-    make_batch: Callable[..., Batch], adapters: Path, references: dict[str, Reference]
+    make_batch: Callable[..., RunningBatch], adapters: Path, references: dict[str, Reference]
 ) -> None:
     batch = make_batch(max_rows=1)
     load(batch, "one", adapters / "one")
@@ -98,7 +100,7 @@ def test_requests_under_way_and_waiting_keep_an_adapter_that_is_unloaded(
         references["one"].check(job)
 
 
-def test_a_retracted_request_goes_on_under_its_adapter(adapted: Batch, references: dict[str, Reference]) -> None:
+def test_a_retracted_request_goes_on_under_its_adapter(adapted: RunningBatch, references: dict[str, Reference]) -> None:
     job = job_under("two", prompt_of(20, 0))
     adapted.add(job)
     step_until_sampled(adapted, job, 3)
@@ -108,19 +110,21 @@ def test_a_retracted_request_goes_on_under_its_adapter(adapted: Batch, reference
     references["two"].check(job)
 
 
-def test_logprobs_of_given_tokens_are_those_under_the_adapter(adapted: Batch, references: dict[str, Reference]) -> None:
+def test_logprobs_of_given_tokens_are_those_under_the_adapter(
+    adapted: RunningBatch, references: dict[str, Reference]
+) -> None:
     job = job_under("one", prompt_of(30, 0))
     job.logprob_start = 0
     run_all(adapted, [job])
     references["one"].check(job)
 
 
-def test_the_names_of_a_models_parameters_are_its_own_beside_adapters(adapted: Batch, model_dir: str) -> None:
+def test_the_names_of_a_models_parameters_are_its_own_beside_adapters(adapted: RunningBatch, model_dir: str) -> None:
     names = AutoModelForCausalLM.from_pretrained(model_dir).state_dict().keys()
     assert adapted._runner.model.state_dict().keys() == names
 
 
-def test_rank_stabilized_adapters_have_their_own_scale(batch: Batch, model_dir: str, tmp_path: Path) -> None:
+def test_rank_stabilized_adapters_have_their_own_scale(batch: RunningBatch, model_dir: str, tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", model_dir, 5, merged=tmp_path / "merged", use_rslora=True, target_modules=["q_proj"])
     load(batch, "a", tmp_path / "a")
     job = job_under("a", prompt_of(20, 0))
@@ -173,7 +177,7 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("spoil", "sentence"), SPOILT, ids=[sentence[:40] for _, sentence in SPOILT])
 def test_what_it_cannot_hold_is_refused_with_a_reason(
-    spoil: Callable[[Path], object], sentence: str, batch: Batch, adapters: Path, tmp_path: Path
+    spoil: Callable[[Path], object], sentence: str, batch: RunningBatch, adapters: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "spoilt"
     shutil.copytree(adapters / "one", directory)

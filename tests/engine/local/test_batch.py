@@ -12,9 +12,9 @@ from tiny_qwen import SIZES, Reference, make_batch_of, make_job, prompt_of, run_
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from arl.engine.local.job import Job
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
-MakeBatch = Callable[..., Batch]
+MakeBatch = Callable[..., RunningBatch]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_other_architectures_generate_as_transformers_does(tmp_path: Path, confi
         reference.check(job)
 
 
-def test_greedy_output_of_ragged_prompts_is_that_of_generate(batch: Batch, reference: Reference) -> None:
+def test_greedy_output_of_ragged_prompts_is_that_of_generate(batch: RunningBatch, reference: Reference) -> None:
     jobs = [
         make_job(prompt_of(1 + 11 * i, i), temperature=0, max_new_tokens=10 + 3 * i, ignore_eos=False)
         for i in range(12)
@@ -82,7 +82,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_computed(make_batch: MakeBatch)
         assert not late.output_ids
 
 
-def test_a_second_turn_continues_from_the_first_ones_cache(batch: Batch, reference: Reference) -> None:
+def test_a_second_turn_continues_from_the_first_ones_cache(batch: RunningBatch, reference: Reference) -> None:
     first = make_job(prompt_of(30, 1), temperature=0, max_new_tokens=15)
     run_all(batch, [first])
     second = make_job([*first.input_ids, *first.output_ids, *prompt_of(9, 2)], temperature=0, max_new_tokens=15)
@@ -91,7 +91,9 @@ def test_a_second_turn_continues_from_the_first_ones_cache(batch: Batch, referen
     reference.check_greedy(second)
 
 
-def test_a_prompt_that_leaves_a_known_one_midway_uses_the_common_part(batch: Batch, reference: Reference) -> None:
+def test_a_prompt_that_leaves_a_known_one_midway_uses_the_common_part(
+    batch: RunningBatch, reference: Reference
+) -> None:
     first = make_job(prompt_of(60, 1))
     run_all(batch, [first])
     second = make_job([*first.input_ids[:40], *prompt_of(20, 2)])
@@ -179,7 +181,7 @@ def test_retained_prefixes_beyond_their_memory_are_evicted(make_batch: MakeBatch
         reference.check(turn)
 
 
-def test_streaming_jobs_are_delivered_at_every_step_and_others_at_their_end(batch: Batch) -> None:
+def test_streaming_jobs_are_delivered_at_every_step_and_others_at_their_end(batch: RunningBatch) -> None:
     streaming, plain = make_job(prompt_of(5, 1), stream=True), make_job(prompt_of(5, 2), max_new_tokens=3)
     batch.add(streaming)
     batch.add(plain)

@@ -12,9 +12,9 @@ from tiny_qwen import SIZES, Reference, make_batch_of, make_job, prompt_of, run_
 from transformers import AutoModelForCausalLM, GraniteConfig
 
 from arl.engine.local.job import Job
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
-MakeBatch = Callable[..., Batch]
+MakeBatch = Callable[..., RunningBatch]
 
 
 def scored(prompt: list[int], start: int = 0, *, prefill_only: bool = True) -> Job:

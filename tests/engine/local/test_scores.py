@@ -14,7 +14,7 @@ from tiny_qwen import build_model, make_batch_of, make_job, prompt_of, run_all, 
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from arl.api.errors import ModelError
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
 PAD = 255
 
@@ -35,7 +35,7 @@ def write_scorer(directory: Path, seed: int) -> Any:
     return model
 
 
-MakeScorer = Callable[..., Batch]
+MakeScorer = Callable[..., RunningBatch]
 
 
 @pytest.fixture

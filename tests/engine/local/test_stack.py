@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
 
 from arl.engine.local.runner import quicken_norms
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
 
-def test_qwen3_takes_the_short_way(make_batch: Callable[..., Batch]) -> None:
+def test_qwen3_takes_the_short_way(make_batch: Callable[..., RunningBatch]) -> None:
     assert make_batch()._runner._stack is not None
 
 

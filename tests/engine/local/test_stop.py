@@ -9,7 +9,7 @@ import torch
 from tiny_qwen import EOS, build_tokenizer, make_job, prompt_of, run_all
 
 from arl.engine.local.runner import StepInput
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 from arl.engine.local.sampler import StopStrings
 
 TOKENIZER: Any = build_tokenizer()
@@ -50,7 +50,7 @@ def test_stop_strings_are_found_at_the_token_that_completes_them(
     assert first_stop(tokens, *stop) == wanted
 
 
-def biased(batch: Batch, script: list[int]) -> None:
+def biased(batch: RunningBatch, script: list[int]) -> None:
     """Make the model say `script`, whatever it is asked: the step's logits are replaced by certainties."""
     runner: Any = batch._runner
     forward = runner.forward
@@ -63,7 +63,7 @@ def biased(batch: Batch, script: list[int]) -> None:
     runner.forward = scripted
 
 
-def test_a_stop_token_at_the_last_allowed_place_is_a_stop(batch: Batch) -> None:
+def test_a_stop_token_at_the_last_allowed_place_is_a_stop(batch: RunningBatch) -> None:
     biased(batch, [1, EOS])
     job = make_job(prompt_of(5, 1), ignore_eos=False, max_new_tokens=2)
     run_all(batch, [job])

@@ -9,7 +9,7 @@ import torch
 from tiny_qwen import Reference, make_job, prompt_of, run_all, step_until_sampled
 
 from arl.api.errors import ModelError
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
 Weights = dict[str, torch.Tensor]
 
@@ -19,7 +19,7 @@ def differs(logprobs: list[float], other: torch.Tensor) -> bool:
 
 
 def test_a_prompt_that_was_half_computed_when_the_weights_changed_goes_on_with_what_it_has(
-    batch: Batch, other_reference: Reference, other_weights: Weights
+    batch: RunningBatch, other_reference: Reference, other_weights: Weights
 ) -> None:
     job = make_job(prompt_of(150, 1), temperature=0)
     batch.add(job)
@@ -32,7 +32,7 @@ def test_a_prompt_that_was_half_computed_when_the_weights_changed_goes_on_with_w
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_no_cache_of_old_weights_serves_a_later_request(
-    batch: Batch, other_reference: Reference, other_weights: Weights, is_running: bool
+    batch: RunningBatch, other_reference: Reference, other_weights: Weights, is_running: bool
 ) -> None:
     first = make_job(prompt_of(40, 1), max_new_tokens=20)
     batch.add(first)
@@ -47,7 +47,7 @@ def test_no_cache_of_old_weights_serves_a_later_request(
 
 
 def test_the_cache_of_new_weights_serves_later_requests(
-    batch: Batch, other_reference: Reference, other_weights: Weights
+    batch: RunningBatch, other_reference: Reference, other_weights: Weights
 ) -> None:
     batch.load(other_weights.items, "1")
     first = make_job(prompt_of(40, 1))
@@ -78,7 +78,7 @@ def _interrupted(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     [(_misnamed, "no parameter"), (_misshapen, r"shape \[31\]"), (_interrupted, "the sender is gone")],
 )
 def test_weights_that_do_not_fit_change_nothing(
-    batch: Batch, reference: Reference, other_weights: Weights, tensors, message: str
+    batch: RunningBatch, reference: Reference, other_weights: Weights, tensors, message: str
 ) -> None:
     first = make_job(prompt_of(40, 1))
     run_all(batch, [first])
@@ -92,7 +92,7 @@ def test_weights_that_do_not_fit_change_nothing(
 
 
 def test_weights_that_are_not_numbers_fail_requests_and_good_ones_heal_the_server(
-    batch: Batch, other_reference: Reference, other_weights: Weights
+    batch: RunningBatch, other_reference: Reference, other_weights: Weights
 ) -> None:
     broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in other_weights.items()}
     batch.load(broken.items, "1")

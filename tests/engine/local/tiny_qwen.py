@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from arl.api.types import SamplingParams
 from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
 EOS = 256
 
@@ -72,9 +72,9 @@ def make_batch_of(
     prefill_tokens: int = 64,
     prefix_cache_bytes: int = 1 << 24,
     context_length: int = 256,
-) -> Batch:
+) -> RunningBatch:
     runner = ModelRunner(model_dir, device="cpu", dtype="float32", max_rows=max_rows, context_length=context_length)
-    return Batch(
+    return RunningBatch(
         runner,
         max_rows=max_rows,
         prefill_tokens=prefill_tokens,
@@ -114,7 +114,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(0, 256, (length,), generator=generator).tolist()
 
 
-def run_all(batch: Batch, jobs: Sequence[Job] = ()) -> None:
+def run_all(batch: RunningBatch, jobs: Sequence[Job] = ()) -> None:
     """Add jobs and step until nothing is left to do."""
     for job in jobs:
         batch.add(job)
@@ -122,7 +122,7 @@ def run_all(batch: Batch, jobs: Sequence[Job] = ()) -> None:
         batch.step()
 
 
-def step_until_sampled(batch: Batch, job: Job, num_tokens: int) -> None:
+def step_until_sampled(batch: RunningBatch, job: Job, num_tokens: int) -> None:
     while len(job.output_ids) < num_tokens:
         batch.step()
 

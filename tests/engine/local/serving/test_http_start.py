@@ -22,7 +22,7 @@ from protocol_client import DEADLINE_S, Client
 
 from arl.api.errors import ArlError, ConfigError, ModelError
 from arl.engine.local.__main__ import bind, check_arguments, main, parse_arguments, run
-from arl.engine.local.running_batch import Batch
+from arl.engine.local.running_batch import RunningBatch
 
 PROMPT = [10, 11, 12, 13]
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
@@ -81,8 +81,8 @@ async def test_it_ends_with_its_model_thread(model_a: str, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(Batch, "step", broken)
-    monkeypatch.setattr(Batch, "fail", broken)
+    monkeypatch.setattr(RunningBatch, "step", broken)
+    monkeypatch.setattr(RunningBatch, "fail", broken)
     sock = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     serving = asyncio.create_task(run(parse_arguments(["--model", model_a]), sock))
