@@ -54,7 +54,7 @@ class Filter:
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Filter | None:
         if all(p.top_k == -1 and p.top_p == 1 and p.min_p == 0 for p in params):
             return None
-        top_k = [p.top_k if p.top_k > 0 else vocab_size for p in params]
+        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
         top_p = [p.top_p if p.top_p < 1 else 2.0 for p in params]  # rounding must not cut the tail where it is off
         return cls(
             top_k=torch.tensor(top_k, device=device)[:, None],

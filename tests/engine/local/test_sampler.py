@@ -38,6 +38,7 @@ def plain_support(probs: list[float], top_k: int = -1, top_p: float = 1.0, min_p
     [
         {"top_k": 1},
         {"top_k": 3},
+        {"top_k": 1 << 70},
         {"top_p": 0.01},
         {"top_p": 0.6},
         {"min_p": 0.3},
