@@ -18,7 +18,7 @@ class TensorSpec:
     """One tensor of a model, as servers know it."""
 
     name: str
-    """In checkpoints."""
+    """The tensor's name in checkpoints."""
     dtype: str
     """Such as "bfloat16"."""
     shape: tuple[int, ...]
@@ -26,16 +26,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGroup:
-    """A process group through which one server receives weights: its sender is rank 0 and listens at address:port.
-
-    The server's ranks are 1..world_size-1. backend: gloo (CPU tensors) or nccl.
-    """
+    """A process group through which one server receives weights: its sender is rank 0 and listens at address:port."""
 
     name: str
     address: str
     port: int
     world_size: int
+    """The sender and the server's ranks, which are 1..world_size-1."""
     backend: str
+    """gloo (CPU tensors) or nccl."""
 
 
 class WeightServer(Protocol):
@@ -54,7 +53,7 @@ class WeightServer(Protocol):
         ...
 
     async def join_group(self, group: WeightGroup) -> None:
-        """Returns when sender and server have met, so the sender has to join at the same time."""
+        """Join the group. Returns when sender and server have met, so the sender must join at the same time."""
         ...
 
     async def leave_group(self, name: str) -> None: ...
@@ -64,33 +63,33 @@ class WeightServer(Protocol):
     async def receive(
         self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
     ) -> None:
-        """Receive these tensors, of one dtype, end to end in one broadcast of bytes, while the sender sends it.
+        """Receive these tensors while the sender sends them: one dtype, end to end in one broadcast of bytes.
 
-        version: what the server holds with them; None if others are still to come, and it holds a mixture.
+        version: the version that they complete; None while more tensors are to come and the server holds a mixture.
         """
         ...
 
     async def end_update(self) -> None:
-        """Serve what was received since begin_update."""
+        """Serve the weights received since begin_update."""
         ...
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """Hold an adapter (peft's files, an absolute path) beside the model, for requests that carry its name.
+        """Load an adapter (peft's files, an absolute path) beside the model, for requests that carry its name.
 
-        Generation goes on. A name stands for one adapter for ever; loading a known adapter does nothing.
+        Generation goes on. A name always stands for the same adapter, and loading a known adapter does nothing.
         """
         ...
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter that no request will carry any more. Unloading an unknown adapter does nothing."""
+        """Unload an adapter that no request will name again. Unloading an unknown adapter does nothing."""
         ...
 
 
 class WeightUpdate(Protocol):
-    """New weights on their way to the servers. An inference engine calls both methods for each server that it updates.
+    """New weights on their way to the servers. An inference engine calls `prepare` and `load` for each server.
 
-    It may do so for several servers at once, for one again after a failure, and later for one that was away. An update
-    can be loaded until a newer one was delivered.
+    It may update several servers at once, retry a server after a failure, and update an absent server later. An update
+    can be loaded until a newer one has been delivered.
     """
 
     @property
@@ -98,15 +97,15 @@ class WeightUpdate(Protocol):
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that requests must carry for this version; None if the version is the server's own weights.
+        """The adapter that requests must name for this version; None if the version is the server's own weights.
 
-        Requests can use an adapter as soon as it was prepared: the server is not paused.
+        Requests can use an adapter as soon as it is prepared. The server is not paused.
         """
         ...
 
     @property
     def num_bytes(self) -> int:
-        """What was moved for this version so far, for all servers together."""
+        """Bytes moved for this version so far, over all servers."""
         ...
 
     async def prepare(self, server: WeightServer) -> None:
@@ -114,13 +113,13 @@ class WeightUpdate(Protocol):
         ...
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
-        """Make the (paused) server hold all of `version`. If this raises, the server must not serve."""
+        """Load all of `version` into the paused server. If this raises, the server must not serve."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskWeights:
-    """A WeightUpdate that is there already: a Hugging Face model directory (an absolute path) of `num_bytes`."""
+    """A WeightUpdate from an existing Hugging Face model directory (an absolute path) of `num_bytes`."""
 
     version: int
     directory: Path
@@ -137,7 +136,7 @@ class DiskWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterWeights:
-    """A WeightUpdate that is there already: an adapter in a directory (an absolute path) of `num_bytes`."""
+    """A WeightUpdate from an existing adapter directory (an absolute path) of `num_bytes`."""
 
     version: int
     adapter: str
@@ -152,10 +151,10 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStats:
-    """What a weight update cost."""
+    """The cost of a weight update."""
 
     pause_s: float
-    """The longest time that a server did not generate."""
+    """The longest time for which one server did not generate."""
     load_s: float
     """The longest load."""
 
@@ -170,17 +169,18 @@ class PublishStats:
     transfer_s: float
     """From the snapshot until every server served the version."""
     pause_s: float
+    """The longest time for which one server did not generate."""
     num_bytes: int
 
 
 class Sampler(Protocol):
-    """What a workflow samples from: the current policy, and nothing else of the engine behind it."""
+    """The current policy, as a workflow samples from it. It shows nothing else of the engine."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Continue `request.input_ids`. A weight update meanwhile shows in the response's versions alone.
+        """Continue `request.input_ids`. A weight update during the call shows in the response's versions alone.
 
         Cancelling the call aborts the request on its server. Raises PromptTooLongError, RequestTimeoutError,
-        ServerError when no server can answer, EngineClosedError.
+        EngineClosedError, and ServerError when no server can answer.
         """
         ...
 
@@ -200,54 +200,51 @@ class InferenceEngine(Sampler, Protocol):
     async def resume(self) -> None: ...
 
     async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        """Bring every server to `update.version` while requests are in flight. `version` is that when it returns.
+        """Bring every server to `update.version` while requests are in flight. On return `version` is the new one.
 
-        Raises ServerError if no server holds it, and ValueError for a version below the one served.
+        Raises ServerError if no server holds the new version, and ValueError if it is below the one served.
         """
         ...
 
     async def aclose(self) -> None:
-        """Abort what runs and release connections. Idempotent."""
+        """Abort running requests and release connections. Idempotent."""
         ...
 
 
 Output = Literal["logprobs", "reference_logprobs", "values"]
-"""What a train engine's forward is asked for."""
+"""The number that a forward pass of a train engine returns for each token."""
 
 Head = Literal["policy", "value", "policy_and_value"]
-"""What a train engine's model ends in: the language-model head, a value head [H -> 1], or both on one backbone."""
+"""The head of a train engine's model: the language-model head, a value head [H -> 1], or both on one backbone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a model accepts."""
+    """The limits of a model's input."""
 
     vocab_size: int
-    """Token ids are below it."""
+    """Token ids are below this."""
     context_length: int | None = None
-    """Most tokens of a sequence. None: any number."""
+    """The most tokens that a sequence may have. None: unlimited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenOutputs:
-    """What the model says of a microbatch's trained tokens: float32[M], with gradient; 0 where it has no such head.
-
-    logprobs: of the token, under the current weights. entropy: of the sampling distribution, in nats. values: of the
-    context that the token was sampled in, so without the token itself.
-    """
+    """The model's outputs for a microbatch's trained tokens: float32[M], with gradient; 0 without the head for it."""
 
     logprobs: torch.Tensor
+    """The token's logprob under the current weights."""
     entropy: torch.Tensor
+    """The entropy of the sampling distribution, in nats."""
     values: torch.Tensor
+    """The value of the context in which the token was sampled, without the token itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedTokens:
     """The trained tokens of one microbatch, flat: every field has length M = number of tokens with loss_mask 1.
 
-    Fields are TrainSequence's, and what is not given is 0. sequence_ids int64[M]: which sequence of the microbatch
-    (0..S-1) each token belongs to, ascending. unit_ids int64[M]: which unit of sequences, numbered 0..U-1 in the
-    microbatch; a sequence of unit -1 is a unit of its own.
+    The other fields are TrainSequence's. An unset tensor becomes zeros.
     """
 
     behavior_logprobs: torch.Tensor
@@ -260,7 +257,9 @@ class PackedTokens:
     loss_weights: torch.Tensor = field(default_factory=unset)
     versions: torch.Tensor = field(default_factory=unset)
     sequence_ids: torch.Tensor = field(default_factory=unset)
+    """int64[M], ascending: the number of each token's sequence in the microbatch, 0..S-1."""
     unit_ids: torch.Tensor = field(default_factory=unset)
+    """int64[M]: the number of each token's unit in the microbatch, 0..U-1. Unit -1 becomes a unit of one sequence."""
 
     def __post_init__(self) -> None:
         names = (*TOKEN_FIELDS, "sequence_ids", "unit_ids")
@@ -269,22 +268,27 @@ class PackedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLosses:
-    """What a loss gives back: loss float32[M] per trained token, not yet weighted by loss_weights, with gradient.
+    """The result of a loss: a loss for each trained token of a microbatch, and metrics.
 
-    The rest are metrics, detached, each a name -> float[M] and reported over all tokens of the minibatch, so that they
-    do not depend on how it was split: means: the mean. maxima: the largest. weighted: the sum, weighted as the loss is.
-    quotients: name -> (a, b), sum(a) / sum(b), and not reported where sum(b) is 0. sample_sizes: for weights w, the
-    effective sample size sum(w)^2 / (N sum(w^2)) of N tokens (Kish 1965), 1 where all weigh the same.
+    Metrics are detached, each a name -> float[M]. They are reported over all tokens of the minibatch, so they do not
+    depend on how it was split.
     """
 
     loss: torch.Tensor
+    """float32[M], with gradient, not yet weighted by loss_weights."""
     means: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    """Reported: the mean."""
     maxima: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    """Reported: the largest."""
     weighted: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    """Reported: the sum, weighted as the loss is."""
     quotients: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict[str, "tuple[torch.Tensor, torch.Tensor]"]
     )
+    """name -> (a, b). Reported: sum(a) / sum(b), unless sum(b) is 0."""
     sample_sizes: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+    """name -> weights w. Reported: the effective sample size sum(w)^2 / (N sum(w^2)) of N tokens (Kish 1965), 1 for
+    equal weights."""
 
 
 class TokenLoss(Protocol):
@@ -294,30 +298,30 @@ class TokenLoss(Protocol):
 
 
 class Snapshot(Protocol):
-    """The weights of one version, copied aside. Methods block, and may be called beside training from any thread."""
+    """A copy of one version's weights. Methods block, and any thread may call them during training."""
 
     @property
     def version(self) -> int: ...
 
     def write(self, directory: Path) -> int:
-        """Write a Hugging Face model directory (weights, config, tokenizer), whole or not at all; returns its bytes."""
+        """Write a Hugging Face model directory (weights, config, tokenizer), whole or not at all; return its bytes."""
         ...
 
     def release(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Free the memory. Idempotent."""
         ...
 
 
 class Saving(Protocol):
-    """A checkpoint being written beside training."""
+    """A checkpoint that is written while training goes on."""
 
     def wait(self) -> None:
-        """Block until it is on the disk. Raises CheckpointError; earlier checkpoints are then untouched."""
+        """Block until the checkpoint is on the disk. Raises CheckpointError and then leaves earlier ones untouched."""
         ...
 
 
 class TrainEngine(Protocol):
-    """Holds the weights being trained. Calls block, and come from one thread."""
+    """Holds the weights being trained. Calls block. Make them all from one thread."""
 
     @property
     def version(self) -> int:
@@ -326,21 +330,21 @@ class TrainEngine(Protocol):
 
     @property
     def limits(self) -> ModelLimits:
-        """What sequences may hold."""
+        """The limits of the model's input."""
         ...
 
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
-        """What the model says of each token, float32[T] for each sequence; 0.0 where loss_mask is 0. No gradient.
+        """The model's `output` for each token, float32[T] for each sequence; 0.0 where loss_mask is 0. No gradient.
 
-        logprobs and values are under the current weights, reference_logprobs under the reference's. Raises ConfigError
-        if the engine has no such head or no reference.
+        Logprobs and values come from the current weights, reference_logprobs from the reference's. Raises ConfigError
+        if the engine lacks the head or the reference.
         """
         ...
 
     def update_reference(self, share: float = 1.0) -> None:
         """Move the reference policy's weights towards the current ones: reference += share * (current - reference).
 
-        The first call makes the reference, a copy of the current weights: their memory once more. `save` keeps it.
+        The first call creates the reference, a copy of the current weights, in as much memory. `save` keeps it.
         """
         ...
 
@@ -349,36 +353,36 @@ class TrainEngine(Protocol):
         ...
 
     def snapshot(self) -> Snapshot:
-        """Copy the weights aside, as servers hold them. Later steps do not change the copy."""
+        """Copy the weights, in the form that servers hold. Later steps do not change the copy."""
         ...
 
     def save(self, directory: Path) -> Saving:
-        """Copy aside everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG.
+        """Copy everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG.
 
-        `directory` is written beside later steps, and is whole when the saving has ended.
+        `directory` is written during later steps. It is complete when the saving has ended.
         """
         ...
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`'s directory. Raises CheckpointError naming what does not fit."""
+        """Continue from a directory that `save` wrote. Raises CheckpointError, which names the mismatch."""
         ...
 
     def close(self) -> None: ...
 
 
 class WeightTransport(Protocol):
-    """Moves weights from a TrainEngine to an InferenceEngine: take a snapshot, then deliver it beside training."""
+    """Moves weights from a TrainEngine to an InferenceEngine: take a snapshot, then deliver it during training."""
 
     def snapshot(self, engine: TrainEngine) -> WeightUpdate:
-        """Copy the weights aside: the one part of a publish that training waits for."""
+        """Copy the weights. Training waits for this part of a publish alone."""
         ...
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        """Bring the servers to the snapshot's version, then let go of what is no longer needed."""
+        """Bring the servers to the snapshot's version, then free what they no longer need."""
         ...
 
     def discard(self, update: WeightUpdate) -> None:
-        """Let go of a snapshot that will not be delivered, as a newer one took its place."""
+        """Free a snapshot that a newer one replaced before its delivery."""
         ...
 
     def close(self) -> None: ...

@@ -73,7 +73,7 @@ class ModelRequest:
     sampling: SamplingParams = SamplingParams()
     rid: str = field(default_factory=new_id)
     session_id: str | None = None
-    """Requests with the same one go to one server, which has their prefix cached."""
+    """Requests with the same session id go to the same server, which has their prefix cached."""
 
     def __post_init__(self) -> None:
         if len(self.input_ids) == 0:
@@ -82,10 +82,10 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelResponse:
-    """What was sampled. A response that weight updates interrupted differs from others in its versions alone."""
+    """The tokens sampled for one request. A weight update during the response shows in its versions alone."""
 
     output_ids: tuple[int, ...]
-    """With the stop token, if one was sampled."""
+    """The sampled tokens, the stop token included."""
     output_logprobs: tuple[float, ...]
     """The behavior logprob of each token."""
     output_versions: tuple[int, ...]
@@ -110,10 +110,10 @@ class TurnSpan:
     start: int
     stop: int
     reward: float = 0.0
-    """The environment's for this turn, beside the trajectory's own reward."""
+    """The environment's reward for this turn. The trajectory's own reward comes on top."""
     state: str | None = None
-    """A key of the state that the turn was taken in, equal for equal states of a group's episodes, whose turns GiGPO
-    compares. None: unlike any other."""
+    """A key of the state in which the turn was taken. GiGPO compares the turns of a group that have the same key.
+    None: compare this turn with no other."""
 
     def __post_init__(self) -> None:
         if not 0 < self.start <= self.stop:
@@ -147,19 +147,19 @@ class Trajectory:
     versions: tuple[int, ...]
     """The policy version that sampled each token; -1 where none did."""
     reward: float
-    """Of the outcome."""
+    """The reward of the outcome."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """The named parts of the reward, if they are to be normalised apart (GDPO)."""
     token_rewards: tuple[float, ...] | None = None
     """Process rewards beside the outcome, one for each token."""
     turns: tuple[TurnSpan, ...] = ()
-    """Where each turn lies, in order, with process rewards of their own."""
+    """Where each turn lies, in order. A turn can have a process reward."""
     is_truncated: bool = False
-    """A length limit ended it."""
+    """Whether a length limit ended the trajectory."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Name -> number; logs show the mean over episodes."""
     role: str = "agent"
-    """Which agent, in multi-agent episodes."""
+    """The agent's role, in multi-agent episodes."""
     temperature: float = 1.0
     """Logits are divided by this before logprobs, for every sampled token."""
 
@@ -228,7 +228,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """The smallest version among trained tokens; None when nothing in it is trained."""
+        """The smallest version among trained tokens; None when no token is trained."""
         return min(compress(self.versions, self.loss_mask), default=None)
 
     @property
@@ -250,12 +250,12 @@ class Group:
     example_id: tuple[int, int]
     """(epoch, index in the dataset)."""
     stamp: int
-    """The version that was published when the group was admitted."""
+    """The published version when the group was admitted."""
     trajectories: tuple[Trajectory, ...]
     episode_indices: tuple[int, ...]
-    """Which episode returned each of the trajectories."""
+    """For each trajectory, the index of the episode that returned it."""
     greedy_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """role -> reward of the episode that was decoded greedily as a baseline (ReMax), if there was one."""
+    """role -> reward of the greedy episode, the baseline of ReMax; empty without a greedy episode."""
 
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.episode_indices):
@@ -280,7 +280,7 @@ def unset() -> torch.Tensor:
 
 
 def fill_unset(record: object, names: Sequence[str], length: int, device: torch.device) -> None:
-    """Put zeros in the place of fields that were left unset, in the `__post_init__` of a frozen record."""
+    """Fill unset fields with zeros. For the `__post_init__` of a frozen record."""
     import torch
 
     for name in names:
@@ -297,28 +297,34 @@ def fill_unset(record: object, names: Sequence[str], length: int, device: torch.
 class TrainSequence:
     """A trajectory as the train engine takes it: 1-D tensors of length T, aligned with token_ids.
 
-    token_ids int64, loss_mask bool, versions int64, selected bool, the others float32. What is not given is 0.
-    behavior_logprobs, proximal_logprobs, reference_logprobs: under the sampler, under the weights that the batch was
-    taken with, and under the reference policy. values: the critic's, before any update on the batch; returns: what it
-    learns. selected: tokens that the loss treats apart (M2PO, Clip-Cov, KL-Cov).
-    loss_weights: the share of each token in the minibatch's loss (aggregation and global denominators are in it
-    already), so that loss = sum over all tokens of loss_weights * token loss, however the batch is split.
-    unit: sequences with the same number lie in one microbatch, for a loss that compares them; -1: with none.
+    Tensors are float32 unless their field says otherwise. An unset tensor becomes zeros.
     """
 
     token_ids: torch.Tensor
+    """int64."""
     loss_mask: torch.Tensor
+    """bool: whether the token is trained."""
     behavior_logprobs: torch.Tensor = field(default_factory=unset)
+    """Logprobs under the sampler."""
     proximal_logprobs: torch.Tensor = field(default_factory=unset)
+    """Logprobs under the weights with which the batch was taken."""
     reference_logprobs: torch.Tensor = field(default_factory=unset)
+    """Logprobs under the reference policy."""
     advantages: torch.Tensor = field(default_factory=unset)
     values: torch.Tensor = field(default_factory=unset)
+    """The critic's values before any update on the batch."""
     returns: torch.Tensor = field(default_factory=unset)
+    """The critic's targets."""
     selected: torch.Tensor = field(default_factory=unset)
+    """bool: tokens that the loss treats apart (M2PO, Clip-Cov, KL-Cov)."""
     loss_weights: torch.Tensor = field(default_factory=unset)
+    """Each token's share of the minibatch's loss: loss = sum over all tokens of loss_weights * token loss, however the
+    batch is split. Aggregation and global denominators are in it already."""
     versions: torch.Tensor = field(default_factory=unset)
+    """int64."""
     temperature: float = 1.0
     unit: int = -1
+    """Sequences with the same unit number lie in one microbatch, for a loss that compares them. -1: no unit."""
 
     def __post_init__(self) -> None:
         fill_unset(self, TOKEN_FIELDS, len(self), self.token_ids.device)
@@ -338,25 +344,25 @@ TOKEN_FIELDS = (
     "loss_weights",
     "versions",
 )
-"""What TrainSequence says of each token beside its id and mask, and PackedTokens of each trained token."""
+"""The per-token fields of TrainSequence beside id and mask. PackedTokens has them for each trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one step of training did, as `async for step in trainer` yields it. Times in seconds of wall clock."""
+    """The statistics of one training step. `async for step in trainer` yields them. Times are in wall-clock seconds."""
 
     version: int
-    """The trainer's, after the step."""
+    """The trainer's version after the step."""
     reward: float
-    """The mean over the batch's episodes."""
+    """Mean reward over the batch's episodes."""
     num_episodes: int
     mean_staleness: float
     max_staleness_seen: int
-    """Of the batch's tokens."""
+    """Largest staleness among the batch's trained tokens."""
     wait_s: float
     train_s: float
     metrics: Mapping[str, float]
-    """Everything, flat, as metrics.jsonl has it."""
+    """All metrics of the step, flat, as in metrics.jsonl."""
 
 
 Example = Mapping[str, Any]

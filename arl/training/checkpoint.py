@@ -1,9 +1,9 @@
-"""Checkpoints as directories that are whole or not there: written aside, synced, renamed; the newest K kept.
+"""Checkpoints as directories that are complete or absent: written aside, synced, renamed; the newest K are kept.
 
 run_dir/checkpoints/version-00000040/state.json      totals, dataset cursor, ledger
                                      groups.npz      finished groups that wait for a batch
                                      replay.npz      trained groups that may be trained again
-                                     engine/         whatever the train engine saves
+                                     engine/         the files of the train engine
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile)
-"""What the standard library and numpy raise when they read a damaged file."""
+"""The errors of the standard library and numpy for a damaged file."""
 
 _ASIDE = ".writing-"
 _RETIRED = ".deleting-"
 
-# Finished groups as a file: about 8 bytes for each token, equal to the bit when they are read back.
+# Finished groups as a file: about 8 bytes per token. Reading gives the same groups to the bit.
 
 
 def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:
@@ -58,7 +58,7 @@ def write_groups(file: BinaryIO, groups: Sequence[Group]) -> None:
 
 
 def read_groups(file: BinaryIO) -> list[Group]:
-    """What `write_groups` wrote. Raises one of UNREADABLE for anything else."""
+    """Read the groups that `write_groups` wrote. Raises one of UNREADABLE for anything else."""
     with np.load(file, allow_pickle=False) as arrays:
         if missing := {"groups", "run_values", "run_lengths"} - set(arrays.files):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
@@ -74,7 +74,7 @@ def read_groups(file: BinaryIO) -> list[Group]:
 
 
 class _Cursor:
-    """Flat arrays of one length, read trajectory by trajectory."""
+    """Reads flat arrays of equal length, trajectory by trajectory."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self._arrays = arrays
@@ -87,7 +87,7 @@ class _Cursor:
 
 
 def _record(group: Group) -> dict[str, Any]:
-    """All of a group but its tokens, as JSON holds it."""
+    """A group without its tokens, as JSON values."""
     return {
         "group_id": group.group_id,
         "example_id": group.example_id,
@@ -138,20 +138,20 @@ def _flat(sequences: Iterable[Iterable[float]], dtype: npt.DTypeLike) -> Array:
 
 
 def _runs(values: Array) -> tuple[Array, Array]:
-    """Each run of equal values: the value, and how often it stands there."""
+    """The value and the length of each run of equal values."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     return values[starts], np.diff(starts, append=len(values))
 
 
 def _smallest(integers: Array) -> Array:
-    """In the smallest integer type that holds them all."""
+    """Convert to the smallest integer type that holds all of them."""
     if not integers.size:
         return integers
     return integers.astype(np.result_type(np.min_scalar_type(integers.min()), np.min_scalar_type(integers.max())))
 
 
 def _exact(numbers: Array) -> Array:
-    """In float32 where that loses nothing, as with what a server computed in it."""
+    """Convert to float32 if that loses nothing, as for numbers that a server computed in float32."""
     with np.errstate(over="ignore"):
         narrow = numbers.astype(np.float32)
     return narrow if np.array_equal(narrow, numbers) else numbers
@@ -162,20 +162,21 @@ def _exact(numbers: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What a checkpoint holds of a run beside the train engine, all of one moment between two steps."""
+    """The state of a run in a checkpoint, without the train engine: one moment between two steps."""
 
     values: dict[str, Any]
-    """As JSON holds them."""
+    """JSON values."""
     groups: Sequence[Group] = ()
-    """Finished and not trained: ReplayBuffer.untrained."""
+    """Finished, untrained groups: ReplayBuffer.untrained."""
     replay: Sequence[Group] = ()
-    """Trained, and may be trained again: Replay.groups."""
+    """Trained groups that may be trained again: Replay.groups."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. identity: settings that must be the same for a run to continue."""
+    """The checkpoints of one run."""
 
     def __init__(self, directory: Path, keep: int, identity: dict[str, Any]) -> None:
+        """keep: how many checkpoints stay on the disk. identity: settings that a run may not change to continue."""
         self._directory = directory
         self._keep = keep
         self._identity = identity
@@ -184,9 +185,9 @@ class Checkpoints:
         return max(self._versions(), default=None)
 
     def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> CheckpointSaving:
-        """Copy the train engine aside; what is returned writes the checkpoint of `version` while it is waited for.
+        """Copy the train engine aside. `wait` of the result writes the checkpoint of `version`.
 
-        Raises CheckpointError, as its `wait` does.
+        Both raise CheckpointError.
         """
         aside = self._directory / f"{_ASIDE}{version}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -199,7 +200,7 @@ class Checkpoints:
         return CheckpointSaving(version=version, aside=aside, engine=engine, state=state, checkpoints=self)
 
     def complete(self, version: int, aside: Path, engine: Saving, state: RunState) -> None:
-        """Write what `begin` took aside, give it its name, and drop the oldest checkpoints past `keep`."""
+        """Write the state that `begin` took, rename the directory, and delete the oldest checkpoints past `keep`."""
         try:
             engine.wait()
             for name, groups in (("groups.npz", state.groups), ("replay.npz", state.replay)):
@@ -221,9 +222,9 @@ class Checkpoints:
             self._delete(old)
 
     def load_newest(self, load_engine: Callable[[Path], None]) -> RunState | None:
-        """Load the newest checkpoint and return its state; None where there is none. Removes what a kill left halfway.
+        """Load the newest checkpoint and return its state, or None without a checkpoint.
 
-        Raises CheckpointError.
+        Removes half-written directories that a kill left. Raises CheckpointError.
         """
         for pattern in (f"{_ASIDE}*", f"{_RETIRED}*"):
             for left_by_a_kill in self._directory.glob(pattern):
@@ -265,7 +266,7 @@ class Checkpoints:
             raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
 
     def _delete(self, version: int) -> None:
-        """So that a kill in the middle leaves no half of a checkpoint under its name."""
+        """Rename, then delete: a kill in the middle leaves no half checkpoint under its name."""
         retired = self._directory / f"{_RETIRED}{version}"
         try:
             self._path(version).rename(retired)
@@ -285,7 +286,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaving:
-    """A checkpoint whose parts are all copied aside; a Saving of the whole."""
+    """The Saving of a whole checkpoint, all of whose parts are copied aside."""
 
     version: int
     aside: Path
@@ -294,7 +295,7 @@ class CheckpointSaving:
     checkpoints: Checkpoints
 
     def wait(self) -> None:
-        """Returns when it is on the disk. Call once, on any thread. Raises CheckpointError, e.g. of a full disk."""
+        """Block until it is on the disk. Call once, on any thread. Raises CheckpointError, e.g. for a full disk."""
         self.checkpoints.complete(self.version, self.aside, self.engine, self.state)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of long work: bars and a table in a terminal; plain lines in a file, a notebook or CI."""
+"""The progress of long work: bars and a table in a terminal; plain lines in a file, a notebook or CI."""
 
 from __future__ import annotations
 
@@ -31,17 +31,14 @@ LINE_EVERY_S = 10.0
 """Seconds between two plain lines about the same work."""
 
 Advance = Callable[..., None]
-"""Called after each piece of work, with numbers to show, by name: `advance(loss=0.3)`."""
+"""Called after each piece of work with the numbers to show, by name: `advance(loss=0.3)`."""
 
 
 class Display:
-    """One per console, used from any thread. A terminal shows the last steps and a bar for all work that is under way.
-
-    num_steps: how many steps the run is to train, if it is a run. console: stdout's unless given; a quiet one shows
-    nothing.
-    """
+    """One per console, used from any thread. A terminal shows the last steps, and a bar for each piece of open work."""
 
     def __init__(self, num_steps: int | None = None, console: Console | None = None) -> None:
+        """num_steps: the steps of the run, if known. console: stdout if not given; a quiet console shows nothing."""
         self._console = console or Console()
         self._is_live = self._console.is_terminal and not self._console.quiet
         self._num_steps = num_steps
@@ -61,7 +58,7 @@ class Display:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Show that something is under way whose end is not known."""
+        """Show that work of unknown length is under way."""
         bar = self._bars.add_task(name, total=None, said="")
         self._open()
         if not self._is_live:
@@ -73,7 +70,7 @@ class Display:
 
     @contextmanager
     def work(self, name: str, total: int, unit: str = "steps", *, leave: bool = True) -> Iterator[Advance]:
-        """Show how far it is, how fast it goes and how long it will take. leave: one line about it stays at the end."""
+        """Show how far the work is, its rate and the time left. leave: keep one line about it at the end."""
         lines = _Lines(name=name, total=total, unit=unit)
         bar = self._bars.add_task(name, total=total, said="")
         self._open()
@@ -92,7 +89,7 @@ class Display:
                 self.say(lines.at_the_end())
 
     def step(self, stats: StepStats) -> None:
-        """A step of training has ended."""
+        """Show a finished training step."""
         self._rows.append(_row(stats, self._num_steps))
         if not self._is_live:
             cells = (f"{name} {cell}" for name, cell in zip(COLUMNS, self._rows[-1], strict=True))
@@ -106,7 +103,7 @@ class Display:
         self._open()
 
     def say(self, message: str) -> None:
-        """One line."""
+        """Print one line."""
         self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -134,7 +131,7 @@ class Display:
 
 @contextmanager
 def progress(name: str, total: int, unit: str = "steps") -> Iterator[Advance]:
-    """Show how far work of one's own is: `with progress("loading", 10) as advance`, and call `advance()` ten times."""
+    """Show the progress of your own work: `with progress("loading", 10) as advance`, then ten calls of `advance()`."""
     display = Display()
     try:
         with display.work(name, total, unit) as advance:
@@ -145,7 +142,7 @@ def progress(name: str, total: int, unit: str = "steps") -> Iterator[Advance]:
 
 @dataclass(slots=True, kw_only=True)
 class _Lines:
-    """The plain lines about some work."""
+    """The plain lines about one piece of work."""
 
     name: str
     total: int

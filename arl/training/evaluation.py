@@ -1,4 +1,4 @@
-"""Held-out examples, run with the same workflow and engine as training, apart from its buffer."""
+"""Evaluation on held-out examples, with the same workflow and engine as training, but without its buffer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from arl.training.metrics import Evaluation, mean_metrics, mean_rewards
 
 
 class Evaluator:
-    """One episode for each held-out example, on whatever weights the engine serves meanwhile.
-
-    seed: each request has one of its own, the same in every evaluation. Unset: none but the workflow's.
-    """
+    """Runs one episode for each held-out example, on the weights that the engine serves at the time."""
 
     def __init__(
         self,
@@ -28,6 +25,7 @@ class Evaluator:
         *,
         seed: int | None = None,
     ) -> None:
+        """seed: gives each request a seed, the same in every evaluation. None: requests keep the workflow's seed."""
         self._engine = engine
         self._runner = runner
         self._dataset = dataset
@@ -39,9 +37,9 @@ class Evaluator:
         return len(self._dataset)
 
     async def evaluate(self, on_end: Callable[[], None] = lambda: None) -> Evaluation:
-        """Failed and rejected episodes count as reward 0; `version` is the one published at the start.
+        """Run all held-out examples. `version` is the published version at the start.
 
-        on_end: called as each episode ends.
+        Failed and rejected episodes count as reward 0. on_end: called after each episode.
         """
         began, version = time.monotonic(), self._engine.version
         episodes = await run_examples(

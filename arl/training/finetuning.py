@@ -1,4 +1,4 @@
-"""Learning from data on a train engine: from demonstrations (SFT), preferences (DPO, IPO), pairs for a reward model."""
+"""Training on data: demonstrations (SFT), preferences (DPO, IPO), and pairs for a reward model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from arl.api.types import NOT_SAMPLED, TrainSequence
 ItemT = TypeVar("ItemT")
 
 Demonstration = tuple[Sequence[int], Sequence[int]]
-"""(token_ids, loss_mask) of equal length; the mask is 1 on the tokens to learn, never on the first."""
+"""(token_ids, loss_mask) of equal length. The mask is 1 on the tokens to learn, never on the first token."""
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called on the calling thread with each step's number, from 1, and its metrics."""
 
 _FORWARDED_AT_ONCE = 1024
-"""Sequences whose logprobs are computed together: an engine brings all of them to its device."""
+"""How many sequences go through one forward call. The engine brings all of them to its device."""
 
 
 def finetune(
@@ -38,12 +38,12 @@ def finetune(
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> dict[str, float]:
-    """Train on demonstrations, one optimizer step for each batch_size of them; returns the last step's metrics.
+    """Train on demonstrations, one optimizer step per batch; return the last step's metrics.
 
-    The order is shuffled anew each epoch and depends on `seed` alone; an epoch's last batch may be smaller. Each
-    step's loss is the mean negative log-likelihood of its batch's trained tokens. The engine's version counts these
-    steps too: export the result and start reinforcement learning on a new engine. Before it trains, it raises
-    DatasetError, which names the first demonstration that is malformed, does not fit the model or has nothing to learn.
+    Each epoch shuffles the examples; the order depends on `seed` alone. An epoch's last batch may be smaller. A step's
+    loss is the mean negative log-likelihood of its batch's trained tokens. The engine's version counts these steps
+    too, so export the result and start reinforcement learning on a new engine. Raises DatasetError before training; it
+    names the first demonstration that is malformed, does not fit the model or has nothing to learn.
     """
     sequences = [to_sequence(f"demonstration {i}", example, engine.limits) for i, example in enumerate(examples)]
     if not sequences:
@@ -55,7 +55,7 @@ def finetune(
 def _train(
     engine: TrainEngine, minibatches: Iterable[list[TrainSequence]], loss: TokenLoss, on_step: OnStep | None
 ) -> dict[str, float]:
-    """One optimizer step for each minibatch; returns the last one's metrics."""
+    """Make one optimizer step per minibatch; return the last step's metrics."""
     metrics: dict[str, float] = {}
     for step, minibatch in enumerate(minibatches, start=1):
         metrics = engine.train_batch([minibatch], loss)
@@ -65,7 +65,7 @@ def _train(
 
 
 def shuffled_batches(items: Sequence[ItemT], epochs: int, batch_size: int, seed: int) -> Iterator[list[ItemT]]:
-    """All items once in each epoch, in an order of its own; an epoch's last batch may be smaller."""
+    """All items once per epoch, shuffled for each epoch. An epoch's last batch may be smaller."""
     if epochs < 1 or batch_size < 1:
         raise ValueError(f"epochs is {epochs} and batch_size is {batch_size}; both must be at least 1")
     shuffle = random.Random(seed)
@@ -76,7 +76,7 @@ def shuffled_batches(items: Sequence[ItemT], epochs: int, batch_size: int, seed:
 
 
 def to_sequence(name: str, example: Demonstration, limits: ModelLimits) -> TrainSequence:
-    """A demonstration as the engine takes it. Raises DatasetError, which calls it by `name`."""
+    """Convert a demonstration for the engine. Raises DatasetError, which refers to the demonstration by `name`."""
     if not is_pair(example):
         raise DatasetError(f"{name} is a {type(example).__name__}; it must be a pair (token_ids, loss_mask)")
     token_ids, loss_mask = to_tokens(name, example[0], limits), _integers(name, "loss_mask", example[1])
@@ -101,7 +101,7 @@ def to_sequence(name: str, example: Demonstration, limits: ModelLimits) -> Train
 
 
 def to_tokens(name: str, token_ids: Sequence[int], limits: ModelLimits) -> torch.Tensor:
-    """int64[T], at least one. Raises DatasetError for what the model cannot be given."""
+    """int64[T], at least one. Raises DatasetError for tokens that the model cannot take."""
     tokens = _integers(name, "token_ids", token_ids)
     if limits.context_length is not None and len(tokens) > limits.context_length:
         raise DatasetError(
@@ -135,7 +135,7 @@ def _integers(name: str, field: str, values: Any) -> torch.Tensor:
 
 
 def _first(is_wrong: torch.Tensor) -> int | None:
-    """Where bool[T] is first true."""
+    """The first index at which bool[T] is true."""
     places = is_wrong.nonzero()
     return int(places[0]) if len(places) else None
 
@@ -145,7 +145,7 @@ def _first(is_wrong: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Two answers to one prompt, each as (token_ids, loss_mask) with the prompt in it; the mask is 1 on the answer."""
+    """Two answers to one prompt. Each holds the prompt too; its mask is 1 on the answer alone."""
 
     chosen: Demonstration
     rejected: Demonstration
@@ -161,11 +161,11 @@ def train_preferences(
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> dict[str, float]:
-    """DPO or IPO (`loss`; DPO with beta 0.1 if not given), one optimizer step for each batch_size pairs; returns the
-    last step's metrics.
+    """Train with DPO or IPO, one optimizer step per batch of pairs; return the last step's metrics.
 
-    The reference is the model as it is when this begins: its logprobs of all pairs are computed first, and no copy of
-    its weights is held. Order, on_step, versions and errors are as in `finetune`.
+    loss: DPO with beta 0.1 if not given. The reference is the model at the start of the call. Its logprobs of all
+    pairs are computed first, so no copy of its weights is held. Order, on_step, versions and errors are as in
+    `finetune`.
     """
     pairs = _whole(_preference(i, preference, engine.limits) for i, preference in enumerate(preferences))
     pairs = _with_reference(engine, pairs)
@@ -183,11 +183,12 @@ def train_reward_model(
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> dict[str, float]:
-    """Fit scores to pairs (chosen token_ids, rejected token_ids), each a prompt with its answer.
+    """Train a reward model on pairs (chosen token_ids, rejected token_ids), each a prompt with its answer.
 
-    engine: one of head "value". Its `export` is a Hugging Face sequence-classification model of one label, whose score
-    of a text is that of the last token; SGLang and the embedded server serve it at /classify. The rest is as in
-    train_preferences. Raises ConfigError for an engine without a value head, and DatasetError as in `finetune`.
+    engine: a train engine with head "value". Its `export` writes a Hugging Face sequence-classification model of one
+    label. A text's score is the score of its last token. SGLang and the embedded server serve the model at /classify.
+    The rest is as in `train_preferences`. Raises ConfigError for an engine without a value head, and DatasetError as
+    in `finetune`.
     """
     pairs = _whole(_texts(i, texts, engine.limits) for i, texts in enumerate(preferences))
     _check_scores(engine)
@@ -196,7 +197,7 @@ def train_reward_model(
 
 
 def _check_scores(engine: TrainEngine) -> None:
-    """Raise ConfigError unless the engine's model ends in a value head alone, which is what is exported."""
+    """Raise ConfigError unless the engine's model has a value head and no other: the export holds no other."""
     engine.forward([], "values")  # raises where there is none
     try:
         engine.forward([], "logprobs")
@@ -236,14 +237,14 @@ def _texts(index: int, texts: tuple[Sequence[int], Sequence[int]], limits: Model
 
 
 def _scored(token_ids: torch.Tensor) -> TrainSequence:
-    """A text with one token behind it, whose value is the text's score."""
+    """The text and one more token. That token's value is the text's score."""
     loss_mask = torch.zeros(len(token_ids) + 1, dtype=torch.bool)
     loss_mask[-1] = True
     return TrainSequence(token_ids=torch.cat([token_ids, torch.zeros(1, dtype=torch.int64)]), loss_mask=loss_mask)
 
 
 def _whole(pairs: Iterable[Pair]) -> list[Pair]:
-    """All of them. Raises DatasetError where there is nothing to prefer."""
+    """All pairs. Raises DatasetError without pairs, and for a pair of equal answers."""
     known = list(pairs)
     if not known:
         raise DatasetError("there are no pairs to learn from")

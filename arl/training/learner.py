@@ -1,4 +1,4 @@
-"""What is done to one batch: a Learner turns groups into optimizer steps. Blocking, on the trainer's thread.
+"""The training of one batch: a Learner turns groups into optimizer steps. It blocks, on the trainer's thread.
 
 groups --> sequences --> logprobs, values --> advantages --> minibatches | --> critic, policy --> metrics
                          forward passes                      selected, weighed
@@ -30,18 +30,18 @@ from arl.api.types import Group, TrainSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedBatch:
-    """A batch that is ready to be trained."""
+    """A batch that is ready for training."""
 
     minibatches: list[list[TrainSequence]]
-    """What each optimizer step trains."""
+    """The sequences of each optimizer step."""
     advantages: list[float | None]
-    """For each trajectory of the new groups the mean over its trained tokens; None where there are none."""
+    """For each trajectory of the new groups, the mean over its trained tokens; None without trained tokens."""
 
 
 class Learner:
-    """The train engine of the policy, that of the critic where there is one apart, and the algorithm between them.
+    """Applies the algorithm to a batch, with the policy's train engine and the engine of a separate critic, if any.
 
-    version counts the batches trained, as the policy's engine does. The learner owns its engines: `close` closes them.
+    The learner owns its engines: `close` closes them. `version` counts the batches trained.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Learner:
         return self.engine.version
 
     def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
-        """What to train of a batch, as the weights are now; they stay as they are.
+        """Compute logprobs, advantages and minibatches of a batch under the current weights. Changes no weights.
 
-        replayed: groups of earlier batches, dealt out over the minibatches of the new ones.
+        replayed: groups of earlier batches, spread over the minibatches of the new groups.
         """
         config = self._config
         batch = Batch.of([*groups, *replayed], config.overlong)
@@ -83,7 +83,7 @@ class Learner:
         return PreparedBatch(minibatches=minibatches, advantages=_mean_advantages(batch)[:num_new])
 
     def train(self, batch: PreparedBatch) -> dict[str, float]:
-        """One optimizer step for each of the batch's minibatches, then version += 1. Returns metrics."""
+        """Make one optimizer step for each minibatch, then version += 1. Returns metrics."""
         config, version = self._config, self.version
         metrics = self._train_critic(batch.minibatches)
         if config.critic and version < config.critic.warmup_batches:
@@ -96,14 +96,14 @@ class Learner:
         return metrics
 
     def save(self, directory: Path) -> Saving:
-        """Copy aside everything that `load` needs to continue, and begin to write it to `directory`."""
+        """Copy everything that `load` needs to continue, and begin to write it to `directory`."""
         if self._critic is None:
             return self.engine.save(directory)
         directory.mkdir(parents=True, exist_ok=True)
         return _BothSavings(self.engine.save(directory / "policy"), self._critic.save(directory / "critic"))
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`'s directory. Raises CheckpointError naming what does not fit."""
+        """Continue from a directory that `save` wrote. Raises CheckpointError, which names the mismatch."""
         has_critic = (directory / "critic").is_dir()
         if has_critic != (self._critic is not None):
             wrote, has = ("with", "none") if has_critic else ("without", "one")
@@ -126,7 +126,7 @@ class Learner:
                 self._critic.close()
 
     def _with_forward_passes(self, batch: Batch) -> Batch:
-        """Logprobs and values before any update on the batch: what the algorithm needs of them."""
+        """Add the logprobs and values that the algorithm needs, from before any update on the batch."""
         config, known = self._config, dict[str, torch.Tensor]()
         if not (config.needs_proximal_forward or config.kl.coefficient > 0 or config.critic):
             return batch
@@ -140,8 +140,10 @@ class Learner:
         return replace(batch, **known)
 
     def _minibatches(self, num_new: int, num_replayed: int) -> Iterator[list[int]]:
-        """The groups of each minibatch: equally many new ones, and replayed ones as nearly as it goes; in the batch's
-        order in the first epoch, then in another each time."""
+        """The groups of each minibatch: equally many new groups, and nearly equally many replayed ones.
+
+        The first epoch follows the batch's order. Later epochs shuffle it.
+        """
         config, size = self._config, num_new // self._config.minibatches
         for epoch in range(config.epochs):
             new, replayed = list(range(num_new)), list(range(num_new, num_new + num_replayed))
@@ -181,19 +183,19 @@ class _BothSavings:
 
 
 def _mean_advantages(batch: Batch) -> list[float | None]:
-    """[N] The mean over each trajectory's trained tokens; None where there are none."""
+    """[N] The mean over each trajectory's trained tokens; None without trained tokens."""
     sums = batch.sums(batch.advantages.double())
     return [total / count if count else None for total, count in zip(sums, batch.counts, strict=True)]
 
 
-# The one thread on which the train engine lives, seen from the event loop.
+# The one thread of the train engine, as the event loop uses it.
 
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
 
 
 class TrainThread:
-    """Runs blocking calls one after another. A cancelled caller still waits until its call is done."""
+    """Runs blocking calls one after another on one thread. A cancelled caller still waits for its call to end."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="arl-train")
@@ -206,7 +208,7 @@ class TrainThread:
         return await self.finish(self.submit(function, *args))
 
     async def finish(self, call: asyncio.Future[ResultT]) -> ResultT:
-        """Wait for a call that was begun, also when cancelled, so that its effects are known."""
+        """Wait for a call from `submit`. A cancelled caller waits too, so that it knows the call's effects."""
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:

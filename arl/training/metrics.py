@@ -1,7 +1,7 @@
-"""What a run leaves for its users to look at: metrics, trajectories and evaluations as JSONL.
+"""The log of a run: metrics, trajectories and evaluations as JSONL files in the run directory.
 
-Files live in the run directory and are cut back to the checkpoint's version when a run resumes, so that a line
-stands once for each version. All calls are short and blocking; the trainer makes them on a thread.
+A resumed run cuts the files back to the checkpoint's version, so each version has one line. All calls are short and
+blocking; the trainer makes them on a thread.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ from arl.training.display import Display
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Held-out results at a version. reward and metrics are means over episodes; a failed episode has reward 0."""
+    """Results on the held-out examples at one version."""
 
     version: int
     reward: float
+    """Mean over all episodes. A failed episode counts as 0."""
     num_episodes: int
     num_failed: int
     wall_s: float
+    """Duration in seconds."""
     metrics: Mapping[str, float]
+    """Means of the workflow's metrics and of the parts of its reward."""
 
 
 class RunLog:
-    """Writes a run's files, and shows its steps and evaluations. Used from one thread at a time. Raises RunFileError.
-
-    display: where they are shown; nowhere without one. decode: token ids -> text, for the trajectories; without it
-    they hold ids alone.
-    """
+    """Writes a run's files, and shows its steps and evaluations. Not thread-safe. Raises RunFileError."""
 
     def __init__(
         self,
@@ -53,6 +52,8 @@ class RunLog:
         display: Display | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
+        """display: shows steps and evaluations; None shows nothing. decode: token ids -> text, for the file of
+        trajectories; without it the file holds token ids alone."""
         with _usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
@@ -61,18 +62,18 @@ class RunLog:
         self.display = display or Display(console=Console(quiet=True))
 
     def resume(self, version: int) -> None:
-        """Drop what was written after `version`, and torn lines."""
+        """Delete the lines of later versions, and torn lines."""
         for path in self._paths.values():
             with _usable(path):
                 rows = [row for row in read_jsonl(path) if row["version"] <= version]
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def evaluations(self) -> dict[int, Evaluation]:
-        """Those that are in the file, by version."""
+        """The evaluations in the file, by version."""
         return {row["version"]: Evaluation(**row) for row in read_jsonl(self._paths["evaluations"])}
 
     def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
-        """advantages: of each trajectory of the groups, the mean over its trained tokens; None where there are none."""
+        """Log a step. advantages: each trajectory's mean over its trained tokens; None without trained tokens."""
         self._append("metrics", [dict(stats.metrics)])
         self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages))
         self.display.step(stats)
@@ -108,7 +109,7 @@ class RunLog:
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Make it where it is not there, and see that it can be written to. Raises ConfigError."""
+    """Create the directory if needed, and check that it is writable. Raises ConfigError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
@@ -133,7 +134,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of `path`, without a last line that a kill cut short; empty where there is no file."""
+    """The rows of `path`, without a last line that a kill cut short. A missing file has no rows."""
     if not path.exists():
         return []
     rows: list[dict[str, Any]] = []
@@ -146,16 +147,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader, or a rerun after a kill, finds the old or the new whole."""
+    """Replace the file's text in one step: a reader, or a rerun after a kill, finds the whole old or new file."""
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(text)
     aside.replace(path)
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw reward, staleness and throughput over wall time from metrics.jsonl into reward.png, and return its path.
+    """Draw reward, staleness and throughput over wall time from metrics.jsonl into reward.png; return its path.
 
-    Raises ImportError naming the extra to install where matplotlib is missing.
+    Raises ImportError without matplotlib, and names the extra to install.
     """
     try:
         from matplotlib.figure import Figure
@@ -186,19 +187,21 @@ def plot_run(run_dir: Path) -> Path:
     return path
 
 
-# Numbers about batches and runs, from records alone.
+# Metrics of batches and runs, computed from records alone.
 
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
-    """What a run adds up over its starts, beside what the rollout controller counts; kept in checkpoints."""
+    """Totals of a run over all its starts, kept in checkpoints. The rollout controller keeps its own counters."""
 
     wall_s: float = 0.0
+    """Training time in seconds."""
     max_staleness_seen: int = 0
+    """The largest staleness of a trained token so far."""
 
 
 def episode_rewards(groups: Sequence[Group]) -> list[float]:
-    """One reward for each episode: the mean over its roles, where it returned several trajectories."""
+    """One reward for each episode. With several trajectories it is the mean over the roles."""
     return [episode_reward(episode) for episode in _episodes(groups)]
 
 
@@ -216,11 +219,11 @@ def _episodes(groups: Sequence[Group]) -> list[list[Trajectory]]:
 def batch_metrics(
     groups: Sequence[Group], version: int, replayed: Sequence[Group] = (), *, mask_truncated: bool = False
 ) -> dict[str, float]:
-    """Staleness of the trained tokens against the trainer's `version`, lengths, and what the workflow named: its
-    metrics and the parts of its reward.
+    """Staleness of the trained tokens against the trainer's `version`, lengths, the workflow's metrics and the parts of
+    its reward.
 
-    replayed: groups that were trained beside the new ones. Their tokens have a staleness; all else was said of them
-    when they were new. mask_truncated: truncated trajectories are not trained.
+    replayed: groups of earlier batches, trained beside the new ones. They count in the staleness alone; earlier steps
+    reported their other metrics. mask_truncated: truncated trajectories are not trained.
     """
 
     def is_trained(trajectory: Trajectory) -> bool:
@@ -245,7 +248,7 @@ def batch_metrics(
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
-    """Of a batch's episodes."""
+    """Statistics of the rewards of a batch's episodes."""
     return {
         "reward": fmean(rewards),
         "reward_std": pstdev(rewards),
@@ -255,7 +258,7 @@ def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def _is_equal(group: Group) -> bool:
-    """Whether the outcomes of each role are all equal."""
+    """Whether the outcomes are equal within each role."""
     return len({(t.role, t.reward) for t in group.trajectories}) == len({t.role for t in group.trajectories})
 
 
@@ -269,7 +272,7 @@ def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def mean_rewards(episodes: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
-    """`reward/NAME`: each named part of the reward, averaged over the episodes that have it; an episode's own is the
+    """`reward/NAME`: each named part of the reward, averaged over the episodes that have it. An episode's part is the
     mean over its trajectories that have it."""
     values: dict[str, list[float]] = {}
     for trajectories in episodes:
@@ -280,7 +283,7 @@ def mean_rewards(episodes: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
 
 
 def publish_metrics(published: PublishStats | None) -> dict[str, float]:
-    """Of the newest publish that is complete, which with overlap is that of an earlier version."""
+    """Metrics of the newest complete publish. With overlap it is a publish of an earlier version."""
     if published is None:
         return {}
     return {

@@ -13,9 +13,9 @@
 | evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
 | saving    | copies, RunState   | a checkpoint        | the disk                 | the step where it is due       |
 
-`step` runs in whoever iterates the trainer; the others are tasks of the run's TaskGroup. Blocking work (training,
-snapshots, checkpoints, file writes) crosses to threads in `TrainThread`, `_written` and `asyncio.to_thread`, here and
-nowhere else.
+`step` runs in the task that iterates the trainer. The others are tasks of the run's TaskGroup. Blocking work (training,
+snapshots, checkpoints, file writes) crosses to threads in `TrainThread`, `_written` and `asyncio.to_thread`, and only
+in this file.
 """
 
 from __future__ import annotations
@@ -53,33 +53,38 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Step:
-    """A batch from when its optimizer steps begin until it is logged. Times are of the monotonic clock."""
+    """A batch from the start of its optimizer steps until its log line. Times are of the monotonic clock."""
 
     groups: Sequence[Group]
-    """The new ones."""
+    """The new groups."""
     replayed: Sequence[Group]
-    """Those of earlier batches that are trained with them."""
+    """Groups of earlier batches, trained with the new ones."""
     advantages: Sequence[float | None]
-    """As PreparedBatch has them."""
+    """As in PreparedBatch."""
     began: float
+    """When the trainer began to wait for the batch."""
     taken: float
+    """When it had the batch."""
     call: asyncio.Future[dict[str, float]]
-    """Its training."""
+    """The training of the batch."""
     trained: float | None = None
+    """When its training had ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
-    """Weights that wait for their delivery. taken: when, on the monotonic clock. snapshot_s: training stood still."""
+    """Weights that wait for their delivery."""
 
     update: WeightUpdate
     taken: float
+    """When the snapshot was complete, on the monotonic clock."""
     snapshot_s: float
+    """How long training waited for it."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Trains `config.steps` batches, one for each iteration. Built by `launch`, which also closes its parts."""
+    """Trains `config.steps` batches, one for each iteration. `launch` builds it and closes its parts."""
 
     config: Config
     learner: Learner
@@ -97,7 +102,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.version = self.learner.version
         self.evaluations = self.log.evaluations()
-        """Those made so far in this run directory, by version; also those from before a resume."""
+        """All evaluations in this run directory, by version, those from before a resume included."""
         self._tasks = asyncio.TaskGroup()
         self._rollout_task: asyncio.Task[None] | None = None
         self._undelivered: _Snapshot | None = None
@@ -113,7 +118,7 @@ class Trainer:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Self]:
-        """Serve and train inside the block, which ends with a checkpoint and raises the first error of any task."""
+        """Serve and train inside the block. Its end saves a checkpoint and raises the first error of any task."""
         async with self._saved_at_the_end():
             try:
                 async with self._tasks:
@@ -159,7 +164,7 @@ class Trainer:
         return stats
 
     def _settle(self) -> None:
-        """Note the batch in training as trained once the engine has it, also after a cancellation in between."""
+        """Mark the batch as trained once the engine has trained it, even if the step was cancelled meanwhile."""
         if self._open_step and self.learner.version > self.version:
             self.version = self.learner.version
             self.rollout.trained(self._open_step.groups)
@@ -167,7 +172,7 @@ class Trainer:
             self._open_step.trained = time.monotonic()
 
     async def _publish(self) -> None:
-        """Snapshot the weights, which are delivered beside the next step; a newer snapshot replaces one that waits."""
+        """Snapshot the weights for delivery during the next step. A newer snapshot replaces one that still waits."""
         began = time.monotonic()
         update = await self.thread(self.transport.snapshot, self.learner.engine)
         if self._undelivered:
@@ -180,7 +185,7 @@ class Trainer:
             await self._delivered()
 
     async def _deliver(self) -> None:
-        """Bring the newest snapshot to the servers, one delivery at a time, until there is none left."""
+        """Deliver the newest snapshot to the servers, one delivery at a time, until none is left."""
         while self._undelivered:
             snapshot, self._undelivered = self._undelivered, None
             cost = await self.transport.deliver(snapshot.update, self.inference_engine)
@@ -196,13 +201,13 @@ class Trainer:
                 self._publication.notify_all()
 
     async def _served(self, version: int) -> None:
-        """Wait until the servers hold `version` or a newer one; woken by the delivery."""
+        """Wait until the servers hold `version` or a newer one. The delivery wakes this wait."""
         async with self._publication:
             await self._publication.wait_for(lambda: self._published is not None and self._published.version >= version)
 
     async def _delivered(self) -> None:
         if self._delivery:
-            await asyncio.shield(self._delivery)  # whoever gives up waiting must not cancel the delivery
+            await asyncio.shield(self._delivery)  # a cancelled waiter must not cancel the delivery
 
     # Beside the loop --------------------------------------------------------------------------------------------
 
@@ -212,7 +217,7 @@ class Trainer:
             self._rollout_task = self._tasks.create_task(self.rollout.run())
 
     async def stop(self) -> None:
-        """Stop sampling for training; let a delivery and an evaluation that is due end. Idempotent."""
+        """Stop sampling for training. Wait for an open delivery and a due evaluation. Idempotent."""
         if self._rollout_task:
             self._rollout_task.cancel()
             await asyncio.wait([self._rollout_task])
@@ -232,13 +237,13 @@ class Trainer:
             self._saving = self._tasks.create_task(_written(saving))
 
     async def _evaluate_while_due(self) -> None:
-        """One evaluation at a time; those that came due during a long one are made as one."""
+        """Run one evaluation at a time. Evaluations that come due during a long one are run as one."""
         while self._is_evaluation_due:
             self._is_evaluation_due = False
             await self.evaluate()
 
     async def evaluate(self) -> Evaluation:
-        """Run the held-out examples on the newest published weights. Raises ConfigError where there are none."""
+        """Run the held-out examples on the newest published weights. Raises ConfigError without held-out examples."""
         if self.evaluator is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         await self._served(self.version)
@@ -250,18 +255,18 @@ class Trainer:
         return evaluation
 
     async def save(self) -> None:
-        """Write a checkpoint of the last trained version, between steps. What is in flight will run again.
+        """Write a checkpoint of the last trained version, between steps. Episodes in flight will run again.
 
-        Nothing is written where nothing was trained since the last one, nor after optimizer steps that failed: they
-        may have changed the weights, and the checkpoint before them is what to continue from. Raises CheckpointError.
+        Writes nothing if nothing was trained since the last checkpoint, or if optimizer steps failed: they may have
+        changed the weights, so a run continues from the checkpoint before them. Raises CheckpointError.
         """
         if saving := await self._begin_saving():
             await _written(saving)
 
     async def export(self, directory: Path) -> None:
-        """Write the trained model as a Hugging Face directory, whole or not at all; between steps, at any version.
+        """Write the trained model as a Hugging Face directory, whole or not at all. Call it between steps.
 
-        With adapters it is the merged model. Raises TransportError.
+        Adapters are merged into the model. Raises TransportError.
         """
         snapshot = await self.thread(self.learner.engine.snapshot)
         try:
@@ -270,13 +275,13 @@ class Trainer:
             snapshot.release()
 
     async def _begin_saving(self) -> Saving | None:
-        """Copy aside what a checkpoint holds, all of this moment; None where there is nothing to write.
+        """Copy the state of this moment for a checkpoint; None if there is nothing to write.
 
-        One is written at a time: training waits here for a disk that is slower than `checkpoint.every`.
+        One checkpoint is written at a time: training waits here for a disk that is slower than `checkpoint.every`.
         """
         if self._saving:
-            await asyncio.wait([self._saving])  # its error ends the TaskGroup, and need not be raised twice
-        await self.thread(lambda: None)  # a call whose waiter was cancelled may still be running there
+            await asyncio.wait([self._saving])  # its error ends the TaskGroup; do not raise it twice
+        await self.thread(lambda: None)  # a call whose waiter was cancelled may still run on the thread
         self._settle()
         if self._open_step and self._open_step.trained:
             await self._record()
@@ -292,7 +297,7 @@ class Trainer:
 
     @asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:
-        """Save, whatever ends the block. An error that ends it is the one to raise, even where saving fails too."""
+        """Save, whatever ends the block. An error that ends the block is raised, even if saving fails too."""
         try:
             yield
         except asyncio.CancelledError:
@@ -313,7 +318,7 @@ class Trainer:
     # Numbers ----------------------------------------------------------------------------------------------------
 
     async def _record(self) -> StepStats:
-        """Log the step that was trained, once. All that the loop knows of it is taken here; a thread does the rest."""
+        """Log the trained step, once. This collects the loop's own numbers; a thread does the rest."""
         step, self._open_step = self._open_step, None
         if step is None:
             raise RuntimeError("there is no trained step to record")
@@ -334,7 +339,7 @@ class Trainer:
         return stats
 
     def summary(self) -> dict[str, float]:
-        """Totals of the whole run, resumes included: what was trained, how fast, how stale."""
+        """Totals of the whole run, resumes included: steps, time, throughput, staleness, episodes."""
         wall_s, counters = self._wall_s(), self.rollout.counters()
         return {
             "steps": self.version,
@@ -347,9 +352,9 @@ class Trainer:
 
 
 def _logged(log: RunLog, step: _Step, version: int, known: Mapping[str, float], is_masked: bool) -> StepStats:
-    """Write the step that led to `version` to the log. Looks at its arguments alone: the event loop goes on meanwhile.
+    """Log the step that led to `version`. It reads its arguments alone, because the event loop goes on meanwhile.
 
-    known: metrics that there are already. is_masked: truncated trajectories were not trained.
+    known: metrics computed before. is_masked: truncated trajectories were not trained.
     """
     rewards = episode_rewards(step.groups)
     numbers = batch_metrics(step.groups, version - 1, step.replayed, mask_truncated=is_masked)
@@ -369,7 +374,7 @@ def _logged(log: RunLog, step: _Step, version: int, known: Mapping[str, float], 
 
 
 async def _written(saving: Saving) -> None:
-    """Wait on a thread until it is on the disk; also when cancelled, as it goes on, and its error must not be lost."""
+    """Wait on a thread until the saving is on the disk. A cancelled wait goes on too: no error may be lost."""
     call = asyncio.get_running_loop().run_in_executor(None, saving.wait)
     try:
         await asyncio.shield(call)
