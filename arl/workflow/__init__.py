@@ -10,6 +10,6 @@
 | verifiers_workflow, verifiers_harness | environments of the verifiers package |
 | teachers | distillation, and clients of teachers and reward models |
 
-Users import these names from `arl`. This package may import arl.api, arl.web, arl.sandbox and arl.rewards, and never
-arl.engine: a workflow gets a Sampler, and knows nothing else of what serves the model.
+Users import these names from `arl`. This package may import arl.api, arl.web, arl.sandbox and arl.rewards, but never
+arl.engine: a workflow sees the model only as a Sampler.
 """

@@ -1,4 +1,4 @@
-"""Agents that answer: AgentWorkflow, the base of the ready-made workflows, and those of one turn and of several."""
+"""Agents that answer: AgentWorkflow, the base of the ready-made workflows, and workflows of one turn and of several."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class AgentWorkflow(Shared, RolloutWorkflow):
     system: str | None = None
     """The system prompt, unless the example's messages have one."""
     prompt: PromptFunction | None = None
-    """Makes the messages of an example. Unset, they are its column `messages`, `prompt` or `question`."""
+    """Makes the messages from an example. If unset, they are the column `messages`, `prompt` or `question`."""
     template_options: Mapping[str, Any] | None = None
     """Passed to the chat template, `{"enable_thinking": False}` for instance."""
     rewriting: Rewriting = "branch"
-    """What becomes of turns that the template shows otherwise later."""
+    """What to do when the chat template rewrites an earlier turn (see Conversation)."""
 
     def __post_init__(self) -> None:
         Shared.__init__(self)
@@ -88,9 +88,9 @@ class AgentWorkflow(Shared, RolloutWorkflow):
 
 
 def with_system(system: str | None, given: object) -> list[Message]:
-    """The system prompt and then a question or messages. Messages with a system prompt of their own keep that one.
+    """The system prompt, followed by a question or messages. Messages that have a system prompt keep theirs.
 
-    Raises DatasetError for anything else, and for messages that end with the assistant's.
+    Raises DatasetError for anything else, and for messages that end with an assistant's.
     """
     messages: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else _checked(given)
     if system is None or messages[0]["role"] == "system":
@@ -139,19 +139,19 @@ class SingleTurnWorkflow(AgentWorkflow):
 
 
 Feedback = Callable[[str, Example, int], "str | Awaitable[str | None] | None"]
-"""From an answer, its example and the number of earlier answers to what the user says; None ends the episode."""
+"""Takes an answer, its example and the number of earlier answers. Returns the user's reply; None ends the episode."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MultiTurnWorkflow(AgentWorkflow):
-    """Asks, tells what is wrong, asks again; rewards the last answer.
+    """Asks, says what is wrong, and asks again. Rewards the last answer.
 
         async def feedback(answer, data, attempt):
             return None if answer.strip() == data["answer"] else "That is not right. Try again."
 
         workflow = MultiTurnWorkflow(tokenizer, exact_match, feedback=feedback, max_turns=3, discount=0.9)
 
-    An episode whose context is full ends truncated, with the last answer it has. Metrics: turns, context_full.
+    If the context is full, the episode ends truncated, and its last answer is rewarded. Metrics: turns, context_full.
     """
 
     feedback: Feedback | None = None
@@ -159,9 +159,9 @@ class MultiTurnWorkflow(AgentWorkflow):
     max_turns: int = 3
     """Answers in an episode. The last one gets no feedback."""
     discount: float = 1.0
-    """The reward and its parts are multiplied by it once for each retry."""
+    """Multiplies the reward and its parts, once for each retry."""
     turn_reward: RewardLike | None = None
-    """Rewards each answer, beside the outcome (TurnSpan.reward). Of a Score only the value counts."""
+    """Also rewards each answer (TurnSpan.reward). If it returns a Score, only the value counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,7 +176,7 @@ class MultiTurnWorkflow(AgentWorkflow):
             self._rewards.append(self._turn_score)
 
     async def afeedback(self, answer: str, data: Example, attempt: int) -> str | None:
-        """What the user says to an answer; None ends the episode. attempt: how many answers came before it."""
+        """The user's reply to an answer; None ends the episode. attempt: the number of earlier answers."""
         feedback = self.feedback
         assert feedback is not None
         if inspect.iscoroutinefunction(feedback):

@@ -73,7 +73,7 @@ class CallFormat(Protocol):
     """A way to write tool calls. Pass one of your own for a model that has another."""
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Read any text as an answer, without raising."""
+        """Read an answer, whatever its text; never raise."""
         ...
 
 
@@ -82,7 +82,7 @@ class _Hermes:
         return "HERMES"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """A call ends with its tag, or where the next one begins, or with the text."""
+        """A call ends at its closing tag, at the beginning of the next call, or at the end of the text."""
         at = _end_of_opened_thought(text)
         outside, calls = [text[:at]], list[ToolCall | MalformedCall]()
         while (tag := _THOUGHT_OR_CALL.search(text, at)) is not None:
@@ -103,12 +103,13 @@ class _Llama:
         return "LLAMA"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """After the tag everything is meant as calls; without it, an answer that is nothing but objects with a name."""
+        """Everything after the tag is read as calls. An answer without the tag has calls only if it consists of objects
+        with a name."""
         before, _, after = text.partition("<|python_tag|>")
         for content, written in (("", text), (before, after)):
             calls = tuple(_joined(written))
             are_calls = _is_call(written.strip()) and not any(isinstance(call, MalformedCall) for call in calls)
-            if are_calls and "<think>" not in content:  # whatever tags stand in their arguments
+            if are_calls and "<think>" not in content:  # even if their arguments contain tags
                 return ParsedAnswer(content=content.strip(), calls=calls)
         thought = _end_of_thoughts(text)
         before, tag, after = text[thought:].partition("<|python_tag|>")
@@ -137,7 +138,7 @@ _LLAMA_KEYS = ("parameters", "arguments")
 def call_format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     """The format that a tokenizer's chat template asks the model for.
 
-    Raises ModelError if it asks for another: pass a CallFormat then.
+    Raises ModelError if the template asks for an unknown format; pass a CallFormat then.
     """
     template: Any = tokenizer.chat_template or ""
     if isinstance(template, Mapping):
@@ -153,12 +154,12 @@ def call_format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
-    """The calls in `text`, in order, as Qwen and Hermes write them. Empty when the model called nothing."""
+    """The calls in `text`, in order, in the format of Qwen and Hermes. Empty if the model called nothing."""
     return list(HERMES.parse(text).calls)
 
 
 def _tagged(text: str, start: int) -> tuple[str, int]:
-    """What stands in the tag that was opened before `start`, and where it ends. Tags in JSON strings end nothing."""
+    """The content of the tag that was opened before `start`, and its end. Tags within JSON strings do not count."""
     tag = _CALL_TAG.search(text, _end_of_object(text, start))
     if tag is None:
         return text[start:], len(text)
@@ -166,7 +167,7 @@ def _tagged(text: str, start: int) -> tuple[str, int]:
 
 
 def _end_of_object(text: str, start: int) -> int:
-    """Where the object at `start` ends; `start` itself where there is none."""
+    """The end of the object at `start`; `start` itself if there is no object."""
     begin = _after_space(text, start)
     try:
         return _DECODER.raw_decode(text, begin)[1] if text.startswith("{", begin) else start
@@ -207,7 +208,7 @@ def _call(text: str, argument_keys: tuple[str, ...]) -> ToolCall | MalformedCall
 
 
 def _is_call(text: str) -> bool:
-    """Whether it begins with an object that has what a call of Llama has, in whatever order."""
+    """Whether the text begins with an object that has the fields of a Llama call, in any order."""
     try:
         call = _DECODER.raw_decode(text)[0] if text.startswith("{") else None
     except (ValueError, RecursionError):
@@ -216,7 +217,7 @@ def _is_call(text: str) -> bool:
 
 
 def _end_of_opened_thought(text: str) -> int:
-    """Where thinking ends that the prompt had begun; 0 where the text has no such thing."""
+    """The end of thinking that the prompt began; 0 if the prompt began none."""
     end = text.find("</think>")
     if end < 0 or "<think>" in text[:end]:
         return 0
@@ -231,7 +232,7 @@ def _end_of_thought(text: str, start: int) -> int:
 
 
 def _end_of_thoughts(text: str) -> int:
-    """Where the thinking ends that the text begins with."""
+    """The end of the thinking at the beginning of the text."""
     at = _end_of_opened_thought(text)
     while text.startswith("<think>", begin := _after_space(text, at)):
         at = _end_of_thought(text, begin)

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: messages to text, text to tokens, and what closes an assistant's turn."""
+"""A tokenizer's chat template: messages to text, text to tokens, and the end of an assistant's turn."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Chat messages as people and SDKs write them, and the one form in which templates take them.
+# Chat messages: people and SDKs write them in several forms, and templates take one.
 
 
 Message = Mapping[str, Any]
-"""A chat message as templates take it: `role`, `content`, and what else a role has (`tool_calls`, for instance)."""
+"""A chat message as templates take it: `role`, `content`, and other fields of the role (`tool_calls`, for instance)."""
 
 ToolSpecs = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -31,9 +31,9 @@ ToolSpecs = Sequence[Mapping[str, Any]]
 def normalised(message: Message) -> dict[str, Any]:
     """A copy in the form that templates take.
 
-    Content is one string: text parts are joined by line breaks, and no content is an empty string. Beside tool calls no
-    content is None, as in OpenAI's protocol. Arguments of calls are objects, even if they came as JSON. Fields that are
-    None, and an empty `tool_calls`, are left out. Raises ModelError for parts other than text.
+    Content becomes one string: text parts are joined by line breaks, and missing content is an empty string. In a
+    message with tool calls, missing content stays None, as in OpenAI's protocol. JSON arguments of calls become
+    objects. Fields that are None, and an empty `tool_calls`, are left out. Raises ModelError for parts other than text.
     """
     copied = {name: plain(value) for name, value in message.items() if value is not None}
     copied["content"] = text_content(message)
@@ -71,7 +71,7 @@ def plain(value: Any) -> Any:
 
 
 def arguments_of(given: Any) -> Any:
-    """A call's arguments as an object, even if they came as JSON; broken JSON as it is."""
+    """A call's arguments as an object, read from JSON if need be. Broken JSON is returned as it is."""
     if not isinstance(given, str):
         return given
     try:
@@ -93,11 +93,12 @@ def tools_key(tools: ToolSpecs) -> bytes:
 
 
 def history_key(before: bytes, messages: Iterable[Message]) -> bytes:
-    """The key of a history that goes on with `messages`, given the key of its beginning. Equal histories have equal
+    """The key of a history that continues with `messages`. before: the key of its beginning. Equal histories have equal
     keys.
 
-    Clients send answers back with other ids, with the JSON of arguments laid out anew, without the model's thinking,
-    and with None or an empty text for no content: those count as equal. Any other text is another history.
+    Clients may send an answer back with other ids, with the JSON of arguments formatted differently, without the
+    model's thinking, and with None or an empty text for missing content. All these count as equal. Any other difference
+    in the text makes another history.
     """
     key = before
     for message in messages:
@@ -146,8 +147,8 @@ class ChatTemplate:
         self._special = _special_tokens(tokenizer)
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
-        """The messages as text. Raises ModelError, with the template's own words, if it refuses the messages or
-        tools."""
+        """The messages as text. If the template refuses the messages or tools, raises ModelError with the template's
+        message."""
         shown = [normalised(message) for message in messages]
         specs = [plain(tool) for tool in tools]
         self._check_shows(shown, specs)
@@ -173,8 +174,8 @@ class ChatTemplate:
         return str(decoded)
 
     def ends_turn(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> bool:
-        """Whether the model itself ended its turn, by any special token. An answer that a length limit cut off may end
-        with a special token that ends nothing."""
+        """Whether the model itself ended its turn, with any special token. An answer cut off by a length limit may also
+        end with a special token, but that token does not end the turn."""
         if not output_ids:
             return False
         is_end = output_ids[-1] == self.tokenizer.eos_token_id
@@ -185,16 +186,16 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str:
-        """What the template writes after an assistant's last words.
+        """The text that the template writes after an assistant's last words.
 
-        Raises ModelError for a template that does not show them.
+        Raises ModelError if the template does not show an assistant's words.
         """
         return self.after_turn([{"role": "user", "content": "?"}], [], add_generation_prompt=False)
 
     @cached_property
     def ends_in_special(self) -> bool:
-        """Whether the template ends an assistant's turn with a special token. GLM's does not: its token begins the next
-        speaker's turn."""
+        """Whether the template ends an assistant's turn with a special token. GLM's template does not: its special
+        token begins the next speaker's turn."""
         return self.begins_with_special(self.encode(self.end_of_turn))
 
     def after_turn(
@@ -205,7 +206,8 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template writes after the words of an assistant who spoke after `before`, when `messages` follow."""
+        """The text that the template writes after an assistant's words. The assistant spoke after `before`; `messages`
+        follow."""
         said = {"role": "assistant", "content": _MARKER}
         text = self.render([*before, said, *messages], tools, add_generation_prompt=add_generation_prompt)
         shown, marker, after = text.rpartition(_MARKER)
@@ -214,11 +216,10 @@ class ChatTemplate:
         return after
 
     def after_words(self, said: str, shown: str, *, has_calls: bool = False) -> str | None:
-        """What `shown` has after the words that were said, with which it begins; None where it shows others.
+        """The rest of `shown` after the words `said`; None if `shown` does not begin with these words.
 
-        They may stand there as they were said, or as the template writes the same words: with other space between
-        them and, has_calls, with the JSON of calls laid out and ordered otherwise. Words that are gone, or more, are
-        others.
+        `shown` may have the words as they were said, or as the template writes them: with different white space and, if
+        has_calls, with the JSON of calls formatted and ordered differently. Missing or additional words do not match.
         """
         if shown.startswith(said) and self._begins_with_end(shown[len(said) :]):
             return shown[len(said) :]
@@ -235,7 +236,7 @@ class ChatTemplate:
         return text.startswith(self.end_of_turn)
 
     def _first_special(self, text: str, besides: str) -> int | None:
-        """Where the first special token stands that is not among the words of `besides`."""
+        """The position of the first special token that is not part of `besides`."""
         finds = self._special_pattern.finditer(text)
         return next((found.start() for found in finds if found.group() not in besides), None)
 
@@ -245,7 +246,7 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, longest_first)))
 
     def _pieces(self, text: str, unit: re.Pattern[str]) -> list[str]:
-        """What `unit` finds beside special tokens: words in any order, or everything but space in its own."""
+        """The matches of `unit` besides special tokens: all words sorted, or all but white space joined."""
         pieces = unit.findall(self._special_pattern.sub(" ", text))
         return sorted(pieces) if unit is _WORD else ["".join(pieces)]
 
@@ -260,6 +261,6 @@ class ChatTemplate:
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """id -> text. Tokenizers may have more than they name: of Llama's, all_special_ids leaves out <|eom_id|>."""
+    """id -> text. all_special_ids does not list every special token: for Llama it leaves out <|eom_id|>."""
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True)) | added

@@ -1,7 +1,7 @@
-"""Conversation: the transcript of one agent, exact to the token; and from transcripts to trajectories.
+"""Conversation: the transcript of one agent, exact to the token; and the trajectories made of transcripts.
 
-The agent speaks, the environment answers, the agent speaks again: one line through a Dialogue, which keeps the tokens
-as they were sampled and branches where the chat template rewrites what was said before. Each path from the root to a
+The agent speaks, the environment answers, the agent speaks again: one line through a Dialogue. The Dialogue keeps the
+tokens as they were sampled, and branches where the chat template rewrites earlier turns. Each path from the root to a
 leaf of that tree is a trajectory, and each turn is trained in one of them.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["Conversation", "Message", "Turn"]
 
 
 _MOST_UNANSWERED = 100
-"""Calls in a row without room for an answer, before a loop that does not look at is_full is ended by an error."""
+"""Consecutive calls without room for an answer, after which an error ends a loop that ignores is_full."""
 
 
 class Conversation:
@@ -42,10 +42,11 @@ class Conversation:
         rewriting: Rewriting = "branch",
         session_id: str | None = None,
     ) -> None:
-        """Start from `messages`; the template shows `tools`, and is given `template_options`.
+        """Start from `messages`. The template shows `tools` and gets `template_options`.
 
-        rewriting: what becomes of turns that the template shows otherwise later. session_id: keeps all turns on one
-        server; unset, a new one. Raises ModelError if the tokenizer has no chat template.
+        rewriting: what to do when the template rewrites an earlier turn: "branch" into a new trajectory, "keep" the
+        sampled tokens in view, or raise an "error". session_id: keeps all turns on one server; a new id if unset.
+        Raises ModelError if the tokenizer has no chat template.
         """
         self._dialogue = Dialogue(ChatTemplate(tokenizer, template_options), rewriting=rewriting)
         self._tools = tuple(tool.spec for tool in tools)
@@ -61,12 +62,12 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """How often the model spoke."""
+        """The number of turns that the model spoke."""
         return len(self._dialogue.turns)
 
     @property
     def is_full(self) -> bool:
-        """Whether the last prompt did not fit into the model's context. End the episode with what it has."""
+        """Whether the last prompt did not fit into the model's context. If so, end the episode as it is."""
         return self._num_unanswered > 0
 
     @property
@@ -76,7 +77,8 @@ class Conversation:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What the model has seen and sampled in its present view; what was added since is not in it yet."""
+        """The tokens that the model has seen and sampled, in its present view. Messages added since are not
+        included."""
         return self._last.token_ids if self._last else self._prompt().input_ids
 
     @property
@@ -89,17 +91,17 @@ class Conversation:
         )
 
     def add(self, *messages: Message) -> None:
-        """Append what the environment says: tool results, user turns. The model reads them when it speaks next."""
+        """Append messages of the environment: tool results, user turns. The model reads them before its next turn."""
         if any(message["role"] == "assistant" for message in messages):
             raise ValueError("an assistant's message is not added; it is sampled (agenerate) or shown (demonstrate)")
         self._messages.extend(messages)
 
     async def agenerate(self, engine: Sampler, sampling: SamplingParams) -> Turn:
-        """Let the model speak. Raises what `engine.agenerate` raises, and ModelError as `Dialogue.prompt` does.
+        """Let the model speak. Raises the errors of `engine.agenerate`, and ModelError as `Dialogue.prompt` does.
 
-        If the prompt does not fit into the model's context, and the model spoke before, the turn has no tokens and an
-        empty text, is_truncated and is_full are set, and the trajectories are truncated. A first prompt that does not
-        fit raises PromptTooLongError, since there is nothing to train.
+        If a later prompt does not fit into the model's context, the turn has no tokens and an empty text, is_truncated
+        and is_full are set, and the trajectories are truncated. If the first prompt does not fit, there is nothing to
+        train: raises PromptTooLongError.
         """
         prompt = self._prompt()
         request = ModelRequest(input_ids=prompt.input_ids, sampling=sampling, session_id=self.session_id)
@@ -114,8 +116,8 @@ class Conversation:
         return self._said(self._dialogue.record(prompt, response))
 
     def demonstrate(self, text: str) -> None:
-        """Append a turn that the model should imitate, ended as the template ends turns. It has no logprobs: it is
-        for supervised training, by `token_ids` and `loss_mask`."""
+        """Append a turn that the model should imitate, ended as the template ends turns. The turn has no logprobs. Use
+        `token_ids` and `loss_mask` for supervised training."""
         self._said(self._dialogue.demonstrate(self._prompt(), text))
 
     def trajectories(
@@ -128,11 +130,12 @@ class Conversation:
         turn_rewards: Sequence[float] | None = None,
         states: Sequence[str | None] | None = None,
     ) -> tuple[Trajectory, ...]:
-        """What to return from arun_episode: one trajectory, or one for each branch. Each sampled token is trained once.
+        """One trajectory, or one for each branch, to return from arun_episode. Each sampled token is trained once.
 
-        metrics: beside `context_full`, which is 1 if there was no room for another turn. rewards: named parts of the
-        reward. turn_rewards: what the environment gave for each sampled turn, beside `reward`. states: a key of the
-        state that each turn was taken in; see TurnSpan. Raises TrajectoryError unless there is one for each turn.
+        metrics: added to `context_full`, which is 1 if there was no room for another turn. rewards: named parts of the
+        reward. turn_rewards: the environment's reward for each sampled turn, in addition to `reward`. states: a key of
+        the state that each turn was taken in; see TurnSpan. Raises TrajectoryError unless turn_rewards and states have
+        one entry for each turn.
         """
         return trajectories(
             self._dialogue.turns,
@@ -181,7 +184,7 @@ class Path:
     turns: tuple[Turn, ...]
     """From the root to a leaf."""
     owned: tuple[Turn, ...]
-    """Those that are trained here, all of one temperature."""
+    """The turns that are trained here, all of one temperature."""
 
 
 def trajectories(
@@ -195,13 +198,13 @@ def trajectories(
     states: Sequence[str | None] | None = None,
     cut_after: Turn | None = None,
 ) -> tuple[Trajectory, ...]:
-    """One trajectory for each path; all have the outcome `reward`, which advantages count once for an episode.
+    """One trajectory for each path. All have the outcome `reward`, which advantages count once for an episode.
 
-    A turn that lies on several paths is trained in the first of them alone, with its process reward; in the others its
-    tokens have loss_mask 0. Turns of one path that were sampled at different temperatures go to trajectories of their
-    own. metrics are on the first trajectory alone, so that they are averaged over episodes.
+    A turn that lies on several paths is trained in the first of them only, with its process reward. In the others its
+    tokens have loss_mask 0. If the turns of one path were sampled at different temperatures, each temperature gets a
+    separate trajectory. Only the first trajectory has the metrics, so that they are averaged over episodes.
     turn_rewards, states: one for each of `turns`; see TurnSpan. cut_after: the turn that left no room for another.
-    Raises TrajectoryError unless there is one for each turn, and if nothing was sampled.
+    Raises TrajectoryError unless turn_rewards and states have one entry for each turn, and if nothing was sampled.
     """
     if not turns or any(turn.response is None for turn in turns):
         raise TrajectoryError("nothing was sampled, or a turn was demonstrated: there is no trajectory to train on")
@@ -232,8 +235,8 @@ def trajectories(
 
 
 def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
-    """In the order in which their leaves were said. A forgotten turn (none of `turns`) that another follows is seen by
-    it, and not trained."""
+    """The paths, in the order in which their leaves were said. If a turn follows a forgotten one (not in `turns`), the
+    forgotten turn is part of its view but is not trained."""
     untaken = set(map(id, turns))
     parents = {id(_nearest(turn.parent, untaken)) for turn in turns}
     for leaf in (turn for turn in turns if id(turn) not in parents):
@@ -246,7 +249,7 @@ def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
 
 
 def _nearest(turn: Turn | None, among: Container[int]) -> Turn | None:
-    """The turn, or the last one before it whose id is among these."""
+    """The turn, or the last turn before it, whose id is in `among`."""
     while turn is not None and id(turn) not in among:
         turn = turn.parent
     return turn

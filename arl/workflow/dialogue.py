@@ -2,12 +2,11 @@
 
     prompt (messages -> tokens)  --engine-->  record (tokens as sampled)  --> prompt (more messages) ...
 
-What the model sampled is kept as the tokens it sampled; what is said after it is tokenized as the chat template renders
-it there. Nothing is tokenized twice, so what is trained is what the model saw. A prompt whose messages continue a
-recorded turn follows it in the tree. Where the template shows an earlier turn otherwise than it was said (Qwen3's
-drops its thinking once a user speaks again), the model sees another text than before: the prompt then branches off
-after the last turn that is still shown as it was. Each path from the root to a leaf is a trajectory
-(arl.workflow.conversation).
+The dialogue keeps sampled tokens as they were sampled. It tokenizes later messages as the chat template renders them
+there. Nothing is tokenized twice, so the model is trained on the tokens that it saw. A prompt whose messages continue a
+recorded turn follows that turn in the tree. Some templates rewrite earlier turns (Qwen3's drops the thinking once a
+user speaks again), and the model then sees a different text. In this case the prompt branches off after the last
+unchanged turn. Each path from the root to a leaf is a trajectory (arl.workflow.conversation).
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs, history_key, normalised, plain, tools_key
 
 Rewriting = Literal["branch", "keep", "error"]
-"""What happens if the template later shows a turn otherwise: the dialogue branches, the sampled tokens stay in the
-model's view, or it is an error."""
+"""What to do when the template rewrites an earlier turn: branch the dialogue, keep the sampled tokens in the model's
+view, or raise an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Stands for a text: an episode's prompts are long, and each begins with the one before it."""
+    """Identifies a text without keeping it, since an episode's prompts are long and each repeats the one before it."""
 
     length: int
     digest: bytes
@@ -45,17 +44,17 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the model is shown next: the tokens of `parent`'s view, then `given_ids`."""
+    """The model's next input: the tokens of `parent`'s view, then `given_ids`."""
 
     parent: Turn | None
     after: Turn | None
-    """The turn that the messages continue: parent, or a later one if the prompt branches off before it."""
+    """The turn that the messages continue: parent, or a later turn if the prompt branches off before that turn."""
     given_ids: tuple[int, ...]
     messages: tuple[Message, ...]
-    """All that was said, as messages."""
+    """Everything said so far, as messages."""
     tools: ToolSpecs
     shown: Fingerprint | None
-    """Of the messages as the template renders them; None if a program sent tokens."""
+    """Of the rendered messages; None if a program sent tokens."""
     key: bytes
     """Equal for equal histories of messages and tools."""
 
@@ -70,14 +69,14 @@ class Turn:
 
     prompt: Prompt
     output_ids: tuple[int, ...]
-    """The sampled tokens, with the token that ended the turn, if one did."""
+    """The sampled tokens, including the token that ended the turn, if any."""
     has_ended: bool
     response: ModelResponse | None
     """None for a demonstrated turn."""
     text: str
-    """The answer without its end."""
+    """The answer's text, without the token that ended it."""
     message: Message
-    """The answer as it is shown later."""
+    """The answer as later prompts show it."""
     key: bytes
     """The prompt's key, continued with the message."""
 
@@ -93,12 +92,12 @@ class Turn:
 
     @property
     def given_ids(self) -> tuple[int, ...]:
-        """What the model saw after that one."""
+        """The tokens that the model was given after `parent`."""
         return self.prompt.given_ids
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """All that was said, this turn's message the last."""
+        """Everything said so far; this turn's message is the last."""
         return (*self.prompt.messages, self.message)
 
     @property
@@ -111,12 +110,12 @@ class Turn:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All that the model has seen and said."""
+        """All tokens that the model has seen and sampled."""
         return tuple(chain.from_iterable(part for turn in self.path for part in (turn.given_ids, turn.output_ids)))
 
 
 def unanswered(prompt: Prompt) -> Turn:
-    """What a prompt without room for an answer gets: a truncated turn of no tokens, which is not recorded."""
+    """The turn for a prompt without room for an answer: truncated, without tokens, and not recorded."""
     nothing = ModelResponse(output_ids=(), output_logprobs=(), output_versions=(), stop_reason="length")
     message = {"role": "assistant", "content": ""}
     return Turn(
@@ -125,9 +124,9 @@ def unanswered(prompt: Prompt) -> Turn:
 
 
 class Dialogue:
-    """The tree. `prompt` changes nothing, so a call that failed may be made again; `record` adds a turn.
+    """The tree. `prompt` changes nothing, so a failed call can be repeated; `record` adds a turn.
 
-    Messages and tools are copied: what becomes of the caller's afterwards does not matter.
+    Messages and tools are copied, so the caller may change them afterwards.
     """
 
     def __init__(self, template: ChatTemplate, *, rewriting: Rewriting = "branch") -> None:
@@ -138,15 +137,15 @@ class Dialogue:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """In the order in which they were recorded."""
+        """All turns, in the order in which they were recorded."""
         return tuple(self._turns)
 
     def prompt(self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None) -> Prompt:
-        """What to show the model when `messages` are all that was said; the last of them are new.
+        """The model's next input, given all `messages` of the dialogue; the last of them are new.
 
-        after: the turn that they continue, if the caller knows; else the last recorded one that they continue, if any.
-        Its messages are taken as they were recorded. Raises ModelError for messages that the template refuses, and for
-        rewritten ones if rewriting is "error".
+        after: the turn that the messages continue, if the caller knows it; else the last recorded turn that they
+        continue, if any. The turn's messages are used as they were recorded. Raises ModelError for messages that the
+        template refuses, and for rewritten turns if rewriting is "error".
         """
         said = after or self._continued(messages, tools)
         known = said.messages if said else ()
@@ -168,13 +167,13 @@ class Dialogue:
         )
 
     def record(self, prompt: Prompt, response: ModelResponse, message: Message | None = None) -> Turn:
-        """Add what the model answered. message: how it will be shown later, if not as its text in `content`."""
+        """Add the model's answer. message: the answer as later prompts show it; unset, its text as `content`."""
         output_ids, reason = response.output_ids, response.stop_reason
         has_ended = self.template.ends_turn(output_ids, reason)
         return self._add(prompt, output_ids, has_ended, response, self.template.text_of(output_ids, reason), message)
 
     def demonstrate(self, prompt: Prompt, text: str) -> Turn:
-        """Add an answer to imitate, ended as the template ends turns; it has no logprobs."""
+        """Add an answer to imitate, ended as the template ends turns. It has no logprobs."""
         end = self.template.encode(self.template.end_of_turn)[:1]
         return self._add(prompt, (*self.template.encode(text), *end), True, None, text, None)
 
@@ -208,10 +207,11 @@ class Dialogue:
         return turn
 
     def _continued(self, messages: Sequence[Message], tools: ToolSpecs) -> Turn | None:
-        """The turn with the longest history that `messages` begin with; of several the one that they name, or the last.
+        """The turn with the longest history that `messages` begin with. If there are several, the turn that the
+        messages name, or else the last.
 
-        Answers may be equal but for what clients need not send back: ids of calls, and the model's thinking. But one
-        that comes back with other thoughts is another.
+        Several answers may differ only in fields that clients need not send back: ids of calls, and the model's
+        thinking. If a client does send thinking back, it must match.
         """
         found: list[Turn] = []
         key, length = tools_key(tools), 0
@@ -228,7 +228,7 @@ class Dialogue:
         return max(reversed(found), key=lambda turn: sum(a == b for a, b in zip(turn.messages, given, strict=True)))
 
     def _place(self, said: Turn | None, text: str) -> tuple[Turn | None, tuple[int, ...]]:
-        """After which turn up to `said` the text goes on, and the tokens of what it has there."""
+        """The turn, up to `said`, after which the text goes on, and the tokens of the rest of the text."""
         for turn in reversed(said.path if said else ()):
             shown = turn.prompt.shown
             if shown is None or not shown.begins(text):
@@ -241,14 +241,14 @@ class Dialogue:
     def _kept(
         self, said: Turn, new: Sequence[Message], messages: Sequence[Message], tools: ToolSpecs
     ) -> tuple[int, ...]:
-        """The tokens of what is new, as if the template left earlier turns alone."""
+        """The tokens of the new messages, as if the template left earlier turns alone."""
         first = next((m for m in messages if m["role"] == "user"), {"role": "user", "content": ""})
         return self._unless_ended(said, self.template.after_turn([first], new, tools))
 
     def _unless_ended(self, turn: Turn, after: str) -> tuple[int, ...]:
-        """The tokens of `after`, which begins with the end of the turn, less that end if the model said it itself.
+        """The tokens of `after`, which begins with the end of the turn. The end is left out if the model sampled one.
 
-        The model's own end stays even if the template would have written another.
+        The sampled end stays even if the template would have written a different one.
         """
         ids = self.template.encode(after)
         is_end = ids[:1] == turn.output_ids[-1:] or (
@@ -274,7 +274,7 @@ def _has_thoughts_of(turn: Turn, message: Message) -> bool:
 
 
 def _follows(turn: Turn, earlier: Turn) -> bool:
-    """Whether the turn was said with the earlier one among what had been said, however it was shown."""
+    """Whether the earlier turn is part of the turn's history, even if the template rewrote it there."""
     place = len(earlier.prompt.messages)
     is_among = len(turn.prompt.messages) > place and turn.prompt.messages[place] is earlier.message
     return is_among or turn.parent is earlier

@@ -1,13 +1,13 @@
-"""Tools of an MCP server (modelcontextprotocol.io), by the official `mcp` package.
+"""Tools of an MCP server (modelcontextprotocol.io), through the official `mcp` package.
 
     workflow = ToolAgentWorkflow(tokenizer, reward, tools=[MCPTools.http("http://127.0.0.1:8000/mcp")])
     workflow = ToolAgentWorkflow(tokenizer, reward, open_tools=lambda data: MCPTools.stdio("python", ["server.py"]))
 
-The first shares one connection among all episodes, the second starts a server for each. The model is told errors that a
-tool reports. A server that is gone is a ServerError, which fails the episode; the next call connects anew.
+The first shares one connection among all episodes. The second starts a server for each episode. The model reads the
+errors that a tool reports. If the server is gone, ServerError fails the episode; the next call connects again.
 
-One task owns a connection, since anyio's scopes must be left by the task that entered them, while a workflow may be
-entered in one task and left in another, and its episodes run in yet others:
+One task owns a connection, since the task that enters anyio's scopes must also leave them. A workflow may be entered in
+one task and left in another, and its episodes run in still other tasks:
 
     MCPTools --opens, closes--> owner: async with Client <--call_tool-- episodes
 """
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
     """The tools of one server. `async with` connects and returns them, with the server's own names and JSON schemas.
 
-    The server validates arguments. Made by `stdio` or `http`; start_timeout_s: the longest that connecting may take.
-    `async with` raises ServerError if there is no server, or it offers no tools.
+    Make one with `stdio` or `http`. start_timeout_s: the longest that connecting may take. The server validates
+    arguments. `async with` raises ServerError if no server answers, or if the server offers no tools.
     """
 
     def __init__(self, name: str, connect: Connect, start_timeout_s: float) -> None:
@@ -61,10 +61,10 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
         cwd: str | os.PathLike[str] | None = None,
         start_timeout_s: float = 60.0,
     ) -> MCPTools:
-        """Starts a server as a process of its own, and ends it with all its children.
+        """Starts a server as a child process, and ends it with all its children.
 
-        env: added to PATH, HOME, LOGNAME, SHELL, TERM and USER, which are all that it inherits. If it dies, the error
-        has the end of its stderr.
+        env: variables to add. The server inherits only PATH, HOME, LOGNAME, SHELL, TERM and USER. If the server dies,
+        the error has the end of its stderr.
         """
         _check_installed()
 
@@ -80,7 +80,7 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
 
     @classmethod
     def http(cls, url: str, *, headers: Mapping[str, str] | None = None, start_timeout_s: float = 60.0) -> MCPTools:
-        """A server that runs already and speaks streamable HTTP. headers: sent with each request."""
+        """A running server that speaks streamable HTTP. headers: sent with each request."""
         _check_installed()
         return cls(f"the MCP server at {url}", partial(_connect_http, url, dict(headers or {})), start_timeout_s)
 
@@ -116,7 +116,7 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
 
 
 class _Connection:
-    """client: None before it is open, and once it has broken or was closed. error: what broke it."""
+    """client: None before the connection is open, and after it broke or was closed. error: why it broke."""
 
     def __init__(self, name: str, connect: Connect, acall: Callable[[str, Mapping[str, Any]], Any]) -> None:
         self._name = name
@@ -214,7 +214,7 @@ class _Connection:
         return failure
 
     async def _of_model_or_server(self, error: Any, tool: str) -> ArlError:
-        """Wrong arguments and a tool's own errors are the model's; what only a broken server says is not."""
+        """ToolError, which the model reads, for wrong arguments and a tool's own errors; else ServerError."""
         from mcp_types import (
             CONNECTION_CLOSED,
             INTERNAL_ERROR,
@@ -242,7 +242,7 @@ class _LastWords(asyncio.Protocol):
         self._tail = b""
 
     async def aopen(self, stack: AsyncExitStack) -> TextIO:
-        """Where the process is to write."""
+        """The file that the process must write to."""
         read_fd, write_fd = os.pipe()
         pipe, errlog = stack.enter_context(os.fdopen(read_fd, "rb")), stack.enter_context(os.fdopen(write_fd, "w"))
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
@@ -279,7 +279,7 @@ def _by_name(acall: Callable[[str, Mapping[str, Any]], Any], tool: str) -> Calla
 
 
 def _text_of(result: CallToolResult) -> str:
-    """All parts as text, and a note in the place of what is none."""
+    """All parts as text. A note replaces each part that is not text."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(_text_of_part(part) for part in result.content)

@@ -1,4 +1,4 @@
-"""SDKWorkflow: trains a program that calls a model over HTTP, and need not know that it is trained."""
+"""SDKWorkflow: trains a program that calls a model over HTTP, without changes to the program."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ if TYPE_CHECKING:
     from arl.api.engine import Sampler
 
 Program = Callable[[str, str, Example], "str | Awaitable[str]"]
-"""From `(base_url, api_key, data)` to the agent's final answer. A coroutine function runs on the event loop, any other
-in a thread. The end of the episode cannot kill a thread, but its next call is answered with 401."""
+"""Takes `(base_url, api_key, data)` and returns the agent's final answer. A coroutine function runs on the event loop,
+any other function in a thread. The end of the episode cannot kill a thread, but its next call gets a 401."""
 
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_TOLD = 2000
 _DRAIN_S = 2.0
 _THREADS = CallThreads(max_threads=4096, max_hung=4096)
-"""A program runs as long as its episode, so there is a thread for each episode that runs at once."""
+"""A program runs as long as its episode, so each running episode needs a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A program in a process of its own, in any language.
+    """A program in any language that runs as a separate process.
 
-    It reads the example from standard input, as JSON. Its answer is what it prints, without the space around it. Any
-    exit status but 0 is an error. Its environment has OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and
-    ANTHROPIC_API_KEY. At the end of the episode it is killed, with its process group. It is not in a sandbox.
+    The program reads the example from standard input, as JSON, and prints its answer; white space around the answer is
+    removed. Any exit status but 0 is an error. Its environment has OPENAI_BASE_URL and OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. The end of the episode kills the program and its process group. It does
+    not run in a sandbox.
     """
 
     arguments: Sequence[str]
@@ -59,7 +60,7 @@ class Command:
             )
 
     async def arun(self, session: EpisodeSession, data: Example) -> str:
-        """Run it and return what it prints. Raises ProgramError."""
+        """Run the program and return its output. Raises ProgramError."""
         keys = {"OPENAI_API_KEY": session.api_key, "ANTHROPIC_API_KEY": session.api_key}
         urls = {"OPENAI_BASE_URL": session.base_url, "ANTHROPIC_BASE_URL": session.url}
         try:
@@ -94,8 +95,8 @@ class Command:
 
 
 class _Running(asyncio.SubprocessProtocol):
-    """A process, and what it said: up to a piece more than _MAX_OUTPUT_BYTES of what it printed, and the end of what it
-    complained of."""
+    """A process and its output: slightly more than _MAX_OUTPUT_BYTES of its stdout at most, and the end of its
+    stderr."""
 
     def __init__(self) -> None:
         self.printed = bytearray()
@@ -109,7 +110,7 @@ class _Running(asyncio.SubprocessProtocol):
         self._stdin = transport.get_pipe_transport(0)
 
     def feed(self, given: bytes) -> None:
-        """Its standard input, which it need not read."""
+        """Write its standard input. It need not read it."""
         assert isinstance(self._stdin, asyncio.WriteTransport)
         self._stdin.write(given)
         self._stdin.write_eof()
@@ -129,20 +130,20 @@ class _Running(asyncio.SubprocessProtocol):
         self.exited.set()
 
     async def wait_drained(self) -> None:
-        """Until all output is here; not for long if a process that left the group holds the pipes."""
+        """Wait until all output is here, but not long if a process outside the group holds the pipes open."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
                 await self._drained.wait()
 
 
 def _kill(transport: asyncio.SubprocessTransport) -> None:
-    """The program and its group, whose id stays taken while anything in it lives."""
+    """Kill the program and its group. The group's id stays taken while any process in it lives."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(transport.get_pid(), signal.SIGKILL)
 
 
 class SDKWorkflow(Shared, RolloutWorkflow):
-    """Calls a program with a base URL and a key, and trains on the calls that it makes with them.
+    """Gives a program a base URL and a key, and trains on the calls that it makes with them.
 
         async def program(base_url, api_key, data):
             client = AsyncOpenAI(base_url=base_url, api_key=api_key)
@@ -151,11 +152,12 @@ class SDKWorkflow(Shared, RolloutWorkflow):
 
         workflow = SDKWorkflow(program, reward, tokenizer, sampling=SamplingParams(max_new_tokens=1024))
 
-    program: a function, sync or async, or a Command. reward: of the text that it returns; see as_reward. proxy: in the
-    place of tokenizer and sampling, for further settings.
+    program: a function, sync or async, or a Command. reward: scores the text that the program returns; see as_reward.
+    proxy: instead of tokenizer and sampling, for further settings.
 
-    A program that fails fails its episode. If it fails because a call found no room in the model's context, and earlier
-    calls were answered, the episode ends truncated, with the answer "". Metrics: context_full, and the proxy's.
+    If the program fails, its episode fails. If it fails because a call found no room in the model's context, and
+    earlier calls were answered, the episode ends truncated, with the answer "". Metrics: context_full, and the proxy's
+    metrics.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Distillation from a teacher, and the clients of models that judge: teachers and reward models."""
+"""Distillation from a teacher, and the clients of teachers and reward models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Teacher(Protocol):
-    """A TeacherClient, or a fake of one in a test."""
+    """A TeacherClient, or its fake in a test."""
 
     async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]: ...
 
@@ -42,19 +42,20 @@ class DistillationWorkflow(RolloutWorkflow):
 
         token reward = teacher logprob - behavior logprob
 
-    With advantages that are these rewards (`algorithm.preset=distillation`: no baseline, token_discount 0) and an
-    importance-weighted policy loss, the gradient is that of the reverse KL(student || teacher) at the states that the
-    student itself gets into, token by token (On-Policy Distillation, Thinking Machines 2025; GKD, Agarwal et al. 2023,
-    2306.13649, with lambda = 1; MiniLLM, Gu et al. 2023, 2306.08543, with no look ahead).
+    Use these rewards as advantages (`algorithm.preset=distillation`: no baseline, token_discount 0) with an
+    importance-weighted policy loss. The gradient is then that of the reverse KL(student || teacher), token by token, at
+    the states that the student itself reaches (On-Policy Distillation, Thinking Machines 2025; GKD, Agarwal et al.
+    2023, 2306.13649, with lambda = 1; MiniLLM, Gu et al. 2023, 2306.08543, with no look ahead).
 
     keep_reward: keep the workflow's own rewards (of trajectories, turns and tokens), and add `coefficient` times the
-    teacher's, for estimators that look at both. Else the teacher's replace them, and the metric `task_reward` has the
-    workflow's. The metric `teacher_kl` is the mean of behavior - teacher logprobs over trained tokens, an estimate of
-    the KL divergence per token. If an episode branched, each trained token is judged once, in the trajectory that
-    trains it, and the metrics are over all its trajectories of a role.
+    teacher's, for estimators that look at both. Otherwise the teacher's rewards replace the workflow's, and the metric
+    `task_reward` keeps these. The metric `teacher_kl` is the mean of behavior - teacher logprobs over trained tokens,
+    an estimate of the KL divergence per token. If an episode branched, each trained token is judged once, in the
+    trajectory that trains it, and the metrics cover all its trajectories of a role.
 
-    The student must sample at temperature 1, since a server gives a teacher's logprobs at no other: raises ConfigError
-    for a trajectory of another temperature. Sampling with top_p or top_k leaves tokens out of the comparison.
+    The student must sample at temperature 1, since a server returns a teacher's logprobs at temperature 1 only: raises
+    ConfigError for a trajectory of another temperature. Sampling with top_p or top_k leaves tokens out of the
+    comparison.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class DistillationWorkflow(RolloutWorkflow):
         return [t - b if is_trained else 0.0 for t, b, is_trained in pairs]
 
     def _metrics(self, trajectories: Sequence[Trajectory], gains: Sequence[Sequence[float]]) -> list[dict[str, float]]:
-        """Of each trajectory. Metrics of an episode's tokens and reward are on the first trajectory of each role, so
-        that an episode that branched counts once."""
+        """The metrics of each trajectory. The first trajectory of each role has the metrics of the episode's tokens and
+        reward, so that an episode that branched counts once."""
         metrics = [dict(trajectory.metrics) for trajectory in trajectories]
         for role in dict.fromkeys(trajectory.role for trajectory in trajectories):
             places = [i for i, trajectory in enumerate(trajectories) if trajectory.role == role]
@@ -130,8 +131,8 @@ class DistillationWorkflow(RolloutWorkflow):
         )
 
 
-# Models behind a URL that judge: a teacher that says how likely it finds given tokens, and a reward model that scores
-# sequences. Their servers speak SGLang's protocol.
+# Clients: a teacher returns the logprobs of given tokens, a reward model scores sequences. Their servers speak SGLang's
+# protocol.
 
 
 _PROBE = "Agent 12345 said:\n\t'déjà vu' def f(x): return x**2  # 你好 🙂"
@@ -151,11 +152,11 @@ class _Greeting:
 
 
 class ModelServer(JsonClient):
-    """A client of one server, which checks what the server is before anything depends on it.
+    """A client of one server. It checks the server's model before anything depends on it.
 
-    `async with` checks at once, and closes the connections at the end; without it, the first call checks. The check
-    gives up after a few seconds. tokenizer: makes the token ids, and is compared with the server's. Leave it out for a
-    server that tells the size of its vocabulary (the embedded one), if its tokens are surely the same. The other
+    `async with` checks at once, and closes the connections at the end. Without it, the first call checks. The check
+    gives up after a few seconds. tokenizer: makes the token ids, and is compared with the server's. Leave it out if the
+    server reports the size of its vocabulary (the embedded server does) and surely has the same tokens. The other
     settings are JsonClient's.
     """
 
@@ -193,10 +194,10 @@ class ModelServer(JsonClient):
         await super().aclose()
 
     async def info(self) -> Mapping[str, Any]:
-        """What the server says of its model, asked once. Raises ServerError; ModelError if the model is of the wrong
-        kind, or its vocabulary is not the tokenizer's.
+        """The server's description of its model, requested once. Raises ServerError; ModelError if the model is of the
+        wrong kind, or its vocabulary is not the tokenizer's.
 
-        Stock SGLang does not tell its vocabulary's size, and a token outside of it ends its process.
+        Stock SGLang does not report the size of its vocabulary, and a token outside it ends its process.
         """
         if self._info is not None:
             return self._info
@@ -217,7 +218,7 @@ class ModelServer(JsonClient):
             return self._info
 
     async def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise ModelError for a token that the server's model does not have."""
+        """Raise ModelError for a token that is not in the vocabulary of the server's model."""
         await self.info()
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise ModelError(
@@ -239,7 +240,7 @@ class ModelServer(JsonClient):
         """Raise ModelError for a model of the wrong kind."""
 
     async def _check_vocabulary(self, told: int | None) -> int:
-        """How many tokens may be asked about."""
+        """The number of token ids that may be sent."""
         tokenizer: Any = self._tokenizer
         if tokenizer is None:
             if told is None:
@@ -267,15 +268,15 @@ _NOTHING_NEW = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class TeacherClient(ModelServer):
-    """Asks a language model for the logprobs of given tokens, at temperature 1. tokenizer: the student's, whose tokens
-    the teacher must have.
+    """Asks a language model for the logprobs of given tokens, at temperature 1. tokenizer: the student's; the teacher
+    must have the same tokens.
     """
 
     async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
-        """ln p(token_ids[t] | token_ids[:t]) for each t >= start; 0.0 before, so the first token has 0.0 always.
+        """ln p(token_ids[t] | token_ids[:t]) for each t >= start, and 0.0 before it. The first token always has 0.0.
 
         A later start costs less: the tokens before it may be in the server's cache. Raises ModelError if the teacher
-        has other tokens, ServerError, RequestTimeoutError.
+        has different tokens, ServerError, RequestTimeoutError.
         """
         if start < 1:
             raise ValueError(f"start is {start}; the first token has no context, so it must be at least 1")
@@ -303,7 +304,7 @@ class RewardModelClient(ModelServer):
     async def score(self, token_ids: Sequence[int]) -> float:
         """The reward model's score of prompt and answer together, at the last token.
 
-        Raises RewardError and RewardTimeoutError, which name the server and what it said.
+        Raises RewardError and RewardTimeoutError, with the server's URL and its answer.
         """
         ids = list(token_ids)
         if not ids:
@@ -326,9 +327,9 @@ class RewardModelClient(ModelServer):
 
 
 def _given_logprobs(answer: Any, ids: Sequence[int], url: str) -> tuple[float, ...]:
-    """The logprobs of ids[1:]. Raises ServerError unless the answer is about these very tokens.
+    """The logprobs of ids[1:]. Raises ServerError unless the answer has exactly these tokens.
 
-    SGLang tells the vocabulary's last token as 0; its logprob is right.
+    SGLang reports the vocabulary's last token as 0, with the right logprob.
     """
     try:
         entries = answer["meta_info"]["input_token_logprobs"]

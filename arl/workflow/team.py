@@ -1,12 +1,12 @@
-"""Several agents in one episode: each has a role, a conversation of its own, and perhaps tools and a reward of its own.
+"""Several agents in one episode. Each has a role and a conversation, and may have its own tools and reward.
 
     team = Team(engine, [Member(name="author"), Member(name="critic", system="Find mistakes.")], settings)
     draft = await team.ask("author", question)
     verdict = await team.ask("critic", f"Is it right? {draft}")
     return team.trajectories({"author": is_right, "critic": saw_it})
 
-Two workflows are made of it: DebateWorkflow and SolverCheckerWorkflow. Advantages compare trajectories of one role, so
-rewards of different roles need not be comparable. Give members that do the same job one role.
+DebateWorkflow and SolverCheckerWorkflow are built on Team. Advantages compare trajectories of one role, so rewards of
+different roles need not be comparable. Give members with the same job one role.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from arl.api.engine import Sampler
 
 Said = str | Sequence[Message]
-"""What a member is told: a text, or messages."""
+"""What to say to a member: a text, or messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Member:
 
     name: str
     role: str | None = None
-    """What its trajectories are compared under; unset, its name."""
+    """Trajectories of the same role are compared. If unset, the member's name."""
     system: str | None = None
     """Its system prompt."""
     tools: Sequence[Tool] = ()
@@ -79,10 +79,10 @@ class Team:
             raise ConfigError(f"members are named {[m.name for m in members]}; give each a name of its own, and a role")
 
     async def ask(self, name: str, said: Said) -> str | None:
-        """Say something to a member, and let it speak until it has answered.
+        """Say something to a member, and let it speak until it has answered. Returns the answer.
 
-        None if it did not: its context is full, or it called tools for max_turns. Raises PromptTooLongError if not even
-        its first prompt fits, and ConfigError for an unknown member.
+        Returns None if the context is full, or if the member called tools for max_turns. Raises PromptTooLongError if
+        even the first prompt does not fit, and ConfigError for an unknown member.
         """
         episode = self._episode(name, said)
         member, settings = self._members[name], self._settings
@@ -96,13 +96,13 @@ class Team:
         return episode.answer.text if episode.answer is not None else None
 
     async def ask_all(self, said: Mapping[str, Said]) -> dict[str, str | None]:
-        """Several members at the same time: name -> what is said to it; name -> what it answered."""
+        """Ask several members at the same time. Takes name -> message, and returns name -> answer."""
         answers = await together(self.ask(name, what) for name, what in said.items())
         return dict(zip(said, answers, strict=True))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Sums over members: turns, and of those with tools their calls and errors."""
+        """Sums over members: turns, and the tool calls and errors of members with tools."""
         metrics: dict[str, float] = {"turns": 0.0}
         for name, episode in self._episodes.items():
             counts = episode.metrics if self._members[name].tools else {"turns": episode.conversation.num_turns}
@@ -114,10 +114,10 @@ class Team:
     def trajectories(
         self, rewards: float | Score | Mapping[str, float | Score], metrics: Mapping[str, float] | None = None
     ) -> tuple[Trajectory, ...]:
-        """What to return from arun_episode: the trajectories of all members that spoke.
+        """The trajectories of all members that spoke, to return from arun_episode.
 
-        rewards: one that all share, or name -> its own. metrics: of the whole episode, beside the team's own; they are
-        on the first trajectory alone. Raises ConfigError for a member that spoke and has no reward.
+        rewards: one reward that all share, or name -> reward. metrics: of the whole episode, added to the team's; only
+        the first trajectory has them. Raises ConfigError for a member that spoke and has no reward.
         """
         made: list[Trajectory] = []
         for name, episode in self._episodes.items():
@@ -169,8 +169,8 @@ class _TeamWorkflow(AgentWorkflow):
 class DebateWorkflow(_TeamWorkflow):
     """Debaters answer at the same time, read each other's answers, and answer again; the last answers are rewarded.
 
-    All have the role `debater`, and so are compared with each other and with those of the group's other episodes.
-    Metrics: turns.
+    All have the role `debater`, so they are compared with each other and with the debaters of the group's other
+    episodes. Metrics: turns.
     """
 
     debaters: int = 2
@@ -185,11 +185,11 @@ class DebateWorkflow(_TeamWorkflow):
             )
 
     def member(self, index: int) -> Member:
-        """One debater. Nobody but `others_said` sees its name."""
+        """One debater. Only `others_said` sees its name."""
         return Member(name=f"debater {index + 1}", role="debater", system=self.system)
 
     def others_said(self, answers: Mapping[str, str]) -> str:
-        """What a debater is told between rounds; answers: of the others, by name."""
+        """What to tell a debater between rounds. answers: the other debaters' answers, by name."""
         said = "\n\n".join(f"Another agent answered:\n{answer}" for answer in answers.values())
         return f"{said}\n\nConsider these answers, and give yours again."
 
@@ -207,7 +207,7 @@ class DebateWorkflow(_TeamWorkflow):
         return team.trajectories(self.rewards(dict(zip(names, scores, strict=True))), _mean_metrics(scores))
 
     def rewards(self, scores: Mapping[str, Score]) -> Mapping[str, float | Score]:
-        """What each debater gets: name -> score of its last answer; name -> its reward."""
+        """The reward of each debater. Takes name -> score of the last answer, and returns name -> reward."""
         if not self.shared:
             return scores
         parts = {name: fmean(s.parts[name] for s in scores.values()) for name in next(iter(scores.values())).parts}
@@ -227,11 +227,12 @@ CHECKER_SYSTEM = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SolverCheckerWorkflow(_TeamWorkflow):
-    """A solver answers; a checker accepts, or rejects with a reason, and the solver tries again.
+    """A solver answers. A checker accepts the answer, or rejects it with a reason, and the solver tries again.
 
-    The solver's reward is that of its last answer. The checker's is the share of its verdicts that are right: it
-    accepted an answer worth at least right_from, or rejected one worth less. An unreadable verdict is a wrong one, and
-    counts as a rejection. Roles: solver, checker. Metrics: turns, attempts, accepted (1 or 0), right_verdicts (share).
+    The solver's reward is the reward of its last answer. The checker's reward is the share of right verdicts. A verdict
+    is right if it accepts an answer worth at least right_from, or rejects an answer worth less. An unreadable verdict
+    is wrong, and counts as a rejection. Roles: solver, checker. Metrics: turns, attempts, accepted (1 or 0),
+    right_verdicts (share).
     """
 
     checker_system: str = CHECKER_SYSTEM
@@ -250,18 +251,18 @@ class SolverCheckerWorkflow(_TeamWorkflow):
         return Member(name="solver", system=self.system), Member(name="checker", system=self.checker_system)
 
     def to_check(self, data: Example, answer: str, attempt: int) -> Said:
-        """What the checker is asked. attempt: how many answers it has seen before this one."""
+        """What to ask the checker. attempt: the number of answers it has seen before."""
         if attempt:
             return f"The next answer:\n{answer}\n\nACCEPT or REJECT?"
         question = "\n\n".join(text_content(m) for m in self.messages(data) if m["role"] == "user")
         return f"Question:\n{question}\n\nAnswer:\n{answer}\n\nACCEPT or REJECT?"
 
     def objection(self, verdict: str) -> str:
-        """What the solver is told after a rejection."""
+        """What to tell the solver after a rejection."""
         return f"A checker rejected your answer:\n{verdict}\n\nTry again."
 
     def accepts(self, verdict: str) -> bool | None:
-        """The last ACCEPT or REJECT in the checker's words; None if there is neither."""
+        """Whether the last ACCEPT or REJECT in the verdict is ACCEPT; None if it has neither."""
         words = re.findall(r"\b(ACCEPT|REJECT)\b", verdict)
         return words[-1] == "ACCEPT" if words else None
 

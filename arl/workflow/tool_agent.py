@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from arl.workflow.conversation import Conversation, Turn
 
 ToolLike = Tool | Callable[..., Any]
-"""A tool, or a typed function to make one of."""
+"""A tool, or a typed function to make a tool from."""
 
 ToolSource = AbstractAsyncContextManager[Sequence[ToolLike]]
-"""Has tools while it is open: an MCP server, for instance."""
+"""An async context manager that returns tools: an MCP server, for instance."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class ToolEpisode:
     conversation: Conversation
     tools: Sequence[Tool]
     results: list[ToolResult] = field(default_factory=list[ToolResult])
-    """Those of all calls so far, in order."""
+    """The results of all calls so far, in order."""
     answer: Turn | None = None
     """The turn without a call that ended the episode; None if max_turns, is_done or a full context ended it."""
 
@@ -64,9 +64,9 @@ class ToolAgentWorkflow(AgentWorkflow):
         workflow = ToolAgentWorkflow(tokenizer, math_reward(), tools=[divide], max_turns=6)
 
     An episode that ends without an answer (at max_turns, by is_done, or because the context is full) is scored with the
-    empty answer, so that its score has the same named parts as others. The calls of the last turn are run too: their
-    effect may be what counts. An answer that max_new_tokens cut off is scored as it stands, and the trajectory is
-    truncated. Metrics: tool_calls, tool_errors, malformed_calls, turns, answered and context_full (1 or 0).
+    empty answer, so that its score has the same named parts as others. The calls of the last turn run too, since their
+    effect may count. An answer that max_new_tokens cut off is scored as it stands, and the trajectory is truncated.
+    Metrics: tool_calls, tool_errors, malformed_calls, turns, answered and context_full (1 or 0).
     """
 
     tools: Sequence[ToolLike | ToolSource] = ()
@@ -76,9 +76,9 @@ class ToolAgentWorkflow(AgentWorkflow):
     max_turns: int = 8
     """How often the model may speak."""
     limits: ToolLimits = DEFAULT_LIMITS
-    """How long a call may take, and how much of its result the model reads."""
+    """Limits a call's time, and how much of its result the model reads."""
     call_format: CallFormat | None = None
-    """Unset, the one that the chat template asks for."""
+    """If unset, the format that the chat template asks for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,7 +125,7 @@ class ToolAgentWorkflow(AgentWorkflow):
             yield [*shared, *map(Tool.of, own)]
 
     def is_done(self, episode: ToolEpisode) -> bool:
-        """Whether the episode ends now, after calls were answered: after a call of `submit`, for instance."""
+        """Whether the episode ends after the calls just answered: after a call of `submit`, for instance."""
         return False
 
     async def ascore_episode(self, episode: ToolEpisode) -> Score:
@@ -157,7 +157,7 @@ class ToolSpeaker:
         episode: ToolEpisode,
         is_done: Callable[[ToolEpisode], bool] = lambda _: False,
     ) -> None:
-        """Set episode.answer, unless something else ends the episode. Raises what Conversation.agenerate raises."""
+        """Set episode.answer, unless something else ends the episode. Raises the errors of Conversation.agenerate."""
         chat = episode.conversation
         episode.answer = None
         for _ in range(self.max_turns):

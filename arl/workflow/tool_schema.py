@@ -1,4 +1,4 @@
-"""From a typed function to the JSON schema of its arguments, with the descriptions in its docstring."""
+"""Makes the JSON schema of a typed function's arguments, with the descriptions in its docstring."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Signature:
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """Raises ToolError if the function has no docstring, or an argument that a model could not give by name."""
+    """The signature of a function. Raises ToolError if it has no docstring, or an argument that cannot be named."""
     method = getattr(function, "__func__", None)
     if method is None:
         return _signature(function)
@@ -43,7 +43,7 @@ _METHODS: WeakKeyDictionary[Callable[..., Any], Signature] = WeakKeyDictionary()
 
 
 def first_complaint(error: ValidationError) -> str:
-    """What is wrong with the arguments, for the model."""
+    """The first error in the arguments, for the model to read."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"argument {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
@@ -78,7 +78,7 @@ def _check_arguments(function: Callable[..., Any], name: str) -> None:
 
 
 def _acceptor(function: Callable[..., Any], inner: Callable[..., Any], name: str) -> Callable[..., Arguments]:
-    """A function of the same arguments that returns them. It does not keep the function alive."""
+    """A function that takes the same arguments and returns them. It does not keep `function` alive."""
 
     def accept(*args: Any, **kwargs: Any) -> Arguments:
         return args, kwargs
@@ -92,7 +92,7 @@ def _acceptor(function: Callable[..., Any], inner: Callable[..., Any], name: str
 
 
 def _validated(accept: Callable[..., Arguments]) -> tuple[dict[str, Any], Callable[..., Arguments]]:
-    """Apart, since pydantic keeps what the calling function has in its variables."""
+    """A separate function, since pydantic keeps the local variables of its caller."""
     adapter: TypeAdapter[Any] = TypeAdapter[Any](accept)  # pyright: ignore[reportArgumentType]  (it takes functions)
     return adapter.json_schema(schema_generator=_WithoutTitles), validate_call(accept)
 
@@ -119,7 +119,7 @@ _FIELD = re.compile(r"^:param\s+(?:[^:\n]*\s)?(?P<name>\w+):[ \t]*(?P<text>.*(?:
 
 
 def _read(docstring: str) -> tuple[str, dict[str, str]]:
-    """What the tool does, and what each argument means: of Google's `Args:` and Sphinx's `:param name:`."""
+    """The tool's description, and name -> description of each argument (Google's `Args:`, Sphinx's `:param name:`)."""
     found = {field["name"]: _one_line(field["text"]) for field in _FIELD.finditer(docstring)}
     rest = _FIELD.sub("", docstring)
     if section := _SECTION.search(rest):

@@ -1,4 +1,4 @@
-"""Tools for agents: from a typed function to something a model may call, and from its calls to their answers.
+"""Tools for agents: makes tools of typed functions, and answers a model's calls of them.
 
     answer --CallFormat.parse--> calls --arun_tools--> results --> messages of role `tool`
 
@@ -8,7 +8,7 @@
 | a tool raises ToolError, or takes longer than ToolLimits.timeout_s | the model: `error: ...` |
 | a tool returns more than ToolLimits.max_output_chars | the model: the beginning, and how much was cut |
 | a tool raises anything else | the model: `error: the tool failed: TYPE`; the log has the traceback |
-| a tool raises another of arl's errors (a server or a sandbox is gone) | the caller: it fails the episode |
+| a tool raises another of arl's errors (a server or a sandbox is gone) | the caller: the episode fails |
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """What the tools of a turn may take and give."""
+    """Limits on the tools of a turn."""
 
     timeout_s: float = 30.0
-    """The longest a call may take, from when it begins."""
+    """The longest a call may take, counted from its start."""
     max_output_chars: int = 2000
     """Characters of a result that the model reads. Digits and rare symbols take a token each, so mind the context."""
     max_calls: int = 16
@@ -71,14 +71,14 @@ class Tool:
 
     name: str
     spec: Mapping[str, Any]
-    """What chat templates take: OpenAI's form, with a JSON schema."""
+    """The specification for chat templates: OpenAI's form, with a JSON schema."""
     function: Callable[..., Any]
-    """A sync function runs in a thread, so it must not use the event loop's objects. It cannot be killed, and runs on
-    unseen after its time limit. Make a tool that can hang `async`."""
+    """A sync function runs in a thread, so it must not use the event loop's objects. A thread cannot be killed: it runs
+    on after the time limit. Make a tool that can hang `async`."""
     accept: Callable[..., Arguments] | None = None
-    """Converts and validates arguments; None: the function does."""
+    """Converts and validates arguments. None: the function does so itself."""
     owner: object | None = None
-    """Calls of tools with the same owner follow one another within a turn, in the model's order. Others run at once."""
+    """Calls of tools with the same owner run one after another within a turn, in the model's order."""
     max_output_chars: int | None = None
     """Characters of a result that the model reads; None: as ToolLimits says."""
 
@@ -89,8 +89,8 @@ class Tool:
         """A tool with the function's name, docstring and types.
 
         `Args:` or `:param name:` in the docstring describe arguments, and so does `Annotated[..., Field(...)]`. Methods
-        of an object are its stateful tools: two calls of them in one turn follow one another, unless parallel. Raises
-        ToolError if the function has no docstring or an argument without a type.
+        of an object are stateful tools: two calls of them in one turn run one after another, unless `parallel` is set.
+        Raises ToolError if the function has no docstring or an argument without a type.
         """
         about = signature_of(function)
         spec = {"name": about.name, "description": about.description, "parameters": about.parameters}
@@ -107,20 +107,20 @@ class Tool:
     def from_schema(
         cls, function: Callable[..., Any], *, name: str, description: str, parameters: Mapping[str, Any]
     ) -> Tool:
-        """A tool whose arguments have a JSON schema already. The function takes them by name, as the model wrote them,
-        and raises ToolError for wrong ones."""
+        """A tool whose arguments already have a JSON schema. The function takes them by name, as the model wrote them,
+        and must raise ToolError for wrong arguments."""
         spec = {"name": name, "description": description, "parameters": parameters}
         return cls(name=name, spec={"type": "function", "function": spec}, function=function)
 
     @classmethod
     def of(cls, tool: Tool | Callable[..., Any]) -> Tool:
-        """The tool itself, or one made of a function."""
+        """The tool itself, or a tool made from a function."""
         return tool if isinstance(tool, Tool) else cls.from_function(tool)
 
     async def acall(self, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> str:
         """Run the tool and return its result as text, cut to its limit.
 
-        Raises ToolError for wrong arguments and past the time limit, and what the function raises.
+        Raises ToolError for wrong arguments and past the time limit, and the function's own errors.
         """
         if self.accept is None:
             args, kwargs = (), dict(arguments)
@@ -144,7 +144,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """How a call went."""
+    """The result of a call."""
 
     call: ToolCall | MalformedCall
     content: str
@@ -168,9 +168,9 @@ async def acall_tools(
 async def arun_tools(
     calls: Sequence[ToolCall | MalformedCall], tools: Sequence[Tool], limits: ToolLimits = DEFAULT_LIMITS
 ) -> list[ToolResult]:
-    """Run calls and return how each went, in their order. Calls of one owner follow one another, others run at once.
+    """Run calls and return their results in order. Calls of one owner run one after another, others at the same time.
 
-    Raises ConfigError for two tools of one name, and any error of arl's but ToolError that a tool raises.
+    Raises ConfigError for two tools of one name, and any of arl's errors except ToolError that a tool raises.
     """
     named = tools_by_name(tools)
     results: dict[int, ToolResult] = {}
@@ -188,7 +188,7 @@ async def arun_tools(
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Raises ConfigError for two tools of one name: a model could call only one of them."""
+    """name -> tool. Raises ConfigError for two tools of one name: a model could call only one of them."""
     named: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in named:
@@ -198,7 +198,7 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
 
 
 def _lines(calls: Sequence[ToolCall | MalformedCall], named: Mapping[str, Tool]) -> list[list[int]]:
-    """Indices of the calls, in lines. The calls of a line follow one another."""
+    """Indices of the calls, in lines. The calls of a line run one after another."""
     lines: dict[object, list[int]] = {}
     for index, call in enumerate(calls):
         tool = named.get(call.name) if isinstance(call, ToolCall) else None
@@ -247,7 +247,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _unless_awaitable(result: Any) -> Any:
-    """In the tool's thread: a result as text, which may take long to make. The event loop awaits an awaitable."""
+    """A result as text, made in the tool's thread since it may take long. The event loop awaits an awaitable result."""
     return result if inspect.isawaitable(result) else text_of(result)
 
 
@@ -263,9 +263,9 @@ async def _within(call: Callable[[], Any], timeout_s: float) -> str:
 
 
 def text_of(result: object) -> str:
-    """A tool's result for the model: JSON for mappings, sequences and records, else what `str` makes of it.
+    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)`.
 
-    Raises what the result's own `__str__` raises.
+    Raises the errors of the result's own `__str__`.
     """
     match result:
         case str():
@@ -279,7 +279,7 @@ def text_of(result: object) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """The first max_chars characters of the text, without lone surrogates, and a note of how many more there were."""
+    """The first max_chars characters of the text, without lone surrogates, and a note of how many are missing."""
     kept = text[:max_chars].encode("utf-8", "replace").decode("utf-8")
     missing = len(text) - max_chars
     return f"{kept}\n[cut here: {missing} more characters]" if missing > 0 else kept

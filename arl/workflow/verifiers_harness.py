@@ -1,8 +1,8 @@
-"""The agent of a verifiers environment as a coroutine of this process: it speaks, calls tools, and speaks again.
+"""Runs the agent of a verifiers environment as a coroutine of this process: it speaks, calls tools, and speaks again.
 
-verifiers' own `bash` and `null` harnesses run a program for each rollout, in an environment that uv fetches from the
-network. This one needs neither, so many rollouts share one event loop; it executes nothing itself. Environments name it
-`arl-chat` (arl.workflow.verifiers_workflow.local_environment makes the name known).
+verifiers' own `bash` and `null` harnesses run a program for each rollout, in an environment that uv downloads. This
+harness needs neither, so many rollouts share one event loop. It executes nothing itself. Environments name it
+`arl-chat` (arl.workflow.verifiers_workflow.local_environment registers the name).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """What every harness has. Of it tool_timeout is used; there is no program that env could be passed to."""
+    """The settings of every harness. Only tool_timeout is used; env is not, since no program is started."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
-    """Goes on until the model answers without calling a tool. The tools are those of the environment's servers.
+    """Goes on until the model answers without calling a tool. The environment's servers provide the tools.
 
-    A conversation that outgrew the model's context ends too, and so does one that the environment stops (a limit was
-    reached, a stop condition holds). Whatever else the model's endpoint refuses is the rollout's error.
+    A conversation also ends when it outgrows the model's context, or when the environment stops it (at a limit or by a
+    stop condition). Any other refusal of the model's endpoint is an error of the rollout.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -77,13 +77,13 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """One for all rollouts: to make one takes 50 ms of the event loop."""
+    """One context for all rollouts, since making one blocks the event loop for 50 ms."""
     return ssl.create_default_context()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tools:
-    """specs: as the model is shown them. dispatch: name -> (server, the server's name for it)."""
+    """specs: the tools as the model sees them. dispatch: name -> (server, the server's name for the tool)."""
 
     specs: Sequence[Mapping[str, Any]]
     dispatch: dict[str, tuple[str, str]]

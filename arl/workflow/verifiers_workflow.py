@@ -1,12 +1,12 @@
-"""Environments of verifiers (0.4) as a workflow: their tasks, agents and rewards, trained as they are.
+"""VerifiersWorkflow: trains in environments of verifiers (0.4), with their tasks, agents and rewards.
 
     env = local_environment({"taskset": {"id": "gsm8k-v1"}})
     workflow = VerifiersWorkflow(env, tokenizer, sampling=SamplingParams(max_new_tokens=1024))
     dataset = workflow.rows(env.taskset.take(1000))
 
-verifiers runs the rollout, renders prompts and scores what came of it. Its training client asks an OpenAIProxy for
-tokens (`/inference/v1/generate`), so the trajectories are what the model sampled, with logprobs and versions. All runs
-in this process and event loop, and nothing but loopback is reached, as far as the environment itself keeps to that.
+verifiers runs the rollout, renders prompts and scores the result. Its training client asks an OpenAIProxy for tokens
+(`/inference/v1/generate`), so the trajectories have the tokens that the model sampled, with logprobs and versions. All
+of it runs in this process and event loop, and uses only loopback, unless the environment itself does otherwise.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 HARNESS = "arl-chat"
 """The id of arl.workflow.verifiers_harness, which runs an agent without a process of its own."""
 _NO_KEY = "ARL_HAS_NO_API_KEY"
-"""verifiers reads keys from variables; ours is in a header, and this variable is nobody's."""
+"""verifiers reads keys from environment variables. arl sends its key in a header, and leaves this variable unset."""
 
 
 class EnvironmentFailedError(ArlError):
-    """A rollout failed in the environment's own code, in its agents', or for want of a model that answers."""
+    """A rollout failed in the environment's code, in its agents' code, or because the model did not answer."""
 
 
 def local_environment(config: Mapping[str, Any]) -> vf.Env:
-    """The environment of a verifiers config, `{"taskset": {"id": ...}, ...}`, with agents that run here.
+    """The environment of a verifiers config, `{"taskset": {"id": ...}, ...}`, with agents that run in this process.
 
-    If neither the config nor the environment's author chose an agent's harness, or it is verifiers' `null`, the agent
-    is a coroutine of this process: it has the environment's tools and, unlike verifiers' default `bash`, executes
-    nothing. The default runtime is this machine, unconfined. Raises ArlError if verifiers is not installed, and what
-    verifiers raises for a config that it refuses.
+    This applies to agents whose harness is verifiers' `null`, or was chosen neither by the config nor by the
+    environment's author. Such an agent is a coroutine: it has the environment's tools and, unlike verifiers' default
+    `bash`, executes nothing. The default runtime is this machine, unconfined. Raises ArlError if verifiers is not
+    installed, and verifiers' own errors for a config that it refuses.
     """
     vf = _verifiers()
     _name_harness()
@@ -64,14 +64,13 @@ def local_environment(config: Mapping[str, Any]) -> vf.Env:
 
 
 class VerifiersWorkflow(RolloutWorkflow):
-    """Runs a task of `env` in each episode. Each agent that the environment trains gives trajectories of its own: its
-    reward, with named parts, its metrics, and its name as their role.
+    """Runs a task of `env` in each episode. Each agent that the environment trains returns its own trajectories, with
+    its reward, the reward's named parts, its metrics, and its name as their role.
 
-    env: an environment of verifiers, or the config of one, for local_environment. tokenizer: loaded from a directory
-    or by name, since verifiers' renderers load it again. sampling: for agents whose
-    config says nothing else. renderer: how prompts are rendered; None: as the `renderers` package does for a model of
-    that name, or by the chat template, without tools. context_length: tokens that the model can hold, which ends
-    rollouts that outgrow it.
+    env: an environment of verifiers, or a config for local_environment. tokenizer: must be loaded from a directory or
+    by name, since verifiers' renderers load it again. sampling: for agents whose config sets none. renderer: how to
+    render prompts; None: as the `renderers` package does for a model of that name, or by the chat template, without
+    tools. context_length: the model's context in tokens; a rollout that outgrows it ends.
     """
 
     def __init__(
@@ -99,9 +98,9 @@ class VerifiersWorkflow(RolloutWorkflow):
         self._shared: SharedURL | None = None
 
     def rows(self, tasks: Iterable[vf.Task]) -> list[Example]:
-        """A dataset of these tasks, which are kept here: rows of another workflow, or another run, are not the same.
+        """A dataset of these tasks. The workflow keeps the tasks, so it cannot use rows of another workflow or run.
 
-        Each row has the task's data beside its place.
+        Each row has the task's index and its data.
         """
         first = len(self._tasks)
         self._tasks += tasks
@@ -124,8 +123,7 @@ class VerifiersWorkflow(RolloutWorkflow):
         await self._stack.aclose()
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
-        """Raises EnvironmentFailedError, with the first error of the rollout, if the rollout did not come to its
-        end."""
+        """Raises EnvironmentFailedError, with the rollout's first error, if the rollout did not finish."""
         shared, context = self._shared, self._context
         if shared is None or context is None:
             raise ArlError("this VerifiersWorkflow is not open; use it within `async with`")
@@ -165,14 +163,15 @@ def _verifiers() -> Any:
 
 
 def _name_harness() -> None:
-    """verifiers imports a harness as the top-level module that its id names, and takes the class that it exports."""
+    """Register the harness. verifiers imports it as the top-level module that its id names, and takes the exported
+    class."""
     from arl.workflow import verifiers_harness
 
     sys.modules.setdefault(HARNESS.replace("-", "_"), verifiers_harness)
 
 
 def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajectory]:
-    """Of each agent's run that is to be trained; a run's turns are those that it called for under its id."""
+    """The trajectories of each agent's run that is to be trained. A run's turns are the calls under its id."""
     made: list[Trajectory] = []
     runs = [trace for trace in episode.traces if trace.agent.trainable and session.turns(trace.id)]
     for trace in runs:
@@ -195,7 +194,7 @@ def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajecto
 
 
 def _why(episode: vf.Episode) -> str:
-    """The error that ended the rollout, and where it was raised."""
+    """The error that ended the rollout, and the place where it was raised."""
     errors = [(trace.agent.name, error) for trace in episode.traces for error in trace.errors]
     errors += [("environment", error) for error in episode.errors]
     if not errors:
