@@ -1,16 +1,16 @@
-"""Where programs that a model wrote run, apart from everything else. docs/sandbox.md is the guide.
+"""Sandboxes: they run a model's programs apart from everything else. docs/sandbox.md is the guide.
 
 | module | holds |
 |---|---|
-| contract | what a sandbox is, its limits, and how a program ended |
-| find | the first sandbox that runs programs on this machine |
+| contract | the interface of a sandbox, its limits, and how a program ended |
+| find | finds the first sandbox that runs programs on this machine |
 | bubblewrap, docker, unsafe, remote | the kinds of sandboxes |
 | serve | the command that serves this machine's sandbox to others |
-| keeper, streams | the process beside arl that runs programs: for a bare Python, so they import nothing else of arl |
+| keeper, streams | the process beside arl that runs programs, in a bare Python: it imports nothing else of arl |
 | keeping, seccomp | arl's side of the keeper; the filter of system calls |
-| container | process 1 of a container, which is sent there as text |
+| container | process 1 of a container; arl sends it there as text |
 
-May import arl.api and arl.web. Imports nothing before it is needed.
+May import arl.api and arl.web. Loads each module only when it is needed.
 """
 
 from typing import TYPE_CHECKING

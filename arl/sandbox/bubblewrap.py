@@ -1,7 +1,7 @@
 """Programs in Linux namespaces of their own, by bubblewrap (`bwrap`), which needs neither root nor a daemon.
 
-Each run sees /usr and one Python, read-only; an empty directory in memory; no network, no other process, no variable of
-the environment. keeper.py starts, watches and kills; docs/sandbox.md says what is held by what, and what is not.
+Each run sees /usr and one Python, read-only, and an empty directory in memory. It sees no network, no other process and
+no environment variable. keeper.py starts, watches and kills programs; docs/sandbox.md says what enforces each limit.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Interpreter:
     prefixes: tuple[str, ...]
     """Directories outside of /usr that hold it, its library and its packages."""
     packages: tuple[str, ...]
-    """Directories of installed packages that programs may not see, because nobody asked for this interpreter."""
+    """Directories of installed packages that programs may not see, as the caller did not choose this interpreter."""
 
 
 async def interpreter_at(path: str | None) -> Interpreter:
-    """The interpreter at `path` with its packages, or this process's own without any. Raises SandboxError."""
+    """The interpreter at `path` with its packages, or this process's interpreter without any. Raises SandboxError."""
     return await asyncio.to_thread(_interpreter_at, path)
 
 
@@ -55,7 +55,7 @@ def _interpreter_at(path: str | None) -> Interpreter:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise SandboxError(f"the sandbox's Python, {chosen}, does not run: {error}") from error
     prefixes = sorted({os.path.realpath(prefix) for prefix in places[:3]})
-    home = Path(os.path.expanduser("~"))  # as it is where nobody says which
+    home = Path(os.path.expanduser("~"))  # the default interpreter
     for prefix in prefixes:
         if home.is_relative_to(prefix):
             raise SandboxError(
@@ -100,11 +100,11 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _USER = "1000"
-"""A program's user in its own namespace. To the host it is the user who runs arl, or nobody if that is root."""
+"""A program's user in its namespace. The host sees the user who runs arl, or nobody if that is root."""
 _DEVICES = ("null", "full", "random", "urandom")
-"""Without zero: a shared mapping of it is memory that stays held when no process maps it any more."""
+"""Without zero: a shared mapping of /dev/zero holds memory even when no process maps it any more."""
 _SPARE = 256 << 20
-"""Bytes that a process may map beyond memory_bytes: some mappings are never used, so they take no memory."""
+"""Bytes that a process may map beyond memory_bytes: unused mappings take no memory."""
 _ARENA = 64 << 20
 """Bytes of address space that the C library sets aside for each thread."""
 
@@ -115,13 +115,13 @@ class BubblewrapSandbox(Shared):
         async with BubblewrapSandbox() as sandbox:
             outcome = await sandbox.run("print(input())", stdin="hello")
 
-    python: the interpreter that runs programs, which can import what is installed for it. Unless given it is this
-        process's own, with the standard library alone.
-    read_only: further directories of the host that programs may read, at their own paths.
-    limits: of a run that names none.
-    concurrency: programs that run at once, while others wait; one per processor unless given.
+    python: the interpreter that runs programs, with its installed packages. The default is this process's interpreter
+        with only the standard library.
+    read_only: further directories of the host that programs may read, at the same paths.
+    limits: for runs that name none.
+    concurrency: programs that run at once, while others wait; one per processor by default.
 
-    Entering runs a program. Raises SandboxError if that fails, with what to install or allow.
+    Entering runs a program. If that fails, SandboxError says what to install or allow.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class BubblewrapSandbox(Shared):
         return _outcome(ended)
 
     async def _probe(self) -> None:
-        """Run a program: nothing else shows whether namespaces work here."""
+        """Run a program: only that shows whether namespaces work here."""
         try:
             outcome = await self.run(_PROBE, limits=Limits(wall_s=60))
         except SandboxError as failure:
@@ -221,7 +221,7 @@ def _tree(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
         options += ["--ro-bind", source, path]
     for path in hidden:
         options += ["--tmpfs", path, "--remount-ro", path]
-    # pid 1 is bubblewrap's own: who wrote to its memory would be it, outlive the program, and read what others print.
+    # pid 1 is bubblewrap's: a program that wrote to its memory would become it, outlive its run, and read other output.
     options += ["--proc", "/proc", "--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     options += ["--tmpfs", "/dev"]
     for name in _DEVICES:
@@ -234,7 +234,7 @@ def _tree(sources: dict[str, str], hidden: Sequence[str]) -> list[str]:
 
 
 def _rlimits(limits: Limits) -> list[str]:
-    """The kernel's own limits, for each process. They are set within the user namespace, where NPROC counts anew."""
+    """The kernel's limits for each process. They are set within the user namespace, where NPROC counts anew."""
     cpu_s = int(limits.cpu_s) + 1
     own = {
         "data": limits.memory_bytes + _SPARE,
@@ -252,7 +252,7 @@ def _rlimits(limits: Limits) -> list[str]:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Whether every user may enter a directory and all above it."""
+    """Whether every user may enter a directory and its parents."""
     real = Path(os.path.realpath(path))
     return all(place.stat().st_mode & 0o001 for place in (real, *real.parents))
 

@@ -1,8 +1,8 @@
-"""Process 1 of a container: lays out the program's files, runs it, and says how it ended.
+"""Process 1 of a container: lays out the program's files, runs it, and reports how it ended.
 
-docker.py sends this file's text as the program of `python -c`, and then, over stdin, a line of JSON, the contents of
-the files, and what is left for the program to read. The report goes to the end of stderr, after a token that the
-program cannot know: this process's memory is closed to it.
+docker.py sends this file's text as the program of `python -c`. Over stdin it then sends a line of JSON, the contents of
+the files, and the program's stdin. The report goes to the end of stderr, after a token that the program cannot know,
+because this process's memory is closed to it.
 """
 
 import ctypes
@@ -35,12 +35,12 @@ def main() -> None:
 
 
 def received(most: int) -> bytes:
-    """Ends this process, and so the container, where arl was killed before it had sent all."""
+    """Ends this process, and so the container, if arl was killed before it had sent everything."""
     return os.read(0, most) or sys.exit("what to run was not sent to its end")
 
 
 def wait(program: int, deadline: float) -> tuple[str, int]:
-    """Wait for the program, reaping whatever else ends: how it ended, and its exit code or minus its signal."""
+    """Wait for the program and reap other processes. Returns how it ended, and its exit code or minus its signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
@@ -52,7 +52,7 @@ def wait(program: int, deadline: float) -> tuple[str, int]:
 
 
 def how(code: int) -> str:
-    if code == -signal.SIGKILL:  # of the program itself, or of the kernel for want of memory
+    if code == -signal.SIGKILL:  # from the program itself, or from the kernel for lack of memory
         return "memory" if out_of_memory() else "signal"
     if code == -signal.SIGXCPU:
         return "cpu"

@@ -1,4 +1,4 @@
-"""The contract of sandboxes: what runs a program, what the program may use, and how it ended."""
+"""The contract of sandboxes: a sandbox runs a program within limits and returns how it ended."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Literal, Protocol, Self, cast
 from arl.api.errors import SandboxError
 
 EndedBy = Literal["exit", "signal", "timeout", "cpu", "memory", "processes", "disk", "output"]
-"""What ended a program: itself, a signal (a crash), or the limit of that name; `timeout` is wall_s."""
+"""How a program ended: by itself, by a signal (a crash), or at the limit of that name; `timeout` is wall_s."""
 
 Files = Mapping[str, str | bytes]
-"""The files that lie beside a program when it starts: path relative to its working directory -> contents."""
+"""The files beside a program at its start: path relative to its working directory -> contents."""
 
 NO_FILES: Files = MappingProxyType({})
 
 MAIN = "main.py"
-"""The program's own name in its working directory."""
+"""The program's file name in its working directory."""
 
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one program may use, with all the processes that it starts. docs/sandbox.md says what enforces each."""
+    """The limits of one program and all processes that it starts. docs/sandbox.md says what enforces each."""
 
     wall_s: float = 10.0
     """Seconds from its start."""
@@ -37,7 +37,7 @@ class Limits:
     processes: int = 32
     """Processes and threads at once."""
     output_bytes: int = _MIB
-    """stdout and stderr together. A program that writes more is ended, and the rest is dropped."""
+    """stdout and stderr together. The sandbox ends a program that writes more, and drops the rest."""
     disk_bytes: int = 64 * _MIB
     """Space in the working directory, which is memory on top of memory_bytes; also the longest file."""
     files: int = 4096
@@ -54,12 +54,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOutcome:
-    """How a program ended, and what it wrote."""
+    """How a program ended, and its output."""
 
     exit_code: int | None
-    """The program's own, or minus the number of the signal that ended it, or None where a limit did."""
+    """The program's exit code, minus the number of the signal that ended it, or None if a limit ended it."""
     stdout: str
-    """The output until the end; with stderr at most Limits.output_bytes. Bytes that are not UTF-8 become U+FFFD."""
+    """The output up to the end; with stderr at most Limits.output_bytes. Bytes that are not UTF-8 become U+FFFD."""
     stderr: str
     wall_s: float
     """Seconds that it ran."""
@@ -83,22 +83,22 @@ class ProgramOutcome:
 
 
 class Sandbox(Protocol):
-    """Runs Python programs that nobody has read. Used within `async with`, in one event loop, by many tasks at once.
+    """Runs Python programs that nobody has read. Many tasks of one event loop may use it at once, in `async with`.
 
-    It may be entered again while it is open; the last to leave closes it.
+    A task may enter it while it is open; the last to leave closes it.
     """
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
     ) -> ProgramOutcome:
-        """Run a program on its own, without any trace of earlier ones, and wait for its end.
+        """Run a program alone, without any trace of earlier programs, and wait for its end.
 
         program: the text of main.py, run as `python -I main.py` in a directory that also holds `files`.
-        stdin: all that it can read there.
-        limits: the sandbox's own unless given.
+        stdin: the whole text of its standard input.
+        limits: the sandbox's limits by default.
 
-        Time spent waiting for a place to run does not count. Cancelling the call ends the program. Raises SandboxError
-        if the program could not be run; however it fares, the result is a ProgramOutcome.
+        Time spent waiting for a place to run does not count. Cancelling the call ends the program. However the program
+        ends, the result is a ProgramOutcome. Raises SandboxError if the program could not be run.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Programs in containers of their own, by the `docker` command. It needs a Docker engine."""
+"""Programs in Docker containers, one for each, by the `docker` command. It needs a Docker engine."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _REPORT_BYTES = 4096
 class DockerSandbox(Shared):
     """Runs each program in a new container without network or capabilities, on a read-only root.
 
-    image: one with a `python`; it is pulled at first use, unless the engine has it.
-    limits: of a run that names none. Memory is the container's own limit, for all processes and files together.
+    image: an image with a `python`; the engine pulls it at first use if necessary.
+    limits: for runs that name none. The container's memory limit holds for all processes and files together.
     concurrency: containers at once.
-    runtime: one of the engine's, such as gVisor's `runsc`, instead of its default.
+    runtime: one of the engine's runtimes, such as gVisor's `runsc`, instead of its default.
 
     Starting a container takes some tenths of a second. If arl is killed, its containers end at their wall time and the
     engine removes them.
@@ -137,7 +137,7 @@ def _outcome(ended_by: str, code: int | None, wall_s: float, stdout: bytes, stde
 
 
 def _options(limits: Limits, runtime: str | None) -> list[str]:
-    memory = limits.memory_bytes + limits.disk_bytes  # files in a tmpfs are memory of the container
+    memory = limits.memory_bytes + limits.disk_bytes  # a tmpfs counts as the container's memory
     tmpfs = f"rw,noexec,nosuid,nodev,size={limits.disk_bytes},nr_inodes={limits.files},mode=1777"
     cpu_s = int(limits.cpu_s) + 1
     return [
@@ -162,7 +162,7 @@ def _options(limits: Limits, runtime: str | None) -> list[str]:
 
 
 async def _call(docker: str, *arguments: str) -> tuple[int, str, str]:
-    """One short command: exit code, stdout, stderr. A call that is cancelled is killed."""
+    """Run one short command; returns exit code, stdout, stderr. Cancelling the call kills it."""
     process = await asyncio.create_subprocess_exec(
         docker, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

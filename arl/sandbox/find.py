@@ -17,14 +17,14 @@ Kind = Literal["auto", "bubblewrap", "docker", "unsafe"]
 
 
 def find_sandbox(kind: Kind = "auto", *, limits: Limits | None = None, concurrency: int | None = None) -> Sandbox:
-    """A sandbox, to be entered by `async with`.
+    """A sandbox, to enter by `async with`.
 
-    kind: "auto" is bubblewrap if it can run a program, else Docker if an engine can. It is never "unsafe", which
-        isolates nothing.
-    limits: of a run that names none.
-    concurrency: programs at once; one per processor unless given.
+    kind: "auto" is bubblewrap if it can run a program, else Docker if an engine can. It is never "unsafe", because
+        "unsafe" isolates nothing.
+    limits: for runs that name none.
+    concurrency: programs at once; one per processor by default.
 
-    Entering raises SandboxError where neither works, with what to install or allow.
+    If neither works, entering raises SandboxError, which says what to install or allow.
     """
     match kind:
         case "auto":
@@ -41,7 +41,7 @@ def find_sandbox(kind: Kind = "auto", *, limits: Limits | None = None, concurren
 
 
 class FirstSandbox(Shared):
-    """The first of several that can be entered."""
+    """The first of several sandboxes that can be entered."""
 
     def __init__(self, candidates: Sequence[Sandbox]) -> None:
         super().__init__()

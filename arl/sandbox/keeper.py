@@ -2,8 +2,8 @@
 
 Imports only streams.py of arl: see START in keeping.py.
 
-It forks from a small memory, goes on watching while arl computes, and ends everything when arl ends, however it does.
-Started by root it becomes nobody first, because root's own processes escape RLIMIT_NPROC.
+It forks from a small memory, goes on watching while arl computes, and ends everything when arl ends, however arl ends.
+If root starts it, it first becomes nobody, because root's processes escape RLIMIT_NPROC.
 
     arl --- run: command, files, stdin, limits; stop ---> Keeper --- starts ---> bwrap --- pid 1 --- the program
         <-- how it ended, stdout, stderr ---------------  watches all of that pid namespace; kills pid 1
@@ -32,12 +32,12 @@ from arl.sandbox.streams import Frames, Header, Output, feed, frame
 
 NOBODY = 65534
 STAGE = "/mnt"
-"""A keeper started by root finds staged directories here, in a mount namespace of its own."""
+"""A keeper started by root finds staged directories here, in a separate mount namespace."""
 WATCH_S = 0.01
-"""Seconds between two looks at a running program. It can pass a limit by what it takes in between."""
+"""Seconds between two checks of a running program. Between them it can exceed a limit unseen."""
 
 SET_UP_S = 20.0
-"""How long bubblewrap may take until a program's namespace can be looked into. It takes milliseconds."""
+"""Longest that bubblewrap may take until the keeper can look into a program's namespace. It takes milliseconds."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -67,9 +67,9 @@ class Namespace:
             os.close(self._root)
 
     def exceeded(self) -> str | None:
-        """The limit that the program exceeds now, if any; None while it starts and once it has ended.
+        """The limit that the program exceeds now, if any; None while it starts and after its end.
 
-        Raises OSError where that cannot be seen: no program goes on unwatched.
+        Raises OSError if that cannot be seen: no program goes on unwatched.
         """
         try:
             return self._exceeded() if self._is_set_up() else None
@@ -86,7 +86,7 @@ class Namespace:
             self._own_ticks[pid, stat[_START]] = sum(map(int, stat[_OWN_CPU]))
             tasks += int(stat[_THREADS])
             pages += int(stat[_RESIDENT])
-        # Children that nobody waited for are in no other process's time: of those, as much as was seen of each.
+        # No other process's time includes children that nobody waited for: count as much as was seen of each.
         if max(ticks, sum(self._own_ticks.values())) > self._limits["cpu_s"] * _TICKS:
             return "cpu"
         if tasks > self._limits["processes"] + 1:  # pid 1
@@ -96,9 +96,9 @@ class Namespace:
         return "disk" if self._files() > self._limits["files"] else None
 
     def _is_set_up(self) -> bool:
-        """Whether pid 1 has moved from the host's root to the program's, which is the one to look at."""
+        """Whether pid 1 has moved from the host's root to the program's root."""
         if self._root is None:
-            with contextlib.suppress(PermissionError):  # while pid 1 changes what it is
+            with contextlib.suppress(PermissionError):  # while pid 1 is changing
                 self._root = self._opened_root()
             if self._root is None and time.monotonic() - self._began > SET_UP_S:
                 raise PermissionError(f"/proc/{self._pid}/root, a program's, could not be looked into for {SET_UP_S} s")
@@ -115,7 +115,7 @@ class Namespace:
                 os.close(root)
 
     def _memory(self) -> int:
-        """Bytes, each page counted once however many processes share it: a sum of resident sets counts more."""
+        """Bytes of memory. Each page counts once however many processes share it, unlike in a sum of resident sets."""
         return sum(self._share(self._place(pid)) for pid in self._pids())
 
     def _share(self, place: str) -> int:
@@ -174,7 +174,7 @@ class BwrapRun:
         self._wake.set()
 
     async def run(self) -> tuple[Header, list[bytes]]:
-        """Run it to its end. Returns how it ended, stdout and stderr once all its processes are gone."""
+        """Run it to its end. Once all its processes are gone, returns how it ended, stdout and stderr."""
         if self._is_stopped:
             return {"ended_by": "stopped"}, []
         started = time.monotonic()
@@ -202,7 +202,7 @@ class BwrapRun:
         return header, written
 
     async def _start(self, status: asyncio.StreamReader) -> asyncio.subprocess.Process:
-        """Start bwrap; the files that it lays out, its filter and its report are open descriptors."""
+        """Start bwrap. It gets its files, its filter and its report as open descriptors."""
         with contextlib.ExitStack() as inherited:
             options, passed = [], []
             if self._filter:
@@ -223,11 +223,11 @@ class BwrapRun:
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=[*passed, writer],
                 cwd="/",
-                env={},  # the program can read that of its namespace's pid 1, which is of bwrap's
+                env={},  # the program can read the environment of pid 1, a process of bwrap
             )
 
     async def _watch(self, status: asyncio.StreamReader, output: Output, started: float) -> None:
-        """Until the program exceeds a limit, at which it is killed. Cancelled when it has ended by itself."""
+        """Wait until the program exceeds a limit, and kill it. Cancelled when the program has ended by itself."""
         try:
             async with asyncio.timeout(started + self._limits["wall_s"] - time.monotonic()):
                 report = await status.readline()
@@ -245,7 +245,7 @@ class BwrapRun:
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
 
     async def _excess(self, first: int, output: Output) -> str:
-        """Wait until a limit is exceeded. No event tells of memory, so it is looked at again and again."""
+        """Wait until the program exceeds a limit. No event reports memory, so this checks it again and again."""
         namespace, pause_s = Namespace(first, self._limits), WATCH_S
         try:
             while not self._wake.is_set():
@@ -255,14 +255,14 @@ class BwrapRun:
                 began = time.monotonic()
                 if excess := namespace.exceeded():
                     return excess
-                # Where processes share much, a look is slow, and no program is to keep the keeper from the others.
+                # If processes share much memory, a check is slow; it must not keep the keeper from other programs.
                 pause_s = max(WATCH_S, 10 * (time.monotonic() - began))
             return "output" if output.overflowed else "stopped"
         finally:
             namespace.close()
 
     async def _bury(self) -> None:
-        """Wait until pid 1 is gone, which the kernel lets go last. bwrap ends before, and leaves it to this process."""
+        """Wait until pid 1 is gone. It is the last to go; bwrap ends earlier and leaves it to this process."""
         if self._first is None:
             return
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
@@ -275,7 +275,7 @@ class BwrapRun:
 
 
 class Keeper:
-    """Runs what it is told to, `places` programs at once, and reports each."""
+    """Runs the programs that arl sends, `places` at once, and reports each."""
 
     def __init__(self, places: int) -> None:
         self._places = asyncio.Semaphore(places)
@@ -285,7 +285,7 @@ class Keeper:
         self._transport: asyncio.WriteTransport | None = None
 
     async def serve(self, connection: socket.socket) -> None:
-        """Until arl is gone."""
+        """Serve until arl is gone."""
         loop = asyncio.get_running_loop()
         async with self._group:
             transport, _ = await loop.create_connection(lambda: Frames(self._received, self._left.set), sock=connection)
@@ -321,7 +321,7 @@ def _first_cause(error: Exception) -> str:
 
 
 def _readable(content: bytes, inherited: contextlib.ExitStack) -> int:
-    """A descriptor that the content can be read from, closed with `inherited`."""
+    """A descriptor to read the content from, closed with `inherited`."""
     file = os.memfd_create("file")
     inherited.callback(os.close, file)
     with os.fdopen(os.dup(file), "wb") as writer:
@@ -346,7 +346,7 @@ def _checked(result: int) -> None:
 
 
 def _stage(paths: list[str]) -> None:
-    """Bind each path to STAGE/0, STAGE/1 and so on, where anybody finds them, in this process's own view of mounts."""
+    """Bind each path to STAGE/0, STAGE/1 and so on, readable by all, in this process's mount namespace."""
     _checked(_libc.unshare(_MOUNTS))
     _checked(_libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None))
     opened = [os.open(path, os.O_PATH) for path in paths]

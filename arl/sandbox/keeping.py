@@ -1,4 +1,4 @@
-"""arl's side of the keeper: starts it, tells it what to run, and hands each answer to the call that waits for it."""
+"""arl's side of the keeper: starts it, sends it programs, and hands each answer to the call that waits for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ main()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a program ended. code: as in shells, 128 and more where a signal ended it."""
+    """How a program ended. code: as in shells, 128 and more if a signal ended it."""
 
     ended_by: EndedBy
     code: int
@@ -47,7 +47,7 @@ class Keeping:
     """One keeper.
 
     places: programs that run at once.
-    staged: directories that a keeper started by root cannot reach as nobody; it finds them at keeper.STAGE/0 and so on.
+    staged: directories that a keeper started by root cannot reach as nobody; they appear at keeper.STAGE/0 and so on.
     """
 
     def __init__(self, *, places: int, staged: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ class Keeping:
         self, command: Sequence[str], program: Sequence[str], confined: bytes, stdin: bytes,
         files: Mapping[str, bytes], limits: Limits,
     ) -> Ended:  # fmt: skip
-        """Run `command`, to which the keeper adds its own options, and then `program`. Raises SandboxError."""
+        """Run `command`, then the keeper's options, then `program`, as one command line. Raises SandboxError."""
         async with self._starting:
             if self._transport is not None and self._transport.is_closing():
                 log.warning("the keeper of the sandbox died, maybe for want of memory; another is started")

@@ -40,7 +40,7 @@ Count = Annotated[int, Field(gt=0)]
 
 
 class LimitsAsked(RequestBody):
-    """The limits that a request names."""
+    """The limits named by a request."""
 
     wall_s: Seconds | None = None
     cpu_s: Seconds | None = None
@@ -61,7 +61,7 @@ class RunRequest(RequestBody):
     limits: LimitsAsked = LimitsAsked()
 
     def limits_within(self, most: Limits) -> Limits:
-        """The limits asked for; for others the ordinary ones, as far as `most` allows. Raises BodyError beyond it."""
+        """The requested limits; the others are the defaults, cut to `most`. Raises BodyError above `most`."""
         allowed, asked = asdict(most), self.limits.model_dump(exclude_none=True)
         for name, number in asked.items():
             if number > allowed[name]:
@@ -75,13 +75,13 @@ class RemoteSandbox(Shared):
 
         async with RemoteSandbox("http://10.0.0.7:8090", api_key=key) as sandbox:
 
-    api_key: $ARL_SANDBOX_KEY unless given.
-    limits: of a run that names none; the ordinary ones unless given. The server refuses those above its own.
+    api_key: $ARL_SANDBOX_KEY by default.
+    limits: for runs that name none; the defaults of Limits unless given. The server refuses limits above its maximum.
     concurrency: requests under way at once.
-    timeout_s: the longest that a call may take, with the time that it waits at the server for a place.
+    timeout_s: the longest that a call may take, including the wait for a place at the server.
 
-    Entering checks that the server is there and takes the key. Raises SandboxError. Cancelling a call, or leaving,
-    closes its connection, and the server then ends the program.
+    Entering raises SandboxError unless the server answers and accepts the key. Cancelling a call, or leaving, closes
+    its connection, and the server then ends the program.
     """
 
     def __init__(

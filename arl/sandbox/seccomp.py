@@ -1,10 +1,13 @@
-"""A second wall within bubblewrap's: system calls that a Python program does not need, refused by the kernel.
+"""A second wall inside bubblewrap: the kernel refuses system calls that a Python program does not need.
 
-Namespaces already keep a program from what is not its own. Refused here are calls that hold memory where no limit
-counts it (memfd, System V, shared mappings without a file, vmsplice), use up what the kernel counts by user, so for
-all programs and arl together (sendmsg, which passes descriptors), reach past namespaces (vsock, the kernel's
-keyrings), or have been ways out of a kernel (user namespaces, BPF, io_uring and others). The list follows those of
-Docker and Flatpak.
+Namespaces already keep a program from the host's files and processes. The filter refuses calls that
+
+- hold memory where no limit counts it (memfd, System V, shared mappings without a file, vmsplice);
+- use up resources that the kernel counts by user, so for all programs and arl together (sendmsg passes descriptors);
+- reach past namespaces (vsock, the kernel's keyrings);
+- have been ways out of a kernel (user namespaces, BPF, io_uring and others).
+
+The list follows Docker's and Flatpak's.
 """
 
 from __future__ import annotations
@@ -56,13 +59,13 @@ _CONDITIONAL = ("clone", "clone3", "ioctl", "mmap", "socket")
 _NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX, which type into the terminal."""
+"""TIOCSTI and TIOCLINUX type into the terminal."""
 _SHARED_WITHOUT_FILE = 0x21
-"""MAP_SHARED and MAP_ANONYMOUS. Such memory is held also while it is not resident in any process."""
+"""MAP_SHARED and MAP_ANONYMOUS. Such memory stays held even while it is resident in no process."""
 _SOCKETS = (1, 2, 10)
-"""AF_UNIX, AF_INET and AF_INET6, which are within the network namespace."""
+"""AF_UNIX, AF_INET and AF_INET6. The network namespace confines them."""
 _OTHER_ABI = 0x40000000
-"""Numbers from here on are x32's names for the same calls."""
+"""From this number on, x32 has the same calls again."""
 
 _NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 40
 _LOAD, _MASK, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
@@ -70,7 +73,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The filter as an array of struct sock_filter (linux/filter.h); b"" for a machine that is not listed here."""
+    """The filter as an array of struct sock_filter (linux/filter.h); b"" for a machine that this file does not list."""
     if machine not in _MACHINES:
         return b""
     arch, listed = _MACHINES[machine]

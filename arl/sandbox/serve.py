@@ -2,8 +2,8 @@
 
     ARL_SANDBOX_KEY=... python -m arl.sandbox.serve --host 10.0.0.7 --port 8090
 
-Anybody with the key can run programs, within the sandbox and its limits. There is no TLS: put the server behind a proxy
-that has it, or on a network of your own. A request whose connection is closed ends its program.
+Anybody with the key can run programs, within the sandbox and its limits. The server has no TLS: put it behind a proxy
+that has it, or on a private network. Closing a request's connection ends its program.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from arl.web.server import boundary, json_response, require_key, serving
 
 _BODY_BYTES = 64 << 20
 _MOST = Limits(wall_s=600.0, cpu_s=600.0)
-"""What a request may ask for unless flags say otherwise: as much as the unit tests of an answer need in all."""
+"""The most that a request may ask for, unless flags say otherwise: enough for all unit tests of an answer."""
 
 
 def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Application:
-    """The server's routes. sandbox: open already. limits: the most that a request may ask for.
+    """The server's routes. sandbox: already open. limits: the most that a request may ask for.
 
     Raises SandboxError for an empty key.
     """

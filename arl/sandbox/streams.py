@@ -1,7 +1,7 @@
 """Bytes in and out: frames between arl and its keeper, and both ends of a running program.
 
-Imports nothing of arl, for the keeper. A frame is one line of JSON, whose `blobs` are the lengths of the byte strings
-that follow it.
+Imports nothing of arl, because the keeper runs in a bare Python. A frame is one line of JSON; its `blobs` are the
+lengths of the byte strings that follow it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK = 1 << 16
 """Bytes read at once."""
 
 Header = dict[str, Any]
-"""The line of a frame; the diagram in keeper.py names what both sides send."""
+"""The line of a frame; the diagram in keeper.py names the messages of both sides."""
 
 
 def frame(header: Header, blobs: Sequence[bytes] = ()) -> bytes:
@@ -45,7 +45,7 @@ class Frames(asyncio.Protocol):
         self._lost()
 
     def _next_frame(self) -> bool:
-        """Take one frame from the buffer; False while it is not all there."""
+        """Take one frame from the buffer; False while it is incomplete."""
         header: Header | None = self._header
         if header is None:
             line, newline, _ = self._buffer.partition(b"\n")
@@ -88,7 +88,7 @@ class Output:
 
 
 async def feed(pipe: asyncio.StreamWriter | None, stdin: bytes) -> None:
-    """Write stdin as fast as the program reads it and for as long, then close it."""
+    """Write stdin as fast as the program reads it, until it stops reading; then close it."""
     assert pipe is not None
     with contextlib.suppress(ConnectionError):
         pipe.write(stdin)
@@ -106,9 +106,9 @@ async def finish(
     wall_s: float,
     kill: Callable[[bool], Awaitable[None]],
 ) -> tuple[str, bytes, bytes]:
-    """See a process to its end: what ended it ("exit", "output" or "timeout"), stdout and stderr.
+    """Wait for a process to end. Returns how it ended ("exit", "output" or "timeout"), stdout and stderr.
 
-    kill: ends all that belongs to it; awaited at a limit and when this is cancelled, and, told True, when the process
+    kill: ends all processes that belong to it; awaited at a limit, on cancellation, and, with True, after the process
     has ended by itself.
     """
     wake = asyncio.Event()

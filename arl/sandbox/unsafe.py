@@ -1,4 +1,4 @@
-"""Programs as plain processes: they have limits, and may read, write and reach whatever this process may."""
+"""Programs as plain processes: they have limits, but may read, write and reach whatever this process may."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class UnsafeSandbox(Shared):
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
     ) -> ProgramOutcome:
-        """As Sandbox.run, but for what the class says."""
+        """As Sandbox.run, except as the class says."""
         if not self._is_open:
             raise not_open()
         contents = laid_out(program, files)

@@ -1,6 +1,6 @@
-"""The embedded inference server: a program of its own, `python -m arl.engine.local`, that speaks SGLang's protocol.
+"""The embedded inference server: a separate program, `python -m arl.engine.local`, that speaks SGLang's protocol.
 
     HTTP (app, generate, openai, control) --jobs--> scheduler --> running batch: plan, run, take --> runner, attention
 
-Import nothing of it but `received_weights`: clients talk to it over HTTP. It imports `arl.api` and `arl.web` alone.
+Clients talk to it over HTTP, so other packages import only `received_weights`. It imports only `arl.api` and `arl.web`.
 """

@@ -2,13 +2,13 @@
 
 It speaks SGLang's HTTP protocol. A program that starts it as a child can rely on this:
 
-- Once it answers requests it prints one line to stdout, and never anything else:
+- When it is ready for requests it prints one line to stdout, and never anything else:
   `{"event": "ready", "host": "127.0.0.1", "port": 41237, "pid": 4711, "model": "/models/m", "weight_version": "0"}`.
-  `--port 0` takes a free port; the line says which.
+  `--port 0` takes a free port; the line names it.
 - It logs to stderr. If it cannot start (no such model, a port in use, no API key on an open address), it says why in
   one sentence there and exits with code 2.
-- When an error ends the model thread, the log has the error and the server exits with code 1.
-- SIGTERM and SIGINT stop it, with exit code 0: it aborts running requests and answers them with what they have.
+- When an error ends the model thread, the server logs the error and exits with code 1.
+- SIGTERM and SIGINT stop it, with exit code 0: it aborts running requests and answers them with their tokens so far.
 - `--parent-pid PID` ties its life to that process: it stops when PID is gone, however PID ended.
 - It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs an API key, by `--api-key` or the
   environment variable ARL_SERVER_API_KEY (which other users of the machine cannot read from the process list).
@@ -62,7 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what can be refused before anything heavy is imported. Raises ConfigError or ModelError."""
+    """Check the arguments before any heavy import. Raises ConfigError or ModelError."""
     model = Path(args.model)
     if not model.is_dir():
         raise ModelError(
@@ -80,7 +80,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
-    """The model, ready to be started. Raises ModelError where it cannot be loaded."""
+    """The model, ready to start. Raises ModelError if it cannot be loaded."""
     from arl.engine.local.scheduler import Scheduler, SchedulerSettings
 
     settings = SchedulerSettings(
@@ -95,7 +95,7 @@ def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
         return Scheduler(args.model, inflight.deliver, settings)
     except ArlError:
         raise
-    except Exception as error:  # transformers and safetensors say in many ways that a directory is broken
+    except Exception as error:  # transformers and safetensors report a broken directory by many exceptions
         log.debug("loading failed", exc_info=True)
         raise ModelError(f"cannot load the model in {args.model}: {error}") from error
 
@@ -143,7 +143,7 @@ def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflig
     )
     settings = {name: value for name, value in vars(args).items() if name not in ("api_key", "parent_pid")}
     settings |= {"model_path": args.model, "context_length": scheduler.runner.context_length}
-    settings |= {"tp_size": 1, "pp_size": 1, "dp_size": 1}  # what clients read of a server that is split over GPUs
+    settings |= {"tp_size": 1, "pp_size": 1, "dp_size": 1}  # clients read these of a server that is split over GPUs
     return build_app(serving, settings, args.api_key)
 
 
@@ -163,5 +163,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A thread that waits for a trainer which never sends would hold a normal exit until its timeout.
+    # A thread may wait for a trainer that never sends; a normal exit would wait for that thread's timeout.
     os._exit(status)

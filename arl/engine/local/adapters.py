@@ -3,7 +3,7 @@
     y = W x + alpha / rank * B A x        for a token whose request names the adapter, else y = W x
 
 A step computes tokens of many requests in one row. Each linear layer runs once over all of them, and then once over
-the tokens of each adapter. So requests of several adapters, and of none, share a batch.
+the tokens of each adapter. So requests with and without adapters share a batch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _UNSUPPORTED = (
     "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern",
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
 )  # fmt: skip
-"""What peft's configuration can ask for besides A and B of one rank and scale."""
+"""Settings of peft that ask for more than A and B of one rank and scale; adapters with them are refused."""
 
 Tokens = Sequence[tuple["Adapter | None", int]]
-"""Runs of a step's tokens, in order: their adapter, and how many they are."""
+"""Runs of a step's tokens, in order: the adapter, and the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """One layer's update in the form in which it is applied: x @ a @ b. a [in, rank]; b [rank, out], scaled."""
+    """One layer's update, ready to apply: x @ a @ b. a [in, rank]; b [rank, out], scaled."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -52,14 +52,14 @@ class Adapter:
     layers: Mapping[str, Factors]
     """By the names of the model's modules."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Unique, unlike its name: a later adapter of the same name finds none of its keys and values."""
+    """Unique, unlike the name: a later adapter of the same name must not find this one's keys and values."""
 
 
 class LoadedAdapters:
     """A model's adapters. Any thread may call `read` and `loaded`; the rest belongs to the model's thread."""
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        """head: makes logits. It sees some of a step's tokens alone, as experts do, so neither is adapted."""
+        """head: makes logits. The head and experts see only some of a step's tokens, so neither is adapted."""
         self._linears = {
             name: module
             for name, module in model.named_modules()
@@ -78,7 +78,7 @@ class LoadedAdapters:
         return self._loaded.get(name)
 
     def read(self, name: str, directory: str) -> Adapter:
-        """Read peft's files. Raises WeightsError for what is missing, does not fit, or is not supported."""
+        """Read peft's files. Raises WeightsError if a part is missing, does not fit, or is not supported."""
         if not os.path.isabs(directory) or not Path(directory).is_dir():
             raise WeightsError(f"lora_path is {directory!r}, which is not an absolute path of a directory here")
         scale = _scale(Path(directory, _CONFIG))
@@ -114,7 +114,7 @@ class LoadedAdapters:
         self._loaded[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Let no more requests name it; those that did keep it. Raises WeightsError if it is not loaded."""
+        """Refuse later requests that name it; earlier ones keep it. Raises WeightsError if it is not loaded."""
         if self._loaded.pop(name, None) is None:
             raise WeightsError(f"LoRA with name {name} does not exist. Loaded LoRAs: {', '.join(self._loaded)}")
 
@@ -132,7 +132,7 @@ class LoadedAdapters:
     def _adapted(
         self, name: str, own: Callable[[torch.Tensor], torch.Tensor]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A layer's forward: its own, and what the step's adapters add to it."""
+        """A layer's forward with the updates of the step's adapters added."""
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             y = own(x)
@@ -158,7 +158,7 @@ def _places(adapter: Adapter, tokens: Tokens) -> Iterable[int]:
 
 
 def _scale(file: Path) -> float:
-    """alpha / rank, of an adapter that is nothing but A and B."""
+    """The adapter's scale. Raises WeightsError for an unreadable or unsupported configuration."""
     try:
         config = json.loads(file.read_text())
         rank, alpha = int(config["r"]), float(config["lora_alpha"])

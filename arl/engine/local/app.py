@@ -1,4 +1,4 @@
-"""The HTTP application: every path, the shape in which its errors are told, and what the server tells of itself."""
+"""The HTTP application: every path, the shape of its errors, and the server's information about itself."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NO_REWARD_MODEL = (
 
 
 class Info:
-    """The endpoints that are asked and change nothing."""
+    """The endpoints that only read."""
 
     def __init__(self, serving: Serving, settings: dict[str, Any]) -> None:
         self._serving = serving
@@ -59,7 +59,7 @@ class Info:
         return web.Response(status=200 if self._serving.scheduler.is_alive else 503)
 
     async def health_generate(self, request: web.Request) -> web.StreamResponse:
-        """200 if one token can be generated in time. A paused server is taken to be well if its thread lives."""
+        """200 if one token can be generated in time. A paused server is healthy if its model thread lives."""
         scheduler = self._serving.scheduler
         if not scheduler.is_alive or scheduler.is_paused:
             return await self.health(request)
@@ -120,7 +120,7 @@ class Info:
 
 
 def refusing(sentence: str) -> Handler:
-    """In the place of an endpoint that the served kind of model has no answer for."""
+    """Replaces an endpoint that this kind of model cannot answer."""
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         raise RequestError(sentence)
@@ -131,7 +131,7 @@ def refusing(sentence: str) -> Handler:
 def build_app(serving: Serving, settings: dict[str, Any], api_key: str | None) -> web.Application:
     """The application over one scheduler.
 
-    settings: what the server was started with, as /server_info tells it; `device` and `update_timeout_s` are used here.
+    settings: what the server was started with, for /server_info; this function uses `device` and `update_timeout_s`.
     """
     control, info = Control(serving), Info(serving, settings)
     updating = ThreadPoolExecutor(1, "updating")
@@ -191,7 +191,7 @@ def _weights(serving: Serving, updating: ThreadPoolExecutor, settings: dict[str,
 
 
 def _models(serving: Serving) -> tuple[Paths, Paths]:
-    """What is asked of the model in OpenAI's protocol, and in SGLang's."""
+    """The endpoints that run the model, in OpenAI's protocol and in SGLang's."""
     openai = OpenAI(serving)
     is_scorer, no_language_model = serving.scheduler.runner.is_scorer, refusing(_NO_LANGUAGE_MODEL)
     completes = {

@@ -35,7 +35,7 @@ class PauseBody(RequestBody, takes_empty=True):
 
 
 class PlainBody(RequestBody, takes_empty=True, ignored=_IGNORED):
-    """Of a call that has no parameters."""
+    """The body of a call without parameters."""
 
 
 class Control:
@@ -63,12 +63,12 @@ class Control:
 
 
 async def _done(future: Future[Any]) -> None:
-    """Wait for the model thread, which does its work also when the client that asked for it has gone away."""
+    """Wait for the model thread. It finishes the work even if the client has gone away."""
     await asyncio.shield(asyncio.wrap_future(future))
 
 
 class UpdateBody(RequestBody, takes_empty=True, ignored=_IGNORED):
-    """What every call that brings weights may say."""
+    """The fields that every call with weights may have."""
 
     weight_version: str | None = None
     flush_cache: bool = True
@@ -82,7 +82,7 @@ class DiskBody(UpdateBody, takes_empty=True, ignored=_IGNORED):
 
 
 class DistributedBody(UpdateBody, takes_empty=True, ignored=_IGNORED):
-    """The tensors of one call, in the order in which they are broadcast."""
+    """The tensors of one call, in broadcast order."""
 
     names: list[str]
     dtypes: list[str]
@@ -133,9 +133,9 @@ class VersionBody(RequestBody, takes_empty=True, ignored=_IGNORED):
 
 
 class Weights:
-    """The endpoints that change weights. One thread, `working`, does all work on them in the order of the calls.
+    """The endpoints that change weights. One thread, `working`, does all their work in the order of the calls.
 
-    So a client that goes away in the middle of a call does not stop what it began, and the event loop goes on.
+    So a client that goes away during a call does not stop its work, and the event loop never blocks.
     """
 
     def __init__(self, serving: Serving, working: ThreadPoolExecutor, device: str, update_timeout_s: float) -> None:
@@ -146,7 +146,7 @@ class Weights:
         self._receiver = WeightReceiver(self._form.shapes, device, update_timeout_s)
 
     async def _do(self, message: str, work: Callable[[], None], *, abort_all: bool = False) -> Any:
-        """Run `work` on the weights' thread and answer with the message of its success."""
+        """Run `work` on the weights' thread and answer with its message of success."""
         if abort_all:
             self._serving.inflight.abort(self._serving.scheduler, None)
         try:
@@ -162,7 +162,7 @@ class Weights:
             loading.result(self._timeout_s)
         except TimeoutError:
             raise WeightsError(f"the weights were not loaded within {self._timeout_s} s") from None
-        except Exception as error:  # what a model says of weights it cannot take is for the caller to read
+        except Exception as error:  # the caller reads why the model cannot take the weights
             raise WeightsError(f"loading failed, and the old weights stay: {error}") from error
 
     async def update_from_disk(self, body: DiskBody) -> Any:
@@ -223,7 +223,7 @@ class LoadAdapterBody(UnloadAdapterBody, takes_empty=True, ignored=_ADAPTER_IGNO
 class AdapterCalls:
     """The endpoints that load and unload adapters while requests go on. They answer, and refuse, as SGLang does.
 
-    The thread `reading` reads their files, and the model thread takes over what was read between two steps.
+    The thread `reading` reads their files; the model thread takes the adapters over between two steps.
     """
 
     def __init__(self, serving: Serving, reading: ThreadPoolExecutor) -> None:
@@ -238,7 +238,7 @@ class AdapterCalls:
         return await self._answer(asyncio.get_running_loop().run_in_executor(self._reading, work))
 
     async def unload(self, body: UnloadAdapterBody) -> web.StreamResponse:
-        """At once: requests that name it already keep it to their end."""
+        """Answers at once: requests that name it already keep it to their end."""
         return await self._answer(asyncio.shield(asyncio.wrap_future(self._scheduler.unload_adapter(body.lora_name))))
 
     async def _answer(self, done: asyncio.Future[None]) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""What all endpoints share: the parts that they serve from, sampling parameters, errors in SGLang's shapes.
+"""Shared parts of all endpoints: the server's state, sampling parameters, and errors in SGLang's shapes.
 
 handler --submit--> Inflight --> Scheduler, on the model thread --deliver--> Following: the handler waits for it
 """
@@ -26,13 +26,13 @@ B = TypeVar("B", bound=RequestBody)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What every handler needs."""
+    """The parts of the server that every handler uses."""
 
     scheduler: Scheduler
     inflight: Inflight
     text: Text
     tokenizing: ThreadPoolExecutor
-    """One thread, on which texts are encoded."""
+    """One thread, which encodes texts."""
     model_path: str
     served_model_name: str
 
@@ -41,7 +41,7 @@ class Serving:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, encode)
 
     async def prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """A prompt's tokens. Raises RequestError where they are not the model's, or leave no room in its context."""
+        """A prompt's tokens. Raises RequestError if the model lacks one, or its context has no room for more."""
         input_ids = await self.encode(lambda: self.text.encode(prompt)) if isinstance(prompt, str) else prompt
         vocab_size, context_length = self.scheduler.runner.vocab_size, self.scheduler.runner.context_length
         if not input_ids:
@@ -56,7 +56,7 @@ class Serving:
         return input_ids
 
     def fitted(self, sampling: Sampling, num_prompt_tokens: int) -> SamplingParams:
-        """The parameters for a prompt of so many tokens. Raises RequestError where the context cannot hold both."""
+        """The parameters for a prompt of this many tokens. Raises RequestError if the context cannot hold both."""
         context_length = self.scheduler.runner.context_length
         if sampling.params.stop and not self.text.has_tokenizer:
             raise RequestError("stop needs a tokenizer, which this model was saved without; use stop_token_ids")
@@ -75,17 +75,17 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one prompt is continued."""
+    """How to continue one prompt."""
 
     params: SamplingParams
     max_new_tokens: int | None
-    """As the client wrote it: None is as many as fit, and 0 none."""
+    """As the client wrote it: None asks for as many as fit, 0 for none."""
     n: int
     text: TextOptions
 
 
 class SamplingFields(RequestBody):
-    """What /generate's sampling_params and OpenAI's bodies have in common."""
+    """The fields that /generate's sampling_params and OpenAI's bodies share."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -99,7 +99,7 @@ class SamplingFields(RequestBody):
     no_stop_trim: bool = False
 
     def sampled(self, max_new_tokens: int | None, seed: int | None) -> Sampling:
-        """Raises RequestError for values that cannot be."""
+        """Raises RequestError for impossible values."""
         try:
             params = SamplingParams(
                 max_new_tokens=max_new_tokens or 1,
@@ -119,12 +119,12 @@ class SamplingFields(RequestBody):
 
 
 def extra_key(cache_salt: str, key: str) -> str:
-    """What separates prefixes, made of SGLang's two fields for it."""
+    """The key that keeps prefixes apart, made of SGLang's two fields."""
     return f"{cache_salt}/{key}" if cache_salt else key
 
 
 def asked(body: type[B], answer: Callable[[B], Awaitable[Any]]) -> Handler:
-    """A handler that reads a body, and responds with what `answer` says to it: JSON, or a response of its own."""
+    """A handler that reads a body and sends the answer of `answer`: an object to send as JSON, or a whole response."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         content = await answer(parse(body, await request.read()))
@@ -133,7 +133,7 @@ def asked(body: type[B], answer: Callable[[B], Awaitable[Any]]) -> Handler:
     return handle
 
 
-# Errors. SGLang tells a body that is not of the right form in one shape everywhere, and others in the endpoint's own.
+# Errors. SGLang has one shape for every malformed body; other errors have the endpoint's shape.
 
 
 def generate_error(error: RequestError) -> Mapping[str, Any]:
@@ -153,7 +153,7 @@ def openai_error(error: RequestError) -> Mapping[str, Any]:
 
 
 def path_error(error: RequestError) -> Mapping[str, Any]:
-    """An unknown path, or a method that it does not have."""
+    """An unknown path, or a method that the path does not have."""
     return {"detail": error.message}
 
 
@@ -164,7 +164,7 @@ def _malformed(error: RequestError) -> Mapping[str, Any] | None:
 
 
 def raise_if_failed(jobs: Sequence[Job]) -> None:
-    """A job that failed, rather than finished or was cancelled, is an error of the whole request."""
+    """If a job failed, not merely finished or was cancelled, the whole request fails."""
     for job in jobs:
         if job.finish_reason and (status := job.finish_reason.get("status_code")):
             raise RequestError(job.finish_reason["message"], status)
@@ -186,7 +186,7 @@ class Following:
         return not self.unfinished and not self._changed
 
     async def progress(self) -> list[Job]:
-        """Wait for the next change; the jobs that finished or gained tokens since the last call."""
+        """Wait for the next change. Returns the jobs that finished or gained tokens since the last call."""
         await self._event.wait()
         self._event.clear()
         changed = list(self._changed)
@@ -206,7 +206,7 @@ class Following:
 
 
 class Inflight:
-    """Who waits for which job, and which jobs a request id means. Belongs to one event loop."""
+    """Which handler waits for which job, and which jobs a request id means. Belongs to one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -228,9 +228,9 @@ class Inflight:
 
     @contextmanager
     def submit(self, scheduler: Scheduler, named: Mapping[str, Sequence[Job]]) -> Iterator[Following]:
-        """Run jobs for as long as the block lasts; leaving it aborts those that are unfinished.
+        """Run jobs within the block; leaving it aborts the unfinished ones.
 
-        named: each id that a client may abort by, and the jobs it stands for.
+        named: each id by which a client may abort, and its jobs.
         """
         for rid in named:
             if rid in self._named:
@@ -255,7 +255,7 @@ class Inflight:
                 del self._named[rid]
 
     def abort(self, scheduler: Scheduler, rid: str | None) -> None:
-        """Abort the jobs that `rid` means (none, if it is not under way); all of them if it is None."""
+        """Abort the jobs of `rid`, if any are under way; None aborts all."""
         if rid is None:
             scheduler.abort(None)
             return

@@ -34,7 +34,7 @@ def _token_ids(value: Any) -> Any:
 
 
 OneOrMany = Annotated[T, WrapValidator(_one_or_many)]
-"""A value for all prompts of a batch, or a list with one for each. Read it by PromptBody.each."""
+"""One value for all prompts of a batch, or a list with one for each. Read it by PromptBody.each."""
 
 
 class SamplingBody(
@@ -57,7 +57,7 @@ class SamplingBody(
     @model_validator(mode="before")
     @classmethod
     def _keep_null(cls, values: Any) -> Any:
-        """Null as max_new_tokens is not the same as none: as many as fit, in the place of 128."""
+        """A null max_new_tokens asks for as many as fit; an absent one for 128."""
         if isinstance(values, dict) and values.get("max_new_tokens", 0) is None:
             return {**values, "max_new_tokens": _AS_MANY_AS_FIT}
         return values
@@ -84,7 +84,7 @@ class PromptBody(RequestBody):
 
     @cached_property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Raises RequestError where there is none."""
+        """Raises RequestError if the body has no prompt."""
         if self._given is None:
             raise RequestError("Either text, input_ids or input_embeds should be provided.")
         if not self._given:
@@ -92,7 +92,7 @@ class PromptBody(RequestBody):
         return self._given if self.is_batch else [self._given]
 
     def each(self, name: str) -> Sequence[Any]:
-        """A field's value for each prompt. Raises RequestError where it is a list of another length."""
+        """A field's value for each prompt. Raises RequestError for a list of another length."""
         value, count = getattr(self, name), len(self.prompts)
         if not isinstance(value, list):
             return [value] * count
@@ -101,7 +101,7 @@ class PromptBody(RequestBody):
         return value
 
     def rids(self) -> Sequence[str]:
-        """An id for each prompt, made up where none is given. Raises RequestError."""
+        """An id for each prompt, made up if the body gives none. Raises RequestError."""
         count = len(self.prompts)
         rid: Any = self.rid
         if rid is None:
@@ -125,7 +125,7 @@ class GenerateBody(
         "routed_dp_rank", "routing_key", "session_id",
     ),
 ):  # fmt: skip
-    """What /generate is asked. The fields that it ignores route, label or trace a request, or change nothing here."""
+    """The body of /generate. The ignored fields route, label or trace a request, or have no effect on this server."""
 
     sampling_params: OneOrMany[SamplingBody] = SamplingBody()
     return_logprob: OneOrMany[bool] = False
@@ -153,12 +153,12 @@ class ClassifyBody(
     takes_empty=True,
     ignored=("background", "external_trace_header", "log_metrics", "priority", "routing_key", "sampling_params"),
 ):
-    """What /classify is asked."""
+    """The body of /classify."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A job of a /generate request, with how its answer is written."""
+    """A job of a /generate request, and the way to write its answer."""
 
     job: Job
     text: TextOptions
@@ -254,7 +254,7 @@ def _logprob_start(start: int | None, input_ids: Sequence[int]) -> int | None:
 
 
 def meta_info(job: Job, num_tokens: int, return_logprob: bool) -> dict[str, Any]:
-    """What is known of a job's first `num_tokens` output tokens; Generate adds e2e_latency."""
+    """The meta_info of a job's first `num_tokens` output tokens; Generate adds e2e_latency."""
     info: dict[str, Any] = {
         "id": job.rid,
         "finish_reason": job.finish_reason,
@@ -274,7 +274,7 @@ def meta_info(job: Job, num_tokens: int, return_logprob: bool) -> dict[str, Any]
 
 
 def _input_logprobs(job: Job) -> list[tuple[float | None, int, None]]:
-    """From logprob_start on; the first has none, as its context may not have been looked at. All, or none yet."""
+    """From logprob_start on. The first entry has no logprob, as its context may not be computed. All, or none yet."""
     if job.logprob_start is None or job.lacks_input_logprobs:
         return []
     pairs = zip([None, *job.input_logprobs], job.input_ids[job.logprob_start :], strict=False)

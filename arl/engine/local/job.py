@@ -1,4 +1,4 @@
-"""One sequence to generate, as it travels between the HTTP side and the model thread, and its text."""
+"""A job: one sequence to generate, passed between the HTTP side and the model thread; and the text of its tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from arl.api.types import SamplingParams
 
 _INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes the first bytes of an unfinished character to."""
+"""A tokenizer decodes the first bytes of an unfinished character to this."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request for one continuation of `input_ids`. The model thread alone writes the fields from input_logprobs on.
+    """A request for one continuation of `input_ids`. Only the model thread writes the fields from input_logprobs on.
 
     output_ids, output_logprobs and versions grow together, one entry for each sampled token.
     """
@@ -25,18 +25,18 @@ class Job:
     sampling: SamplingParams
     stream: bool = False
     extra_key: str = ""
-    """Keys and values of its prompt are shared with jobs of the same extra_key and adapter alone."""
+    """Only jobs of the same extra_key and adapter share keys and values of a prompt."""
     adapter: str = ""
     """The name of the adapter that computes it; empty for the model alone."""
     logprob_start: int | None = None
-    """The logprobs of the prompt's own tokens after this one are wanted too."""
+    """Also compute the logprobs of the prompt's tokens after this index."""
     is_prefill_only: bool = False
-    """It samples nothing and ends with its prompt."""
+    """The job samples nothing and ends with its prompt."""
 
     input_logprobs: list[float] = field(default_factory=list[float])
-    """Of input_ids[logprob_start + 1:], from the logits as they are, whatever the temperature."""
+    """Logprobs of input_ids[logprob_start + 1:], from the unscaled logits, whatever the temperature."""
     scores: list[float] = field(default_factory=list[float])
-    """What a reward model says of the prompt, for each label, under the one version in `versions`."""
+    """A reward model's score of the prompt for each label, under the one version in `versions`."""
     output_ids: list[int] = field(default_factory=list[int])
     """The sampled tokens, with the stop token."""
     output_logprobs: list[float] = field(default_factory=list[float])
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def num_input_logprobs(self) -> int:
-        """How many of its prompt's tokens have a logprob that is wanted."""
+        """How many of its prompt's tokens need a logprob."""
         return 0 if self.logprob_start is None else max(0, len(self.input_ids) - 1 - self.logprob_start)
 
     @property
@@ -64,11 +64,11 @@ class Job:
 
     @property
     def num_settled_tokens(self) -> int:
-        """How many output tokens are whole: the model thread may be in the middle of adding one."""
+        """How many output tokens are complete; the model thread may be adding another."""
         return min(len(self.output_ids), len(self.output_logprobs), len(self.versions))
 
     def scored(self, start: int, end: int) -> range:
-        """The prompt's positions in start..end-1 whose logits give a logprob that is wanted and not yet known."""
+        """The prompt's positions in start..end-1 whose logits give a needed and still missing logprob."""
         if self.logprob_start is None or not self.lacks_input_logprobs:
             return range(0)
         return range(max(start, self.logprob_start), min(end, len(self.input_ids) - 1))
@@ -80,19 +80,19 @@ class Job:
         return [{"version": versions[i], "start": i, "end": j} for i, j in pairwise(bounds) if j > i]
 
     def copy(self) -> Job:
-        """Another job in the same state, which no later step changes."""
+        """A copy that no later step changes."""
         lists = (list(self.output_ids), list(self.output_logprobs), list(self.versions), list(self.input_logprobs))
         return replace(self, output_ids=lists[0], output_logprobs=lists[1], versions=lists[2], input_logprobs=lists[3])
 
     def become(self, state: Job) -> None:
-        """Take over what was generated in `state`."""
+        """Take over the tokens generated in `state`."""
         self.output_ids, self.output_logprobs, self.versions = state.output_ids, state.output_logprobs, state.versions
         self.input_logprobs = state.input_logprobs
         self.cached_tokens, self.num_retractions = state.cached_tokens, state.num_retractions
         self.finish_reason = state.finish_reason
 
     def samples(self, n: int) -> list[Job]:
-        """n jobs like this one, which is fresh. With a seed, sample i is drawn with seed + i, so that they differ."""
+        """n jobs like this fresh one. With a seed, sample i uses seed + i, so that the samples differ."""
         if n == 1:
             return [self]
         jobs = [self.copy() for _ in range(n)]
@@ -103,7 +103,7 @@ class Job:
         return jobs
 
     def abort(self, message: str, status_code: int | None = None) -> None:
-        """Finish with what was generated so far. status_code says that the job failed, rather than was cancelled."""
+        """Finish with the tokens so far. A status_code means that the job failed; without one it was cancelled."""
         reason: dict[str, Any] = {"type": "abort", "message": message}
         if status_code is not None:
             reason["status_code"] = status_code
@@ -116,15 +116,15 @@ class TextOptions:
 
     skip_special_tokens: bool = True
     trim_stop: bool = True
-    """Leave out the stop string or stop token that ended it."""
+    """Leave out the stop string or stop token that ended the job."""
 
 
 class TextError(ValueError):
-    """There is no tokenizer or no chat template, or the template cannot render these messages."""
+    """The model has no tokenizer or no chat template, or the template cannot render these messages."""
 
 
 class Text:
-    """A model's tokenizer, as the endpoints need it; None where the model has none and serves token ids alone."""
+    """A model's tokenizer, as the endpoints need it; None if the model has none and serves only token ids."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._known = tokenizer
@@ -135,7 +135,7 @@ class Text:
         return self._known is not None
 
     def check(self) -> None:
-        """Raise TextError where there is no tokenizer."""
+        """Raise TextError if the model has no tokenizer."""
         if self._known is None:
             raise TextError("this model was saved without a tokenizer; send input_ids to /generate instead")
 
@@ -154,11 +154,11 @@ class Text:
             raise TextError("this model's tokenizer has no chat template; send input_ids to /generate instead")
         try:
             return self._tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **options)
-        except Exception as error:  # a template is a program of its own and raises what it likes
+        except Exception as error:  # a template is a program and raises what it likes
             raise TextError(f"the chat template refused these messages: {error}") from error
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone."""
+        """The text of a single token."""
         if token_id not in self._pieces:
             self._pieces[token_id] = self._tokenizer.decode([token_id])
         return self._pieces[token_id]
@@ -166,8 +166,8 @@ class Text:
     def decode(self, job: Job, num_tokens: int, options: TextOptions) -> str:
         """The text of a job's first `num_tokens` output tokens.
 
-        While the job runs, it holds back the end that a later token may still change: an unfinished character, and
-        what may be the beginning of a stop string.
+        While the job runs, the text lacks the end that a later token may still change: an unfinished character, or
+        the possible beginning of a stop string.
         """
         matched = (job.finish_reason or {}).get("matched") if options.trim_stop else None
         ids = job.output_ids[:num_tokens]

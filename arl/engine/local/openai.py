@@ -1,7 +1,7 @@
-"""The OpenAI side: /v1/chat/completions and /v1/completions, with the token ids and version spans that SGLang adds.
+"""OpenAI's endpoints /v1/chat/completions and /v1/completions, with SGLang's token ids and version spans.
 
 `return_token_ids` puts `prompt_token_ids` and `response_token_ids` into each choice, so that a client need never
-tokenize an answer again. Tools are handed to the chat template; calls come back in the text, unparsed.
+tokenize an answer again. The chat template renders tools; calls come back in the text, unparsed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StreamOptions(RequestBody, takes_empty=True):
 
 
 class OpenAIBody(SamplingFields, takes_empty=True, ignored=_IGNORED, only=_ONLY):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions share."""
 
     model: str = "default"
     rid: str = Field(default_factory=lambda: uuid.uuid4().hex)
@@ -60,16 +60,16 @@ class OpenAIBody(SamplingFields, takes_empty=True, ignored=_IGNORED, only=_ONLY)
 
 
 class ChatBody(OpenAIBody, takes_empty=True, ignored=_IGNORED, only=_ONLY):
-    """What /v1/chat/completions is asked."""
+    """The body of /v1/chat/completions."""
 
     messages: list[Any]
     tools: list[Any] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
-    """A call cannot be forced."""
+    """The server cannot force a call."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     continue_final_message: bool = False
     input_ids: Integers | None = None
-    """The prompt in the place of messages."""
+    """The prompt's tokens, instead of messages."""
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as templates expect them. Raises RequestError."""
@@ -79,7 +79,7 @@ class ChatBody(OpenAIBody, takes_empty=True, ignored=_IGNORED, only=_ONLY):
 
 
 def _message(i: int, message: Any) -> dict[str, Any]:
-    """A message with its parts of text as one string, a space between two."""
+    """A message with its text parts joined by spaces."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{i}] is {shown(message)}; it must be an object with a role and a content")
     content = message.get("content")
@@ -103,14 +103,14 @@ def _prompts(value: Any) -> list[Any]:
 
 
 class CompletionBody(OpenAIBody, takes_empty=True, ignored=_IGNORED, only=_ONLY):
-    """What /v1/completions is asked."""
+    """The body of /v1/completions."""
 
     prompt: Annotated[list[Any], PlainValidator(_prompts)]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
 
 
 class TokenizeBody(RequestBody, takes_empty=True, ignored=("model",)):
-    """What /tokenize is asked."""
+    """The body of /tokenize."""
 
     prompt: Any
     add_special_tokens: bool = True
@@ -124,7 +124,7 @@ class TokenizeBody(RequestBody, takes_empty=True, ignored=("model",)):
 
 
 class Form(ABC):
-    """The answer to one request. The endpoints differ in names, and in where text, logprobs and ids stand."""
+    """The answer to one request. The endpoints differ in names, and in the places of text, logprobs and ids."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -145,7 +145,7 @@ class Form(ABC):
         return {**named, "choices": choices, **more}
 
     def whole(self, weight_version: str) -> dict[str, Any]:
-        """The answer to a request that does not stream; weight_version is told where no token was sampled."""
+        """The answer to a request that does not stream. It has weight_version even if no token was sampled."""
         first = self._jobs[0]
         metadata = {
             "weight_version": first.versions[-1] if first.versions else weight_version,
@@ -165,7 +165,7 @@ class Form(ABC):
         return []
 
     def chunk(self, job: Job) -> dict[str, Any]:
-        """What a job gained since its last chunk."""
+        """A chunk with the tokens that a job gained since its last chunk."""
         (num_characters, start), num_tokens = self._streamed[job], job.num_settled_tokens
         text = self._text.decode(job, num_tokens, self._options)
         self._streamed[job] = (len(text), num_tokens)
@@ -277,7 +277,7 @@ class OpenAI:
         return {"tokens": tokens, "count": count, "max_model_len": self._serving.scheduler.runner.context_length}
 
     def _adapter(self, model: str) -> str:
-        """The one that `model` names, by itself or as `model:adapter`; none where it names the model, or anything."""
+        """The adapter that `model` names, alone or as `model:adapter`; none if it names the model, or anything else."""
         name = model.rpartition(":")[2]
         return name if name in self._serving.scheduler.runner.adapters.loaded else ""
 

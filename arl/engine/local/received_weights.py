@@ -1,7 +1,7 @@
 """New weights, from a model directory or from a trainer's broadcasts: received aside, checked, then loaded whole.
 
-The model takes them once every tensor is here and fits, so a failed update leaves the old weights as they were. The
-price is a second copy of the weights in memory during an update.
+The model takes them when every tensor has arrived and fits, so a failed update leaves the old weights as they were.
+The price is a second copy of the weights in memory during an update.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_NAMED = 5
 
 
 class WeightsError(ArlError):
-    """Weights that are missing, unreadable, or do not fit the model being served."""
+    """Weights are missing, unreadable, or do not fit the served model."""
 
 
 class StoredForm:
@@ -56,7 +56,7 @@ class StoredForm:
         self._class, self._config = type(model), model.config
 
     def parameters(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The parameters of stored tensors that fit. Raises WeightsError where a part of a fused one is missing."""
+        """The parameters of fitting stored tensors. Raises WeightsError if a part of a fused parameter is missing."""
         if self._is_own:
             return tensors
         try:
@@ -71,7 +71,7 @@ class StoredForm:
 def read_directory(directory: str, shapes: Shapes, is_tied: bool) -> dict[str, torch.Tensor]:
     """The weights of a Hugging Face model directory (safetensors, one file or sharded).
 
-    shapes and is_tied: the served model's. Raises WeightsError for weights that are not exactly of these shapes.
+    shapes and is_tied: the served model's. Raises WeightsError unless the weights have exactly these shapes.
     """
     if not os.path.isabs(directory):
         raise WeightsError(f"model_path is {directory!r}; send the absolute path of a directory this server can read")
@@ -116,7 +116,7 @@ def check_fit(tensors: Mapping[str, torch.Tensor], shapes: Shapes) -> None:
 
 
 def named(names: Iterable[str]) -> str:
-    """A few names, and how many more there are."""
+    """A few names, and the number of the others."""
     names = list(names)
     rest = len(names) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
@@ -143,7 +143,7 @@ class GroupAddress:
 
 @dataclass(slots=True)
 class _Transaction:
-    """What was received since begin_weight_update."""
+    """The tensors received since begin_weight_update."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     weight_version: str | None = None
@@ -151,7 +151,7 @@ class _Transaction:
 
 
 def join_group(at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
-    """Join a trainer's group, beside any other that this process is in; returns when all ranks have joined.
+    """Join a trainer's group, beside any other group of this process; returns when all ranks have joined.
 
     Raises RuntimeError when the group does not gather in time.
     """
@@ -185,9 +185,9 @@ def form_group(store: Store, at: GroupAddress, timeout: timedelta) -> dist.Proce
 class WeightReceiver:
     """Joins trainers' groups and receives what they broadcast. Its calls block; make them all from one thread.
 
-    A trainer that dies or stalls costs `timeout_s` and an error, never the server. A failed receive leaves the group,
-    because a later broadcast could not be told from the one that failed, and the open transaction then ends with that
-    error. Joining or leaving a group discards a transaction that a former trainer left open.
+    If the trainer dies or stalls, a call fails after `timeout_s`, and the server goes on. A failed receive leaves the
+    group, because a later broadcast would look like the failed one; the open transaction then ends with that error.
+    Joining or leaving a group discards a transaction that a former trainer left open.
     """
 
     def __init__(self, parameters: Shapes, device: str, timeout_s: float) -> None:
@@ -210,7 +210,7 @@ class WeightReceiver:
             raise WeightsError(f"cannot join the group at {at.address}:{at.port}: {first_line(error)}") from error
 
     def leave(self, name: str) -> None:
-        """Leave a group, and forget a transaction that is open. Raises WeightsError if it was not joined."""
+        """Leave a group, and discard an open transaction. Raises WeightsError if the group was not joined."""
         self._open = None
         if name not in self._groups:
             raise WeightsError("The group to be destroyed does not exist.")
@@ -226,8 +226,8 @@ class WeightReceiver:
     ) -> None:
         """Receive what rank 0 broadcasts for each (name, dtype, shape), in that order, into the transaction.
 
-        weight_version: what the weights are called from then on, unless a later call says otherwise. in_one: they come
-        as a single broadcast of bytes in which the tensors lie end to end; else as one for each tensor.
+        weight_version: the weights' version from then on, unless a later call sets another. in_one: a single broadcast
+        of bytes holds all tensors end to end; otherwise each tensor has one broadcast.
         """
         if self._open is None:
             raise WeightsError(
@@ -276,7 +276,7 @@ def _buffers(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tens
 
 
 def _one_buffer(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """One buffer of bytes to receive into, and the tensors that lie in it end to end."""
+    """One buffer of bytes to receive into, and the tensors that are its views, end to end."""
     dtypes = [_dtype(name, dtype) for name, dtype, _ in expected]
     sizes = [math.prod(shape) * dtype.itemsize for (_, _, shape), dtype in zip(expected, dtypes, strict=True)]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """The model: loaded from a directory, run over a step's tokens, and given new weights.
 
-Its own code runs over the slot cache. The common decoder (Llama, Qwen2, Qwen3, Mistral, ...) takes a shorter way: its
-layers are called one after another.
+The model's own code runs over the slot cache. The common decoder (Llama, Qwen2, Qwen3, Mistral, ...) takes a shorter
+way: the runner calls its layers one after another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULT_CONTEXT = 4096
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
 _HEAD_ROWS = 256
-"""Rows of logits held at a time to compute logprobs of given tokens: a vocabulary is long."""
+"""Rows of logits held at a time to compute logprobs of given tokens; a row is as long as the vocabulary."""
 
 NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Yields (parameter name, tensor); called on the model thread."""
@@ -40,9 +40,9 @@ class StepInput:
     positions: Sequence[int]
     chunks: Sequence[Chunk] = ()
     keep: Sequence[int] | None = None
-    """Indices of the tokens whose logits are wanted; None means all N, and that no logprobs of given tokens are."""
+    """Indices of the tokens that need logits; None means all N, without logprobs of given tokens."""
     given: Sequence[tuple[int, int]] = ()
-    """Tokens whose successor is given: the index of each, and the id of its successor."""
+    """(index, id of the next token) of each token whose successor is given."""
 
 
 class ModelRunner:
@@ -50,8 +50,8 @@ class ModelRunner:
 
     It is a causal language model, or (is_scorer) a sequence classifier, whose "logits" are the scores of its labels.
 
-    Raises ModelError when the directory holds no such model or the model needs what the server cannot do, and
-    ConfigError for an unknown device or dtype.
+    Raises ModelError if the directory holds no such model or the server does not support it, and ConfigError for an
+    unknown device or dtype.
     """
 
     def __init__(self, model_dir: str, *, device: str, dtype: str, max_rows: int, context_length: int | None) -> None:
@@ -73,7 +73,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _try(self) -> None:
-        """Compute a few tokens: refuse a model that does not fit the slot cache, and take the shorter way if it agrees.
+        """Compute a few tokens; refuse a model that does not fit the slot cache. If the shorter way agrees, take it.
 
         Raises ModelError.
         """
@@ -104,8 +104,8 @@ class ModelRunner:
     def forward(self, step: StepInput) -> tuple[torch.Tensor, list[float]]:
         """Logits [len(keep), vocabulary] of the tokens at `keep`, and the logprobs of the given successors.
 
-        Few rows of the latter's logits are held at a time; a model whose layers are not the common decoder's holds
-        those of the whole step.
+        The logits of the given tokens are computed a few rows at a time. A model outside the common decoder computes
+        them for the whole step at once.
         """
         states, head = self._run(step)
         if not step.given:
@@ -142,7 +142,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def load(self, tensors: NamedTensors) -> None:
-        """Copy tensors into the parameters of their names; all of them, or none when one does not fit.
+        """Copy tensors into the parameters of their names; copy none if one does not fit.
 
         Raises ModelError that names the misfit. Parameters without a new tensor stay as they are.
         """
@@ -176,7 +176,7 @@ def _read_config(model_dir: str) -> Any:
 
 
 def _read_tokenizer(model_dir: str) -> Any | None:
-    """None where the directory has none. Raises ModelError where it is broken."""
+    """The tokenizer, or None if the directory has none. Raises ModelError if it is broken."""
     directory = Path(model_dir)
     if directory.is_dir() and not any(next(directory.glob(name), None) for name in _TOKENIZER_FILES):
         return None
@@ -184,7 +184,7 @@ def _read_tokenizer(model_dir: str) -> Any | None:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer in {model_dir} cannot be read: {error}") from error
-    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one up from files of none
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes one up from no files
         raise ModelError(f"the tokenizer in {model_dir} knows no letter; save the model's own with save_pretrained")
     return tokenizer
 
@@ -215,7 +215,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch says AssertionError where it was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA raises AssertionError
         raise ConfigError(f"device {name!r} cannot be used on this machine: {error}") from error
     return device
 
@@ -237,7 +237,7 @@ def _context_length(config: Any, wanted: int | None) -> int:
 
 
 def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence tokens by the model's configuration, its generation configuration and the tokenizer if any."""
+    """End-of-sequence tokens of the model's configuration, its generation configuration and the tokenizer, if any."""
     found: set[int] = set()
     for source in (config, getattr(model, "generation_config", None), tokenizer):
         ids = getattr(source, "eos_token_id", None)
@@ -257,13 +257,13 @@ def _cache_shape(config: Any, model: nn.Module) -> CacheShape:
 
 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that depend on the position alone, and not on how long the sequences are."""
+"""Rotary embeddings that depend only on the position, and not on the sequences' lengths."""
 
 
 class DecoderStack:
     """Embedding, layers and norm of the common decoder (Llama, Qwen2, Qwen3, Mistral, ...), and the model's head.
 
-    Raises AttributeError if the model is not built so. The caller has to compare it with the model.
+    Raises AttributeError if the model has another structure. The caller must compare its results with the model's.
     """
 
     def __init__(self, model: Any, head: nn.Module, context_length: int) -> None:
@@ -303,7 +303,7 @@ class DecoderStack:
 
 
 def quicken_norms(model: nn.Module) -> None:
-    """Give float32 RMSNorms a forward of five kernels in place of eight, where it computes the same."""
+    """Give float32 RMSNorms a forward of five kernels instead of eight, if it computes the same."""
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)

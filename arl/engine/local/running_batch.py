@@ -1,4 +1,4 @@
-"""The running batch: each step plans what to compute, runs it, and takes what was sampled.
+"""The running batch: each step plans its tokens, runs the model on them, and takes the samples.
 
     waiting --admit--> rows: [ decoding ... | prefilling ... ] --finish--> delivered, and retained as a prefix
 
@@ -22,20 +22,20 @@ from arl.engine.local.step_plan import Prefix, PrefixIndex, Retained, Row, StepP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """What a step computed, of each of the plan's sampled rows: a token and its logprob, or a reward model's scores."""
+    """A step's results for each of the plan's sampled rows: a token and its logprob, or a reward model's scores."""
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     scores: Sequence[list[float]] = ()
     """For each sampled row, one number for each label."""
     given: Sequence[float] = ()
-    """Logprobs of given tokens, those of one chunk after those of another."""
+    """Logprobs of given tokens, chunk after chunk."""
 
 
 class RunningBatch:
     """Continuous batching on one thread: jobs go in, and each step returns those that finished or, streaming, grew.
 
-    prefill_tokens: most prompt tokens in a step, so that a long prompt does not hold up the others for long.
+    prefill_tokens: most prompt tokens in a step, so that a long prompt does not delay the other requests for long.
     prefix_cache_bytes: memory for the keys and values of finished sequences.
     """
 
@@ -73,7 +73,7 @@ class RunningBatch:
         return not self._rows and not self._waiting
 
     def add(self, job: Job) -> None:
-        """Queue a job whose prompt fits the model. One that names an unknown adapter is finished, and says why."""
+        """Queue a job whose prompt fits the model. A job with an unknown adapter finishes at once, with the reason."""
         adapter = self._runner.adapters.find(job.adapter)
         if job.adapter and adapter is None:
             loaded = ", ".join(self._runner.adapters.loaded) or "none"
@@ -105,14 +105,14 @@ class RunningBatch:
         return self._take(plan, computed)
 
     def _plan(self) -> StepPlan:
-        """Admit what there is room for, and decide what to compute of each row."""
+        """Admit waiting jobs while there is room, and choose each row's tokens to compute."""
         self._admit()
         while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
             self._num_decoding += 1
         return StepPlan.of(self._rows, self._num_decoding, self._prefill_tokens)
 
     def _run(self, plan: StepPlan) -> Computed:
-        """Run the model over the plan's tokens, and sample. Raises FloatingPointError where its numbers are none."""
+        """Run the model over the plan's tokens, and sample. Raises FloatingPointError if its results are not finite."""
         adapted = [(row.adapter, length) for row, length in zip(plan.rows, plan.lengths, strict=True)]
         self._runner.adapters.use(adapted, self._runner.device)
         self._runner.cache.reserve(len(self._rows), max(plan.input.positions) + 1)
@@ -130,7 +130,7 @@ class RunningBatch:
         return computed
 
     def _sampler_of(self, rows: Sequence[Row]) -> BatchSampler:
-        """The sampler of these rows: the one of the step before, unless others have joined or left."""
+        """The sampler of these rows: the previous step's, unless rows have joined or left."""
         if self._sampler is None or self._sampled != rows:
             params = [row.job.sampling for row in rows]
             streams = [row.stream for row in rows]
@@ -139,7 +139,7 @@ class RunningBatch:
         return self._sampler
 
     def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
-        """Give the jobs what was computed, and part with the rows that it ends."""
+        """Give the jobs their results, and take out the rows that have ended."""
         for row, length in zip(plan.rows, plan.lengths, strict=True):
             row.num_computed += length
         self._num_decoding = plan.num_sampled
@@ -216,7 +216,7 @@ class RunningBatch:
             self._waiting.extendleft(reversed(deferred))
 
     def _place(self, row: Row, prefix: Prefix | None, common: int) -> None:
-        """Append a row, with the keys and values of the first `common` tokens of `prefix`, as far as they are there."""
+        """Append a row with the keys and values of the first `common` tokens of `prefix`, as far as computed."""
         length = min(common, prefix.num_computed) if prefix is not None else 0
         cache = self._runner.cache
         row.index = len(self._rows)
@@ -224,7 +224,7 @@ class RunningBatch:
         row.num_computed = length
         row.is_mixed = False
         if row.job.lacks_input_logprobs:
-            row.job.input_logprobs.clear()  # a retraction left some; it begins anew
+            row.job.input_logprobs.clear()  # a retraction left some; the row begins anew
         if length:
             cache.reserve(len(self._rows), length)
             if isinstance(prefix, Retained):
@@ -235,7 +235,7 @@ class RunningBatch:
         self._prefixes.add(row)
 
     def _remove(self, row: Row) -> None:
-        """Take a row out. The last decoding row moves into its place, and the last of all into that one's."""
+        """Take a row out. The last decoding row moves into its place, and the last row into the decoding row's."""
         self._prefixes.remove(row)
         hole = row.index
         row.index = -1
@@ -256,7 +256,7 @@ class RunningBatch:
     # ---- between steps ----------------------------------------------------------------------------------------
 
     def abort(self, rid: str | None, message: str = "Aborted by request") -> list[Job]:
-        """Finish a job, or all, with their tokens so far; returns them. Aborting all never touches the device."""
+        """Finish and return a job, or all jobs, with their tokens so far. Aborting all never touches the device."""
         if rid is None:
             ended = [*self._take_out_all(), *self._waiting]
             self._waiting.clear()
@@ -298,7 +298,7 @@ class RunningBatch:
         return rows
 
     def load(self, tensors: NamedTensors, weight_version: str | None) -> None:
-        """Change weights. Other sequences find no keys and values of the old ones from here on."""
+        """Change weights. From now on, other sequences find no keys and values of the old weights."""
         self._runner.load(tensors)
         self.flush()
         for row in self._rows:

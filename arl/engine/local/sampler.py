@@ -1,7 +1,7 @@
 """From logits to tokens, vectorised over the batch.
 
-Each sequence draws from a random stream of its own, indexed by the token's position. So its samples depend on its
-seed and its text alone, and not on the rest of the batch or on interruptions.
+Each sequence draws from a separate random stream, indexed by the token's position. So its samples depend only on its
+seed and its text, and not on the rest of the batch or on interruptions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Filter:
         if all(p.top_k == -1 and p.top_p == 1 and p.min_p == 0 for p in params):
             return None
         top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-        top_p = [p.top_p if p.top_p < 1 else 2.0 for p in params]  # rounding must not cut the tail where it is off
+        top_p = [p.top_p if p.top_p < 1 else 2.0 for p in params]  # rounding must not cut the tail where top_p is off
         return cls(
             top_k=torch.tensor(top_k, device=device)[:, None],
             top_p=torch.tensor(top_p, device=device)[:, None],
@@ -63,7 +63,7 @@ class Filter:
         )
 
     def apply(self, probs: torch.Tensor) -> torch.Tensor:
-        """probs [B, V] with 0 for the tokens left out; not normalised. The most likely token always stays."""
+        """probs [B, V] with 0 for the filtered tokens; not normalised. The most likely token always stays."""
         ordered, token_ids = probs.sort(dim=-1, descending=True)
         mass_before = ordered.cumsum(-1) - ordered
         ranks = torch.arange(probs.shape[-1], device=probs.device)
@@ -100,7 +100,7 @@ class BatchSampler:
         )
 
     def sample(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float]]:
-        """One token for each row of logits [B, V], and its logprob: of logits / temperature, before any filter.
+        """One token for each row of logits [B, V], and its logprob under logits / temperature, before any filter.
 
         positions: where in its sequence each sampled token will stand.
         """
@@ -131,7 +131,7 @@ class BatchSampler:
 
 
 class StopStrings:
-    """Looks for stop strings that end within the newest token."""
+    """Finds stop strings that end within the newest token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -160,7 +160,7 @@ class StopStrings:
 def _may_end_in(piece: str, string: str) -> bool:
     """Whether a match of `string` can end within a token that reads `piece` on its own.
 
-    Alone, a token may lose its spaces (empty or stripped pieces) or hold a part of a character (U+FFFD).
+    A token on its own may lose its spaces (empty or stripped pieces) or hold a part of a character (U+FFFD).
     """
     last = string[-1]
     return last in piece or not piece or "\ufffd" in piece or last.isspace()

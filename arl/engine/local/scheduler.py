@@ -1,4 +1,4 @@
-"""The model thread: it steps the batch, and between two steps does what the other threads ask for.
+"""The model thread: it steps the batch, and runs the other threads' commands between two steps.
 
     submit, abort, pause, resume, flush_cache, load --commands, in order--> model thread --deliver--> event loop
 
@@ -28,10 +28,10 @@ Deliver = Callable[[Sequence[Job]], None]
 """Called on the model thread once per step, with the jobs that finished and the streaming jobs that gained tokens."""
 
 _PREFILL_TOKENS = {"cpu": 512}
-"""Most prompt tokens in a step, by device: enough to keep it busy, and not so many that decoding stalls."""
+"""Most prompt tokens in a step, by device: enough to keep the device busy without stalling decoding."""
 
 _ROWS_FOR_ONE_THREAD = 48
-"""Below this many sequences a second CPU thread costs more, by waiting at each matmul's end, than it brings."""
+"""With fewer sequences, a second CPU thread costs more, by waiting at each matmul's end, than it gains."""
 
 _SHUTTING_DOWN = "the server is shutting down"
 
@@ -52,7 +52,7 @@ class SchedulerSettings:
     context_length: int | None = None
     """Longest prompt plus response in tokens; by default the model's own."""
     weight_version: str = "default"
-    """The label of the weights that it starts with."""
+    """The label of the weights at the start."""
     prefill_tokens: int | None = None
     """Most prompt tokens computed in a step, so that others decode in between; by default the device decides."""
     prefix_cache_bytes: int = 1 << 30
@@ -62,13 +62,13 @@ class SchedulerSettings:
 class Scheduler:
     """Generates jobs on a thread of its own. Every method may be called from any thread and returns at once.
 
-    What they ask for takes effect between two steps, in the order of the calls. Futures are resolved on the model
-    thread; after `close` they fail with EngineClosedError. A job that names an unknown adapter finishes with reason
-    abort and status_code 400; one whose step failed, with 500.
+    Calls take effect between two steps, in their order. Futures are resolved on the model thread; after `close` they
+    fail with EngineClosedError. A job that names an unknown adapter finishes with reason abort and status_code 400; a
+    job whose step failed, with 500.
 
-    runner: the model, to read what does not change while it is served: its tokenizer, configuration and limits.
+    runner: the model. Read only its constant parts: tokenizer, configuration and limits.
 
-    Raises ModelError when model_dir holds no model that it can serve, ConfigError for an unknown device or dtype.
+    Raises ModelError if model_dir holds no model that it can serve, ConfigError for an unknown device or dtype.
     """
 
     def __init__(self, model_dir: str, deliver: Deliver, settings: SchedulerSettings) -> None:
@@ -122,7 +122,7 @@ class Scheduler:
         self._thread.start()
 
     def close(self) -> None:
-        """Abort what is unfinished and end the model thread. Idempotent."""
+        """Abort unfinished jobs and end the model thread. Idempotent."""
         self._put(self._close)
         if self._thread.is_alive():
             self._thread.join()
@@ -134,7 +134,7 @@ class Scheduler:
         self._put(lambda: self._add(job))
 
     def abort(self, rid: str | None) -> None:
-        """Finish the job `rid`, or for None all that run or wait, with what they have."""
+        """Finish the job `rid`, or for None all that run or wait, with their tokens so far."""
         self._put(lambda: self._send(self._batch.abort(rid)))
 
     def pause(self, mode: PauseMode) -> Future[None]:
@@ -160,7 +160,7 @@ class Scheduler:
         return self._ask(lambda: self.runner.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> Future[None]:
-        """Let no more jobs name it; those that did keep it. Fails with WeightsError if it is not loaded."""
+        """Refuse later jobs that name it; earlier ones keep it. Fails with WeightsError if it is not loaded."""
         return self._ask(lambda: self.runner.adapters.remove(name))
 
     def _ask(self, work: Callable[[], _T]) -> Future[_T]:
@@ -209,7 +209,7 @@ class Scheduler:
             self._send(self._batch.abort(None, _SHUTTING_DOWN))
 
     def _obey(self) -> None:
-        """Run the commands that have come in; wait for one if there is nothing to generate."""
+        """Run the queued commands; wait for one if there is nothing to generate."""
         if self._is_paused or self._batch.is_idle:
             self._commands.get()()
         self._drain()

@@ -1,4 +1,4 @@
-"""The slot cache, and attention over it: a function registered with transformers, so that models run their own code.
+"""The slot cache, and attention over it. transformers knows the attention function, so models run their own code.
 
 Each running sequence has one contiguous row of keys and values, so a batch is a view and needs no gather. A forward
 pass takes all tokens of a step as one sequence [1, tokens]: first one token of each decoding sequence (cache rows 0,
@@ -18,14 +18,14 @@ from transformers import AttentionInterface
 from arl.api.errors import ModelError
 
 SLOT_ATTENTION = "arl_slot_attention"
-"""The name under which transformers knows the function."""
+"""transformers knows the function by this name."""
 
 _BLOCK_ROWS = 16
 """The fewest rows of a segment when a batch is split by length."""
 
 _FIRST_ROWS = 8
 _FIRST_CAPACITY = 256
-"""Rows, and positions of each, that a cache begins with. It doubles what it runs out of."""
+"""A new cache's rows, and the positions of each. The cache doubles whichever runs out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class SlotCache:
         self._use(grown)
 
     def clear(self) -> None:
-        """Forget everything, numbers that are not finite among it."""
+        """Forget everything, and with it any numbers that are not finite."""
         self._data.zero_()
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -139,7 +139,7 @@ class SlotBatch:
     positions: torch.Tensor
     """int64[D], of the D decoding sequences."""
     segments: Sequence[Segment]
-    """They cover the decoding sequences in order."""
+    """Segments that cover the decoding sequences in order."""
     chunks: Sequence[Chunk]
     masks: Sequence[torch.Tensor | None]
     """For each chunk its bias [length, start + length], 0 or -inf; None where it begins its prompt."""

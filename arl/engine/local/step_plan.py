@@ -1,4 +1,4 @@
-"""The sequences of a batch, the prefixes that they share, and the plan of one step: what is computed of each.
+"""The sequences of a batch, the prefixes that they share, and the plan of one step: which tokens it computes.
 
 rows: [ decoding ... | prefilling ... ] --plan--> tokens: [ one of each decoding row | chunks of prompts ]
 """
@@ -30,10 +30,10 @@ class Prefix:
     """How many first tokens have their keys and values in the cache, or in `kv`."""
     extra_key: str = ""
     keys: list[int] = field(default_factory=list[int], kw_only=True)
-    """What a PrefixIndex finds it by."""
+    """A PrefixIndex finds it by these keys."""
 
     def common_length(self, tokens: Sequence[int], at_least: int) -> int:
-        """How many first tokens are the same; 0 if fewer than `at_least`."""
+        """How many leading tokens are equal; 0 if fewer than `at_least`."""
         if self.tokens[:at_least] != tokens[:at_least]:
             return 0
         end = min(len(self.tokens), len(tokens))
@@ -45,7 +45,7 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Retained(Prefix):
-    """What is left of a finished sequence."""
+    """The retained part of a finished sequence."""
 
     kv: torch.Tensor = field(kw_only=True)
     """Its exported cache row [2, layers, kv heads, num_computed, head dim]."""
@@ -64,7 +64,7 @@ class PrefixIndex:
         self._retained: OrderedDict[Retained, None] = OrderedDict()
 
     def find(self, tokens: Sequence[int], extra_key: str = "") -> tuple[Prefix, int] | None:
-        """The prefix of this extra key that shares most with `tokens`, and how many tokens they share."""
+        """The prefix of this extra key that shares most tokens with `tokens`, and the number of shared tokens."""
         best, indexed_length = None, 0
         for length, key in _keys(tokens, extra_key):
             if (prefix := self._by_key.get(key)) and prefix.extra_key == extra_key:
@@ -76,7 +76,7 @@ class PrefixIndex:
         return best, length
 
     def add(self, prefix: Prefix) -> None:
-        """Make a prefix findable by the tokens that it has now; retain it if it brings its keys and values along."""
+        """Make a prefix findable by its present tokens; retain it if it brings its keys and values."""
         prefix.keys = [key for _, key in _keys(prefix.tokens, prefix.extra_key)]
         for key in prefix.keys:
             self._by_key[key] = prefix
@@ -112,14 +112,14 @@ def _keys(tokens: Sequence[int], extra_key: str) -> Iterator[tuple[int, int]]:
 
 @dataclass(slots=True, eq=False)
 class Row(Prefix):
-    """A sequence in the batch, or one that waits for its place. `tokens` are those of prompt and output."""
+    """A sequence in the batch, or waiting for a place. `tokens`: prompt and output."""
 
     job: Job = field(kw_only=True)
     adapter: Adapter | None = field(kw_only=True)
-    """What computes its tokens, also after it was unloaded."""
+    """The adapter that computes its tokens, even after it was unloaded."""
     max_length: int = field(kw_only=True)
     stream: int = field(kw_only=True)
-    """Its stream of random numbers."""
+    """The sequence's stream of random numbers."""
     stop: tuple[str, ...] = field(kw_only=True)
     stop_ids: frozenset[int] = field(kw_only=True)
     index: int = field(default=-1, kw_only=True)
@@ -134,9 +134,9 @@ class Row(Prefix):
 
     @property
     def num_reusable(self) -> int:
-        """How many first tokens need not be computed where their keys and values are known.
+        """How many leading tokens need no computing if their keys and values are known.
 
-        The last token's logits are needed in any case, and so are those that give logprobs of the prompt's tokens.
+        The last token always needs logits; so do the tokens that give logprobs of the prompt.
         """
         before_last = len(self.tokens) - 1
         if self.job.logprob_start is None or not self.job.lacks_input_logprobs:
@@ -146,20 +146,20 @@ class Row(Prefix):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one step computes: a token of each decoding row, then a chunk of each of the rows after them."""
+    """The tokens of one step: one of each decoding row, then a chunk of each of the rows after them."""
 
     rows: Sequence[Row]
     input: StepInput
     num_sampled: int
-    """The first so many rows have all their tokens computed by this step: each samples its next one."""
+    """This step completes the tokens of the first `num_sampled` rows, and each of them samples its next token."""
     given_counts: Sequence[int]
-    """For each chunk, how many logprobs of given tokens its job gets."""
+    """For each chunk, the number of logprobs of given tokens that its job gets."""
 
     @classmethod
     def of(cls, rows: Sequence[Row], num_decoding: int, prefill_tokens: int) -> StepPlan:
-        """The next step of a batch, of whose rows the first `num_decoding` lack one token each.
+        """The next step of a batch. Each of the first `num_decoding` rows lacks one token.
 
-        prefill_tokens: most tokens of chunks. A row gets a chunk only where those before it end with theirs.
+        prefill_tokens: most tokens in all chunks. A row gets a chunk only if every row before it ends with its chunk.
         """
         chunks = _chunks(rows[num_decoding:], prefill_tokens)
         rows = rows[: num_decoding + len(chunks)]
@@ -199,7 +199,7 @@ class StepPlan:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """How many tokens are computed of each row."""
+        """How many tokens of each row the step computes."""
         num_decoding = len(self.rows) - len(self.input.chunks)
         return [1] * num_decoding + [chunk.length for chunk in self.input.chunks]
 
