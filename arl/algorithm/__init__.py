@@ -1,5 +1,6 @@
-"""The mathematics of an algorithm: advantages, losses, aggregation, and how sequences are packed.
+"""The mathematics of an algorithm: advantages, losses, aggregation, and the packing of sequences.
 
-All of it is pure and synchronous: functions of records and tensors. It imports arl.api and torch, and does no I/O.
+Everything here is pure and synchronous: functions of records and tensors. It imports arl.api and torch, no asyncio, and
+does no I/O.
 Add an estimator to `advantages`, a loss to `losses.surrogates`; the settings of both are in arl.api.objective.
 """

@@ -1,7 +1,7 @@
-"""What is learned from each token: advantages, by any of the estimators, from a batch of trajectories.
+"""Advantages of a batch's tokens, by any of the estimators.
 
-Each is computed among a group's trajectories of the same role, in float64, and is the same to the last bit in whatever
-order trajectories, groups and roles come. An episode that branched into several trajectories counts once.
+Advantages are computed among a group's trajectories of the same role, in float64. The order of trajectories, groups and
+roles does not change a bit of them. An episode that branched into several trajectories counts once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from arl.api.errors import TrajectoryError
 
 
 def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
-    """The batch with its advantages (and, with a critic, returns) filled in: 0 where nothing is trained.
+    """Fill in the batch's advantages, and with a critic its returns: 0 where nothing is trained.
 
-    It holds proximal and reference logprobs where a KL in the reward needs them, and values for GAE. A trajectory that
-    is masked out counts in its group's statistics of rewards, but in none over trained tokens. Raises TrajectoryError
-    for rewards that the estimator needs and a group does not have.
+    `batch` must hold proximal and reference logprobs for a KL in the reward, and values for GAE. A masked-out
+    trajectory counts in its group's reward statistics, but in no statistic over trained tokens. Raises TrajectoryError
+    if a group lacks rewards that the estimator needs.
     """
     settings, returns = config.advantage, batch.returns
     advantages = torch.where(batch.loss_mask, _estimated(batch, peers_of(batch, config.overlong), config), 0.0)
@@ -41,9 +41,9 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
         returns = torch.where(batch.loss_mask, advantages + batch.values, 0.0).float()
         advantages = whitened(batch, advantages)
     elif isinstance(settings, ReturnsAdvantage) and settings.scale == "batch_std":
-        # REINFORCE++ subtracts the mean (2501.03262, as do OpenRLHF and verl), and so does its variant with the group's
-        # mean as a baseline: longer trajectories weigh more, so the mean over tokens is not 0 there either, and a group
-        # of equal rewards comes out at -mean / std.
+        # REINFORCE++ subtracts the mean (2501.03262, as do OpenRLHF and verl). Its variant with the group's mean as a
+        # baseline does too: longer trajectories weigh more there, so the mean over tokens is not 0, and a group of
+        # equal rewards gets -mean / std.
         advantages = whitened(batch, advantages)
     elif isinstance(settings, ReturnsAdvantage) and settings.separate_rewards:
         advantages = whitened(batch, advantages, by_episode=True)  # GDPO, 2601.05242, as in TRL
@@ -51,7 +51,7 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
 
 
 def _estimated(batch: Batch, peers: Sequence[Peers], config: AlgorithmConfig) -> torch.Tensor:
-    """float64[T], before anything that looks at the whole batch."""
+    """float64[T]: the estimate before any whitening over the batch."""
     match config.advantage:
         case ReturnsAdvantage() as settings:
             return returns_advantages(batch, peers, settings, config)
@@ -66,13 +66,13 @@ def _estimated(batch: Batch, peers: Sequence[Peers], config: AlgorithmConfig) ->
         case PassAtKAdvantage() as settings:
             return batch.over_tokens(_of_each(batch, peers, lambda one: _one_success(one, settings.k)))
         case RejectionAdvantage() as settings:
-            # RAFT (2304.06767) and RAFT++ (2504.11343): 1 for what is kept, and 0 for what is not.
+            # RAFT (2304.06767) and RAFT++ (2504.11343): 1 for kept trajectories, 0 for others.
             kept = _of_each(batch, peers, lambda one: [float(total > settings.threshold) for total in one.totals])
             return batch.over_tokens(kept)
 
 
 def _of_each(batch: Batch, peers: Sequence[Peers], estimate: Callable[[Peers], Sequence[float]]) -> list[float]:
-    """[N] What `estimate` says of each trajectory among its peers."""
+    """[N] The value that `estimate` gives each trajectory among its peers."""
     values = [0.0] * len(batch)
     for one in peers:
         for i, value in zip(one.members, estimate(one), strict=True):
@@ -85,10 +85,11 @@ def returns_advantages(
 ) -> torch.Tensor:
     """float64[T]: (R - baseline) / scale, the same for each token, and the process rewards from each token on.
 
-    Outcome and process rewards are normalised apart and added (PRIME, 2502.01456). A KL in the reward is part
-    of a trajectory's outcome where the baseline is the peers' (RLOO, 2402.14740): R is R less the penalties of all its
-    episode's tokens. Else it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The
-    scale is that of R itself: in a group of equal rewards, penalties would be scaled up to 1.
+    Outcome and process rewards are normalised separately and added (PRIME, 2502.01456). With a baseline of the peers',
+    a KL in the reward is part of a trajectory's outcome (RLOO, 2402.14740): R loses the penalties of all its episode's
+    tokens. With another baseline it is a process reward of each token, over the outcome's scale (REINFORCE++,
+    2501.03262). The scale is computed from R without penalties: else, in a group of equal rewards, penalties would be
+    scaled up to 1.
     """
     penalties = kl_penalties(batch, config.kl)
     sums = batch.sums(penalties) if penalties is not None and settings.is_relative else None
@@ -117,28 +118,28 @@ def returns_advantages(
 
 
 def distillation_advantages(batch: Batch) -> torch.Tensor:
-    """float64[T]: teacher logprob - p, each trained token's own, from what the workflow saw of it.
+    """float64[T]: teacher logprob - p of each trained token, from the workflow's token_rewards.
 
     The reverse KL(student || teacher) of a policy pi has the gradient E[(log pi - log teacher) grad log pi], with pi
-    the policy that learns. The workflow could only compare the teacher with the sampler b: b - p is added, or stale
-    tokens would be pushed on after the student has reached its teacher.
+    the policy that learns. The workflow can compare the teacher with the sampler b alone. So this adds b - p. Without
+    it, training would go on pushing stale tokens after the student has reached its teacher.
     """
     given = joined("d", (t.token_rewards or (0.0,) * len(t.token_ids) for t in batch.trajectories))
     return given + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double())
 
 
 def _one_success(peers: Peers, k: int) -> list[float]:
-    """Each trajectory's advantage as an answer that is right or wrong among the episodes that are."""
+    """Each trajectory's advantage as a right or wrong answer among its peers' episodes."""
     values = peers.of_episodes(peers.totals)
     known = {v > SUCCESS: a for v, a in zip(values, pass_at_k_advantages(values, k), strict=True)}
     return [known.get(total > SUCCESS, 0.0) for total in peers.totals]
 
 
-# One number for each trajectory, from its reward and those of its peers' episodes.
+# One number for each trajectory, from its reward and the rewards of its peers' episodes.
 
 
 def scaled(rewards: Sequence[float], peers: Peers, baseline: str, scale: str) -> list[float]:
-    """(R - baseline) / scale, for each of the peers; batch_std is left to whoever sees the batch."""
+    """(R - baseline) / scale, for each of the peers. batch_std divides by nothing here: it needs the whole batch."""
     divisor = divisor_of(rewards, peers, scale)
     return [c / divisor for c in centred(rewards, peers, baseline)]
 
@@ -147,9 +148,9 @@ def divisor_of(rewards: Sequence[float], peers: Peers, scale: str) -> float:
     """group_std: the sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) of n episodes' rewards + 1e-6;
     else 1.
 
-    Trajectories of one episode that have rewards of their own (debaters, say) are a part of an episode each, which
-    counts by its own distance from the mean: where episodes are alike, what is different within them is not scaled up.
-    Where all are equal it is 1 too: nothing is scaled up to where a rounding error would count.
+    If the trajectories of one episode differ in their rewards (debaters, say), each is a part of the episode and counts
+    by its own distance from the mean. So differences within episodes are not scaled up where the episodes are alike.
+    Where all rewards are equal the divisor is 1 too, so rounding errors are not scaled up.
     """
     if scale != "group_std":
         return 1.0
@@ -163,7 +164,7 @@ def divisor_of(rewards: Sequence[float], peers: Peers, scale: str) -> float:
 
 
 def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float]:
-    """R - baseline, for n episodes, each with one reward, the mean over its trajectories', and l_i trained tokens.
+    """R - baseline, for n episodes. An episode's reward is the mean over its trajectories; it has l_i trained tokens.
 
         none (REINFORCE):                       R_i
         greedy (ReMax, 2310.10505):             R_i - the reward of the episode that was decoded greedily
@@ -171,8 +172,8 @@ def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float
         leave_one_out (RLOO, 2402.14740):       R_i - mean of the others' R = (R_i - mean(R)) n / (n - 1)
         length_weighted (OPO, 2505.23585):      R_i - sum(l R) / sum(l); the plain mean where nothing is trained
 
-    Trajectories of one episode may have rewards of their own: the R_i that something is subtracted from is then the
-    trajectory's. Raises TrajectoryError where a greedy baseline is asked for and the group has none for the role.
+    If the trajectories of one episode differ in their rewards, the first R_i is the trajectory's. Raises
+    TrajectoryError if the greedy baseline has no reward for the role.
     """
     if baseline == "none":
         return list(rewards)
@@ -192,7 +193,7 @@ def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float
 
 
 def _less_the_others(rewards: Sequence[float], values: Sequence[float], mean: float, peers: Peers) -> list[float]:
-    """Each reward less the mean of the other episodes' values; 0 where there is no other episode."""
+    """Each reward less the mean of the other episodes' values; 0 without another episode."""
     centred = [0.0] * len(rewards)
     if len(values) == 1:
         return centred
@@ -204,10 +205,10 @@ def _less_the_others(rewards: Sequence[float], values: Sequence[float], mean: fl
 
 
 def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
-    """The sum of each named reward's own advantage (GDPO, 2601.05242), which is then whitened.
+    """The sum of the advantages of all named rewards (GDPO, 2601.05242), before whitening.
 
-    `rewards` take the place of `reward`. A penalty for length is one more of them.
-    Raises TrajectoryError where the peers have not all the same names, or have none.
+    `rewards` replace `reward`. A penalty for length is one more of them. Raises TrajectoryError if the peers have
+    different names, or none.
     """
     parts = [[t.rewards[name] for t in peers.trajectories] for name in _reward_names(peers)]
     parts.append([-p for p in peers.overlong])

@@ -1,4 +1,4 @@
-"""A batch as one flat record: the tokens of all its trajectories end to end, and columns that say whose they are.
+"""A batch as one flat record: the tokens of all its trajectories end to end, and columns that name their owners.
 
     groups          g0                g1
     trajectories    0     1    2      3       4        columns: group, episode, trajectories[i].role
@@ -26,13 +26,15 @@ _TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """N trajectories with T tokens together. The tensors are TrainSequence's fields, [T] each, and are never changed in
-    place: what is not known yet is 0, and several fields may share these zeros.
+    """N trajectories with T tokens together.
+
+    The tensors are TrainSequence's fields, [T] each. Never change one in place: fields that are not known yet are 0 and
+    may share these zeros.
     """
 
     groups: tuple[Group, ...]
     trajectories: tuple[Trajectory, ...]
-    """Those of the groups, in their order; N."""
+    """[N] The trajectories of the groups, in their order."""
     group: tuple[int, ...]
     """[N] The place of each trajectory's group in `groups`."""
     episode: tuple[int, ...]
@@ -54,9 +56,9 @@ class Batch:
 
     @classmethod
     def of(cls, groups: Sequence[Group], overlong: OverlongConfig = OverlongConfig()) -> Batch:  # noqa: B008 - frozen
-        """The groups' trajectories with what the sampler said of them.
+        """The groups' trajectories, with the sampler's logprobs and versions.
 
-        With overlong.mask_truncated, those that a length limit ended train no token and count in no denominator.
+        With overlong.mask_truncated, trajectories that a length limit ended train no token and count in no denominator.
         """
         trajectories = tuple(t for group in groups for t in group.trajectories)
         lengths = tuple(len(t.token_ids) for t in trajectories)
@@ -97,7 +99,7 @@ class Batch:
 
     @property
     def owners(self) -> torch.Tensor:
-        """int64[T]: which trajectory each token is of."""
+        """int64[T]: the number of each token's trajectory."""
         return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
 
     @property
@@ -118,7 +120,7 @@ class Batch:
         return values.split(self.lengths)
 
     def take(self, groups: Sequence[int]) -> Batch:
-        """The groups at these places, in this order, as a batch of their own."""
+        """A batch of the groups at these places, in this order."""
         if list(groups) == list(range(len(self.groups))):
             return self
         members: list[list[int]] = [[] for _ in self.groups]
@@ -137,7 +139,7 @@ class Batch:
         )
 
     def sequences(self) -> list[TrainSequence]:
-        """[N] The trajectories as a train engine takes them; their tensors are views."""
+        """[N] The trajectories for a train engine. Their tensors are views."""
         columns = [getattr(self, name).split(self.lengths) for name in _TENSORS]
         return [
             TrainSequence(temperature=t.temperature, **dict(zip(_TENSORS, row, strict=True)))
@@ -160,17 +162,17 @@ def _mask(trajectory: Trajectory, overlong: OverlongConfig) -> Iterable[int]:
 def loss_weights(batch: Batch, aggregation: Aggregation, *, sequence_tokens: int = 1) -> torch.Tensor:
     """float32[T]: each token's share, so that the loss of `batch`, a minibatch, is sum(loss_weights * token loss).
 
-    With N trained tokens in the minibatch, n_i of them in an episode's trajectories of one role, N_g in group g, and
-    counting only episodes (S, apart for each role) and groups (G) that have any:
+    N, n_i, N_g: trained tokens in the minibatch, in an episode's trajectories of one role, and in group g. S and G:
+    episodes (counted once for each role) and groups with trained tokens.
 
         token_mean (DAPO, 2503.14476, eq. 8):                    1 / N
         sequence_mean (GRPO, 2402.03300, eq. 3):                 1 / (S n_i)
         sequence_sum (Dr.GRPO, 2503.20783, section 3.2):         1 / (S sequence_tokens)
         group_mean (each group a token mean of its own):         1 / (G N_g)
 
-    The denominators are the whole minibatch's, so the loss is the same however it is split into microbatches or over
-    ranks: call this before any split. Untrained tokens weigh 0; an episode without trained tokens counts nowhere,
-    and a minibatch of such episodes has loss 0.
+    Call this before any split. The denominators are the whole minibatch's, so no split into microbatches or over ranks
+    changes the loss. Untrained tokens weigh 0. An episode without trained tokens counts nowhere, and a minibatch of
+    such episodes has loss 0.
     """
     of_episodes, of_groups = Counter[int](), Counter[int]()
     for group, episode, count in zip(batch.group, batch.episode, batch.counts, strict=True):

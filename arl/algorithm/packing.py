@@ -1,8 +1,7 @@
-"""How sequences are grouped: into microbatches under a token budget, and into balanced shares for data-parallel ranks.
+"""Grouping of sequences: into microbatches under a token budget, and into balanced shares for data-parallel ranks.
 
-Both count the tokens that are forwarded, so they keep together what shares a prefix. They never part a unit of
-sequences. Both are deterministic functions of the token ids and units alone, so every rank and every rerun groups
-alike.
+Both count forwarded tokens, so they keep sequences with a shared prefix together. They never split a unit of sequences.
+Both are deterministic functions of the token ids and units alone, so every rank and every rerun groups alike.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from arl.algorithm.prefix_tree import PrefixOrder, prefix_order
 from arl.api.types import TrainSequence
 
 _TOLERANCE = 0.01
-"""How closely the smallest budget that gives few enough bins is searched for."""
+"""The relative precision of the search for the smallest budget."""
 
 
 def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[list[int]]:
-    """Bins of the order's indices that forward at most `budget` tokens each; one longer than that gets its own bin.
+    """Bins of the order's indices that forward at most `budget` tokens each. A longer sequence gets its own bin.
 
-    units[i]: which unit the order's index i is of; those of one number >= 0 lie in one bin, as one piece: a unit larger
-    than the budget gets its own bin. None given: every sequence is for itself.
+    units[i]: the unit of the order's index i. Sequences of one unit >= 0 lie in one bin, as one piece; a unit larger
+    than the budget gets its own bin. Without units every sequence is a piece.
 
-    From the leaves of the radix tree to its root, what lies below a node is packed first-fit-decreasing (Johnson 1973:
-    at most 11/9 of the fewest possible bins, plus one) into bins that hold the node's own prefix once. What fits into
-    one bin stays together from there on; a family that does not fit is cut, and its smallest part packed on with
-    others. Indices within a bin are ascending, and so are the bins by their first index.
+    Packing goes from the leaves of the radix tree to its root. The pieces below a node are packed first-fit-decreasing
+    (Johnson 1973: at most 11/9 of the fewest possible bins, plus one) into bins that hold the node's own prefix once.
+    Pieces that fit into one bin stay together from there on. A family that does not fit is cut, and its smallest part
+    is packed with others. Indices within a bin are ascending, and so are the bins by their first index.
     """
     if budget < 1:
         raise ValueError(f"the token budget is {budget}; it must be at least 1")
@@ -36,12 +35,12 @@ def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[lis
 def balanced_shares(
     sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool = True
 ) -> list[list[int]]:
-    """Indices into `sequences` in `num_shares` shares that forward nearly equal numbers of tokens; some may be empty.
+    """Split the indices of `sequences` into `num_shares` shares that forward nearly equal numbers of tokens.
 
-    The shares are the bins of the smallest budget that gives no more of them than shares (MULTIFIT: Coffman, Garey &
-    Johnson 1978; at most 13/11 of the smallest possible maximum where nothing is shared). So sequences of one unit are
-    in one share, and a family is cut only where it is too large. share_prefixes: as TrainConfig.share_prefixes.
-    Indices within a share are ascending.
+    The shares are the bins of the smallest budget that needs at most `num_shares` bins (MULTIFIT: Coffman, Garey &
+    Johnson 1978; without shared prefixes at most 13/11 of the smallest possible maximum). So sequences of one unit are
+    in one share, and a family is cut only if it is too large. share_prefixes: as TrainConfig.share_prefixes. Indices
+    within a share are ascending. A share may be empty.
     """
     if num_shares < 1:
         raise ValueError(f"num_shares is {num_shares}; it must be at least 1")
@@ -60,7 +59,7 @@ def balanced_shares(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Sequences that stay together: the tokens that they forward, and their indices."""
+    """Sequences that stay together: the number of tokens that they forward, and their indices."""
 
     num_tokens: int
     indices: tuple[int, ...]
@@ -68,7 +67,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What there is to group: units of several sequences, which are never cut, and the order of all other sequences."""
+    """The input of the grouping: units of several sequences, which are never cut, and the order of all others."""
 
     units: tuple[_Piece, ...]
     others: PrefixOrder
@@ -88,7 +87,7 @@ class _Parts:
 
     @property
     def num_tokens(self) -> int:
-        """At most so many are forwarded together: what units have in common with others counts for each."""
+        """An upper bound of the forwarded tokens: tokens that a unit shares with others count for each."""
         return sum(unit.num_tokens for unit in self.units) + self.others.num_tokens
 
 
@@ -97,13 +96,13 @@ def _bins(parts: _Parts, budget: float) -> list[_Piece]:
 
 
 def _families(order: PrefixOrder, budget: float) -> list[_Piece]:
-    """Families, cut to the budget: bottom up over the radix tree, what lies below a node is joined as far as it fits.
+    """Families, cut to the budget: bottom up over the radix tree, the pieces below a node are joined if they fit.
 
-    What has nothing in common is not joined.
+    Sequences without a shared prefix are not joined.
     """
     depths = [0]  # of the nodes on the path from the root to the current sequence
     open_pieces: list[list[_Piece]] = [[]]  # that lie below each of them, and not below the next
-    # Beyond the last sequence lies one that shares nothing, which closes all nodes.
+    # A last entry that shares nothing closes all nodes.
     next_shared = (*order.shared[1:], 0)
     for index, length, shared in zip(order.indices, order.lengths, next_shared, strict=False):
         piece = [_Piece(length, (index,))]
@@ -117,7 +116,7 @@ def _families(order: PrefixOrder, budget: float) -> list[_Piece]:
 
 
 def _first_fit_decreasing(pieces: Sequence[_Piece], depth: int, budget: float) -> list[_Piece]:
-    """Join pieces that have their first `depth` tokens in common, as long as they fit into the budget."""
+    """Join pieces that share their first `depth` tokens, as long as they fit into the budget."""
     joined: list[list[_Piece]] = []
     room: list[float] = []
     for piece in sorted(pieces, key=lambda piece: (-piece.num_tokens, min(piece.indices))):

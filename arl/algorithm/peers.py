@@ -1,4 +1,4 @@
-"""Who is compared with whom, the rewards that are compared, and their mean and spread."""
+"""Peers: the trajectories that are compared with each other, their rewards, and the mean and spread of these."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from arl.api.types import Group, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The trajectories of a group with the same role, however many there are.
+    """The trajectories of a group with the same role.
 
-    Agents of different roles have rewards of their own, and a group from which episodes were dropped is normalised by
-    those that remain. Trajectories that are masked out train nothing, but count in here as the others do.
+    Agents of different roles have different rewards, so each role is compared on its own. If episodes of a group were
+    dropped, the remaining ones normalise it. Masked-out trajectories train nothing, but count here like others.
     """
 
     group: Group
@@ -27,8 +27,8 @@ class Peers:
     members: tuple[int, ...]
     """Places of the trajectories in the batch."""
     episodes: tuple[tuple[int, ...], ...]
-    """For each episode, which of the peers are its own. One that branched has several, and counts once: in every
-    statistic it is their mean."""
+    """For each episode, the indices of its peers. A branched episode has several. It counts once, as their mean, in
+    every statistic."""
     trajectories: tuple[Trajectory, ...]
     overlong: tuple[float, ...]
     """Each trajectory's penalty for its length."""
@@ -43,8 +43,8 @@ class Peers:
 
     @property
     def totals(self) -> list[float]:
-        """The outcome of each and all process rewards of its episode, added up: a branch has those of the others too,
-        as if the episode had not branched."""
+        """Each trajectory's outcome plus all process rewards of its episode. A branch includes the rewards of the other
+        branches, as if the episode had not branched."""
         outcomes, totals = self.outcomes, [0.0] * len(self)
         for members in self.episodes:
             trajectories = [self.trajectories[i] for i in members]
@@ -58,7 +58,7 @@ class Peers:
         return [mean([values[i] for i in members]) for members in self.episodes]
 
     def summed(self, values: Sequence[float]) -> list[float]:
-        """For each trajectory the sum over those of its episode."""
+        """For each trajectory the sum over the trajectories of its episode."""
         sums = [0.0] * len(self)
         for members in self.episodes:
             total = math.fsum(values[i] for i in members)
@@ -91,9 +91,9 @@ def peers_of(batch: Batch, overlong: OverlongConfig) -> list[Peers]:
 
 
 def length_penalty(num_tokens: int, config: OverlongConfig) -> float:
-    """What is subtracted from the reward of a trajectory with so many trained tokens (DAPO, 2503.14476, eq. 13).
+    """The penalty on the reward of a trajectory with num_tokens trained tokens (DAPO, 2503.14476, eq. 13).
 
-    0 up to max_tokens - buffer_tokens, from there rising linearly to `penalty` at max_tokens, and `penalty` beyond.
+    It is 0 up to max_tokens - buffer_tokens, rises linearly to `penalty` at max_tokens, and stays there.
     """
     if config.max_tokens is None:
         return 0.0
@@ -104,11 +104,11 @@ def length_penalty(num_tokens: int, config: OverlongConfig) -> float:
 
 
 def kl_penalties(batch: Batch, kl: KLConfig) -> torch.Tensor | None:
-    """What the KL takes off each token's reward, float64[T], 0 where nothing is trained; None: no KL in the reward.
+    """The KL penalty on each token's reward, float64[T], 0 where nothing is trained; None: no KL in the reward.
 
-    coefficient * k(d) with d = proximal - reference logprob, and k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d at
-    least -20, so that one token that the policy all but excludes does not outweigh everything. A trajectory that is
-    masked out has none: no logprobs were computed for it.
+    coefficient * k(d) with d = proximal - reference logprob, and k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. In k3 d is
+    at least -20: a token that the policy almost excludes must not outweigh all others. A masked-out trajectory has no
+    penalty, because no logprobs were computed for it.
     """
     if kl.coefficient == 0 or kl.place == "loss":
         return None
@@ -120,7 +120,7 @@ def kl_penalties(batch: Batch, kl: KLConfig) -> torch.Tensor | None:
     return torch.where(batch.loss_mask, kl.coefficient * estimate, 0.0)
 
 
-# Mean and standard deviation, the same to the last bit in whatever order the numbers come.
+# Mean and standard deviation. The order of the numbers does not change a bit of them.
 
 
 EPSILON = 1e-6
@@ -129,19 +129,20 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The mean, and the sample standard deviation (n - 1), 0 for fewer than two and where only rounding differs."""
+    """The mean and spread of some numbers."""
 
     mean: float
     std: float
+    """The sample standard deviation (n - 1). 0 for fewer than two numbers, and for numbers that differ by rounding."""
 
     @property
     def divisor(self) -> float:
-        """What to divide by to get unit variance: nothing is scaled up where there is no spread."""
+        """The divisor that gives unit variance; 1 without spread, so that nothing is scaled up."""
         return self.std + EPSILON if self.std > 0 else 1.0
 
 
 def mean(values: Sequence[float]) -> float:
-    """Exact where all are equal: the rounded mean of equal numbers may be another."""
+    """The mean, exact for equal numbers: their rounded mean may differ from them."""
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
 
@@ -157,8 +158,8 @@ def spread_of(numbers: Sequence[float]) -> Spread:
 def _are_equal(low: float, high: float) -> bool:
     """Whether numbers from low to high differ by rounding alone.
 
-    Compared before subtracting: the rounded mean of equal numbers may differ from each of them, and a difference in
-    the last bit of a large one is not small.
+    The comparison comes before any subtraction: the rounded mean of equal numbers may differ from each of them, and a
+    difference in the last bit of a large number is not small.
     """
     return high - low <= 4 * math.ulp(max(abs(low), abs(high)))
 
@@ -166,8 +167,8 @@ def _are_equal(low: float, high: float) -> bool:
 def whitened(batch: Batch, values: torch.Tensor, *, by_episode: bool = False) -> torch.Tensor:
     """(values - mean) / (std + 1e-6) of float64[T] values over the trained tokens, and 0 elsewhere.
 
-    Numbers that are all equal, and one that is alone, become 0 exactly. by_episode: for mean and std each episode
-    weighs as much as another, however many tokens it trains.
+    Equal numbers, and a single number, become exactly 0. by_episode: in mean and std all episodes weigh the same,
+    whatever their number of tokens.
     """
     trained, weights = values[batch.loss_mask], torch.ones(int(batch.loss_mask.sum()), dtype=torch.float64)
     if by_episode:

@@ -1,10 +1,10 @@
-"""What sequences have in common: their radix tree, kept as its depth-first order, and where its tokens lie in a row.
+"""Shared prefixes: the radix tree of sequences, kept as its depth-first order, and its layout in a packed row.
 
     order of sequences       a b c d          a b c e f        a b g          row:  a b c d e f g
     shared with the last     0                3                2              attached:       2 1
 
-Read in depth-first order, each sequence has as many tokens in common with the one before it as with any before it.
-So the order and these numbers are the whole tree, and a sequence adds to the row what follows its shared tokens.
+In depth-first order, a sequence shares as many tokens with the one before it as with any earlier one. So the order and
+these numbers describe the whole tree, and a sequence adds to the row the tokens after its shared ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from arl.api.types import TrainSequence
 
 MIN_SHARED_TOKENS = 8
-"""Shorter common beginnings are forwarded once for each sequence: attending to them apart costs more than they save."""
+"""Shorter common beginnings are forwarded once for each sequence: separate attention costs more than it saves."""
 
 Run = tuple[int, int]
 """(start, stop) of neighbouring tokens in a packed row."""
@@ -29,22 +29,22 @@ class PrefixOrder:
     """Some sequences in the depth-first order of their radix tree."""
 
     indices: tuple[int, ...]
-    """Which sequence is the k-th."""
+    """The index of the k-th sequence."""
     lengths: tuple[int, ...]
-    """How many tokens it has."""
+    """The number of its tokens."""
     shared: tuple[int, ...]
-    """How many of them the sequence before it begins with too; 0 for the first sequence."""
+    """How many first tokens it shares with the sequence before it; 0 for the first sequence."""
 
     @classmethod
     def unshared(cls, lengths: Sequence[int]) -> PrefixOrder:
-        """The given order, with every sequence for itself."""
+        """The given order, without sharing."""
         return cls(indices=tuple(range(len(lengths))), lengths=tuple(lengths), shared=(0,) * len(lengths))
 
     @classmethod
     def of(cls, sequences: Sequence[torch.Tensor], min_shared: int = MIN_SHARED_TOKENS) -> PrefixOrder:
-        """Sort int64[T_i] token ids by what they share; shares of fewer than `min_shared` tokens count as none.
+        """Sort int64[T_i] token ids by their prefixes. Common prefixes of fewer than `min_shared` tokens count as none.
 
-        Sorting compares bytes, which is an order of the tokens like any other, and as fast as memory is read.
+        Sorting compares bytes: any order of the tokens will do, and this one is as fast as memory.
         """
         arrays = [tokens.cpu().numpy() for tokens in sequences]
         keys = [array.tobytes() for array in arrays]
@@ -58,11 +58,11 @@ class PrefixOrder:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to forward: of all sequences, without what each shares with the one before."""
+        """Tokens to forward: all tokens, less those that a sequence shares with the one before."""
         return sum(self.lengths) - sum(self.shared)
 
     def only(self, indices: Collection[int]) -> PrefixOrder:
-        """The order of some of the sequences. Two share what all neighbours between them share."""
+        """The order of some of the sequences. Two of them share as much as all neighbours between them share."""
         wanted = frozenset(indices)
         kept: list[int] = []
         shared: list[int] = []
@@ -87,8 +87,8 @@ class Stretch:
     start: int
     stop: int
     context: tuple[Run, ...] = ()
-    """The runs of the row that hold the tokens before its first, from the root on: every token of the stretch follows
-    all of them. Empty at the beginning of a sequence."""
+    """The runs of the row with the tokens before the stretch, from the root on. Every token of the stretch follows all
+    of them. Empty at the beginning of a sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +101,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Queries and keys of a row that attend to each other: all to all, or causally, where both are the same run."""
+    """Queries and keys of a row that attend to each other: all to all, or causally if both are the same run."""
 
     queries: Run
     keys: Run
@@ -115,7 +115,7 @@ class RowPlan:
     stretches: tuple[Stretch, ...]
     """The row, from left to right. A node's first child continues its stretch; further children begin new ones."""
     runs: tuple[tuple[Run, ...], ...]
-    """Where the tokens of the order's k-th sequence lie, from its first to its last."""
+    """The runs with the tokens of the order's k-th sequence, from its first to its last."""
 
     @classmethod
     def of(cls, order: PrefixOrder) -> RowPlan:
@@ -156,11 +156,11 @@ class RowPlan:
         return blocks + [Block(queries=q, keys=run, is_causal=False) for run, q in queries.items()]
 
     def positions(self) -> torch.Tensor:
-        """int64[T]: how many tokens precede each of the row in its sequences."""
+        """int64[T]: for each token of the row, the number of tokens before it in its sequences."""
         return positions_of([(c, c + s.num_tokens) for s in self.stretches for c in (s.num_context_tokens,)])
 
     def subtree_stops(self) -> torch.Tensor:
-        """int64[T]: the place after the last token that follows each of the row. q sees k when k <= q < stops[k]."""
+        """int64[T]: for each token, the place after the last token of its subtree. q sees k when k <= q < stops[k]."""
         stops = torch.zeros(self.num_tokens, dtype=torch.int64)
         places = stops.numpy()  # the same memory, which numpy writes to sooner
         for stretch in self.stretches:
@@ -170,9 +170,9 @@ class RowPlan:
 
 
 def needed_tokens(sequence: TrainSequence) -> torch.Tensor:
-    """The token ids that have to be forwarded, int64[at least 1]: those before the last trained one.
+    """The token ids to forward, int64[at least 1]: all before the last trained token.
 
-    The last trained token is predicted by the one before it, and by causality nothing after it has any influence.
+    The token before the last trained one predicts it. By causality no later token has any influence.
     """
     (trained,) = sequence.loss_mask.cpu().numpy().nonzero()
     last = int(trained[-1]) if len(trained) else 0
@@ -180,13 +180,13 @@ def needed_tokens(sequence: TrainSequence) -> torch.Tensor:
 
 
 def prefix_order(sequences: Sequence[TrainSequence], *, share_prefixes: bool = True) -> PrefixOrder:
-    """The order in which the needed tokens of sequences share most; the given one where nothing is to be shared."""
+    """The order in which the needed tokens share most; the given order without share_prefixes."""
     needed = [needed_tokens(sequence) for sequence in sequences]
     return PrefixOrder.of(needed) if share_prefixes else PrefixOrder.unshared([len(tokens) for tokens in needed])
 
 
 def positions_of(runs: Sequence[Run]) -> torch.Tensor:
-    """The places in the row that runs hold, int64, in their order."""
+    """The places of all tokens of the runs, int64, in their order."""
     starts, stops = torch.tensor(runs, dtype=torch.int64).view(-1, 2).T
     sizes = stops - starts
     before = sizes.cumsum(0) - sizes
@@ -194,7 +194,7 @@ def positions_of(runs: Sequence[Run]) -> torch.Tensor:
 
 
 def _common_prefix(one: Any, other: Any) -> int:
-    """Of two arrays."""
+    """The length of the common prefix of two arrays."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,4 +1,4 @@
-"""Rewards along the way: which trained token each counts for, and what later ones are worth to earlier tokens."""
+"""Rewards along the way: the trained token that each belongs to, and their discounted sums for earlier tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from arl.api.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Where the M trained tokens of a batch's T lie, those of masked-out trajectories included."""
+    """The places of a batch's M trained tokens among its T, those of masked-out trajectories included."""
 
     places: torch.Tensor
     """int64[M], ascending."""
     owners: torch.Tensor
-    """int64[M]: which trajectory each is of."""
+    """int64[M]: the number of each one's trajectory."""
     last: torch.Tensor
-    """int64[T]: the last trained token at or before each token of its trajectory; -1: there is none."""
+    """int64[T]: the last trained token at or before each token, in its trajectory; -1: none."""
     starts: list[int]
     """[N + 1] Where each trajectory's tokens begin, and T."""
 
@@ -39,20 +39,20 @@ class TrainedTokens:
 
     @property
     def goes_on(self) -> torch.Tensor:
-        """bool[M - 1]: whether the next trained token is of the same trajectory."""
+        """bool[M - 1]: whether the next trained token belongs to the same trajectory."""
         return self.owners[1:] == self.owners[:-1]
 
     def credited(self, places: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-        """float64[T]: rewards of the tokens at `places`, each given to the last trained token at or before it.
+        """float64[T]: the rewards of the tokens at `places`, each given to the last trained token at or before it.
 
-        A reward that comes before every trained token is left out: nothing that is trained led to it.
+        A reward before the first trained token is left out: no trained token led to it.
         """
         earners = self.last[places]
         is_earned = earners >= 0
         return torch.zeros(len(self.last), dtype=torch.float64).index_add_(0, earners[is_earned], rewards[is_earned])
 
     def token_rewards(self, batch: Batch) -> torch.Tensor:
-        """float64[T]: what each trained token has of the trajectories' token_rewards."""
+        """float64[T]: each trained token's part of the trajectories' token_rewards."""
         rows = (t.token_rewards or (0.0,) * len(t.token_ids) for t in batch.trajectories)
         return self.credited(torch.arange(len(self.last)), joined("d", rows))
 
@@ -65,18 +65,18 @@ class TrainedTokens:
 def process_rewards(
     batch: Batch, peers: Sequence[Peers], settings: ReturnsAdvantage, trained: TrainedTokens
 ) -> torch.Tensor:
-    """float64[T]: process rewards as `settings` normalise them among peers; 0 where there are none.
+    """float64[T]: process rewards, normalised among peers as `settings` say; 0 without process rewards.
 
-    Rewards of tokens are normalised among the peers' trained tokens, and those of turns among their turns, apart from
-    each other and from the outcome (PRIME, 2502.01456; GRPO's process supervision, 2402.03300, 4.1.3):
+    Rewards of tokens are normalised among the peers' trained tokens, rewards of turns among the peers' turns. Both are
+    separate from the outcome (PRIME, 2502.01456; GRPO's process supervision, 2402.03300, 4.1.3):
 
         none, greedy:                   as they are
         group_mean, length_weighted:    less the mean over all of them
         leave_one_out:                  less the mean of the other episodes' means
         group_std:                      divided by the standard deviation over all of them + 1e-6
 
-    A trajectory without token_rewards or turns has none and counts in no mean. With a baseline of the peers' they are
-    0 where all are equal, and for an episode that is alone.
+    A trajectory without token_rewards or turns counts in no mean. With a baseline of the peers', equal rewards become
+    0, and so do the rewards of an episode without peers.
     """
     rewards = torch.zeros(len(trained.last), dtype=torch.float64)
     if any(any(t.token_rewards or ()) for t in batch.trajectories):
@@ -94,7 +94,7 @@ def process_rewards(
 def _normalised(
     rewards: Sequence[list[float]], peers: Sequence[Peers], settings: ReturnsAdvantage
 ) -> list[list[float]]:
-    """Process rewards of one kind, a list for each trajectory of the batch, less their baseline, over their scale."""
+    """(rewards - baseline) / scale, for process rewards of one kind: a list for each trajectory of the batch."""
     normalised: list[list[float]] = [[]] * len(rewards)
     for one in peers:
         episodes = [[r for i in members for r in rewards[one.members[i]]] for members in one.episodes]
@@ -108,7 +108,7 @@ def _normalised(
 
 
 def _baselines(episodes: Sequence[list[float]], spread: Spread, settings: ReturnsAdvantage) -> list[float | None]:
-    """What is subtracted from each episode's process rewards. None: they are 0."""
+    """The baseline of each episode's process rewards. None: they become 0."""
     if not settings.is_relative:
         return [0.0] * len(episodes)
     if spread.std == 0 or len(episodes) == 1:
@@ -125,9 +125,9 @@ def _baselines(episodes: Sequence[list[float]], spread: Spread, settings: Return
 def returns_to_go(
     rewards: torch.Tensor, batch: Batch, settings: ReturnsAdvantage, trained: TrainedTokens
 ) -> torch.Tensor:
-    """float64[T]: for each trained token the sum of its and all later rewards of its trajectory.
+    """float64[T]: for each trained token the discounted sum of its own and all later rewards of its trajectory.
 
-    One of n trained tokens and m turns later counts token_discount^n turn_discount^m. A trained token outside every
+    A reward n trained tokens and m turns later counts token_discount^n turn_discount^m. A trained token outside every
     turn belongs to the turn before it.
     """
     kept = settings.token_discount * trained.goes_on.double()
@@ -142,9 +142,10 @@ def returns_to_go(
 
 
 def discounted_sums(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """y_t = rewards_t + kept_t y_{t+1} for float64[n] rewards and float64[n - 1] of what is kept from each to the next.
+    """y_t = rewards_t + kept_t y_{t+1}. rewards: float64[n]. kept: float64[n - 1], the factor between neighbours.
 
-    By doubling: after the k-th round y_t holds the terms of 2^k tokens, and `kept` what reaches t from the one after.
+    It works by doubling: after round k, y_t holds the terms of 2^k tokens, and `kept` the factor of the token after
+    them.
     """
     sums, kept, reach = rewards.clone(), kept.clone(), 1
     while kept.any():
@@ -159,9 +160,9 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
 
         delta_t = r_t + discount V_{t+1} - V_t        A_t = delta_t + discount lam A_{t+1}
 
-    Untrained tokens in between are stepped over: the environment's answer is part of the transition. r_t are the
-    process rewards since t, less the KL in the reward; the last token has the outcome too. After it V is 0, also where
-    a length limit ended the trajectory, as in verl and TRL: its reward says what being cut off is worth.
+    Untrained tokens in between are skipped: the environment's answer is part of the transition. r_t are the process
+    rewards since t, less the KL in the reward. The last token has the outcome too. After it V is 0, even if a length
+    limit ended the trajectory, as in verl and TRL: the reward already values the cut.
     """
     trained = TrainedTokens.of(batch)
     ends = torch.tensor(trained.starts[1:], dtype=torch.int64) - 1
@@ -179,12 +180,12 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
 
 
 def turn_advantages(batch: Batch, peers: Sequence[Peers], settings: GiGPOAdvantage) -> torch.Tensor:
-    """float64[T]: GiGPO's A_step (2505.10978, eq. 5 and 7), which compares turns that peers took in the same state.
+    """float64[T]: GiGPO's A_step (2505.10978, eq. 5 and 7). It compares turns that peers took in the same state.
 
         A_step = (Q - mean) / scale over all turns in the state     scale: the sample standard deviation + 1e-6, or 1
         Q = sum over this and later turns j of turn_discount^j r_j; the outcome is the last turn's
 
-    0 for a turn whose state is None, or that is alone in its state, and for tokens outside every turn.
+    It is 0 for a turn without a state, for the only turn in a state, and for tokens outside every turn.
     """
     advantages, starts = torch.zeros(sum(batch.lengths), dtype=torch.float64), batch.starts
     for one in peers:
@@ -203,8 +204,8 @@ def turn_advantages(batch: Batch, peers: Sequence[Peers], settings: GiGPOAdvanta
 def turn_returns(trajectory: Trajectory, outcome: float, discount: float) -> list[float]:
     """The discounted sum of each turn's and all later turns' rewards.
 
-    A turn's rewards are its own and those of all tokens from its first up to the next turn's first; the last turn has
-    the outcome too.
+    A turn's rewards are its own reward and the rewards of all tokens from its first up to the next turn's first. The
+    last turn has the outcome too.
     """
     turns, stop = trajectory.turns, len(trajectory.token_ids)
     returns = [0.0] * len(turns)
@@ -217,7 +218,7 @@ def turn_returns(trajectory: Trajectory, outcome: float, discount: float) -> lis
 
 
 def _states(peers: Peers) -> list[list[tuple[int, int]]]:
-    """(peer, turn) of the turns in each state."""
+    """For each state, the (peer, turn) pairs of its turns."""
     states: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for i, trajectory in enumerate(peers.trajectories):
         for j, turn in enumerate(trajectory.turns):

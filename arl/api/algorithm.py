@@ -1,8 +1,8 @@
-"""What is learned from a batch, as settings: advantages, policy loss, corrections, penalties, and how they add up.
+"""An algorithm as settings: advantages, policy loss, corrections, penalties, and how token losses add up.
 
 Letters: R reward, A advantage; c, p, b a token's current, proximal and behavior logprobs; r the ratio, w the behavior
-weight. Formulas, papers and what each is for are in docs/algorithms.md. A preset fills in every field; what is given
-beside it changes that field alone.
+weight. Formulas, papers and the purpose of each part are in docs/algorithms.md. A preset fills in every field; a field
+given beside it changes that field alone.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ Proximal = Literal["recomputed", "approximated", "bypassed"]
 
 
 class AlgorithmConfig(Section):
-    """Begins from a preset; each field given beside it replaces the preset's, and fields of sections one by one."""
+    """Begins from a preset. Each field given beside it replaces the preset's, in sections too."""
 
     preset: str = "decoupled_ppo"
-    """What the other settings begin from: a name of `arl algorithms`."""
+    """The preset that the other settings begin from; `arl algorithms` lists the names."""
     advantage: AdvantageConfig
     """How rewards become advantages."""
     loss: LossConfig
-    """The policy's loss, of advantages and ratios."""
+    """The policy's loss, a function of advantages and ratios."""
     selection: SelectionConfig | None
     """Tokens that the loss treats apart. Unset: none."""
     correction: CorrectionConfig
@@ -91,20 +91,20 @@ class AlgorithmConfig(Section):
     critic: CriticConfig | None
     """Unset: none. GAE needs one."""
     proximal: Proximal
-    """p. recomputed: by a forward pass when the batch is taken (with one minibatch by the one that trains: p = c).
-    approximated: between b and c by their versions, without a forward pass. bypassed: p = b, so r = exp(c - b), w = 1.
-    """
+    """The source of p. recomputed: a forward pass when the batch is taken; with one update per batch the training pass
+    itself, so p = c. approximated: between b and c by their versions, without a forward pass. bypassed: p = b, so
+    r = exp(c - b) and w = 1."""
     aggregation: Aggregation
-    """token_mean: each trained token of the minibatch weighs the same. sequence_mean: each trajectory does.
-    sequence_sum: each token weighs 1 / (trajectories * sequence_tokens). group_mean: each group weighs the same."""
+    """token_mean: each trained token of the minibatch weighs the same. sequence_mean: each episode does, once for each
+    role. sequence_sum: each token weighs 1 / (episodes * sequence_tokens). group_mean: each group weighs the same."""
     sequence_tokens: PositiveInt
     """The constant of sequence_sum: the most tokens that a trajectory may have."""
     entropy: float = Field(ge=0)
-    """Entropy bonus: this times the entropy is subtracted from each token's loss."""
+    """The entropy bonus: this times the entropy is subtracted from each token's loss."""
     dynamic_sampling: bool
-    """Reject groups whose episodes all have the same reward: they carry no gradient, and their place is refilled."""
+    """Reject groups with equal rewards in all episodes. They carry no gradient, and new groups take their place."""
     epochs: PositiveInt
-    """How often each batch is gone through."""
+    """How many times each batch is trained."""
     minibatches: PositiveInt
     """Optimizer steps per epoch: the batch's groups are split into this many minibatches."""
 
@@ -125,7 +125,7 @@ class AlgorithmConfig(Section):
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(unknown_preset(name))
         config = handler(over(PRESETS[name].settings, settings))
-        # What the preset filled in is not what was given: another preset may fill it in otherwise.
+        # The preset's fields do not count as given: another preset may fill them in differently.
         object.__setattr__(config, "__pydantic_fields_set__", set(settings))
         return config
 
@@ -136,7 +136,7 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_proximal_forward(self) -> bool:
-        """Whether p has to be known before the first update on a batch."""
+        """Whether p must be known before the first update on a batch."""
         recomputed = self.proximal == "recomputed" and self.num_updates > 1
         in_advantages = isinstance(self.advantage, DistillationAdvantage) or self.has_kl_in_reward
         return recomputed or (in_advantages and self.proximal == "recomputed") or self.selection is not None
@@ -147,7 +147,7 @@ class AlgorithmConfig(Section):
 
     @property
     def is_group_relative(self) -> bool:
-        """Whether a trajectory's advantage comes from others of its group, so that one alone learns nothing."""
+        """Whether a trajectory's advantage depends on others of its group, so that a single one learns nothing."""
         if isinstance(self.advantage, ReturnsAdvantage):
             return self.advantage.is_relative
         return isinstance(self.advantage, PassAtKAdvantage | GiGPOAdvantage)
@@ -163,7 +163,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        """Why parts make no sense together, or why a setting would do nothing."""
+        """Reasons why parts contradict each other, or why a setting has no effect."""
         yield from self._advantage_contradictions()
         match self.proximal:
             case "recomputed":
@@ -195,7 +195,7 @@ class AlgorithmConfig(Section):
             )
 
     def _recomputed_contradictions(self) -> Iterator[str]:
-        """With one update per batch c is p when the only gradient is taken, and r is 1."""
+        """With one update per batch c equals p at the only gradient, and r is 1."""
         if self.num_updates > 1:
             return
         unmoved = "but with one update per batch c - p is 0; use minibatches=2, or proximal=bypassed"
@@ -261,9 +261,9 @@ class AlgorithmConfig(Section):
         return isinstance(self.advantage, ReturnsAdvantage) and self.advantage.separate_rewards
 
     def _chosen(self, section: str) -> dict[str, object]:
-        """The section's settings that are neither the preset's nor the defaults: somebody chose them.
+        """The section's settings that the user chose: neither the preset's values nor the defaults.
 
-        What a preset brings along may idle, such as the rest of its KL beside coefficient=0.
+        A preset's own settings may have no effect, such as the rest of its KL beside coefficient=0.
         """
         part: Section = getattr(self, section)
         of_preset = PRESETS[self.preset].settings[section]
@@ -274,7 +274,7 @@ class AlgorithmConfig(Section):
 def preset(name: str, **changes: Any) -> AlgorithmConfig:
     """The preset of that name with fields changed: preset("dapo", loss={"clip_high": 0.3}, epochs=2).
 
-    Raises ConfigError naming what is wrong, and what is allowed.
+    Raises ConfigError, which names the wrong value and the allowed ones.
     """
     try:
         return AlgorithmConfig.model_validate({"preset": name, **changes})
@@ -283,7 +283,7 @@ def preset(name: str, **changes: Any) -> AlgorithmConfig:
 
 
 def over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` laid over `base`, section by section; one of another kind than the base's, or an object, stands alone."""
+    """Merge `given` into `base`, section by section. A section of another kind than the base's replaces it whole."""
     merged = {**base, **given}
     for name in base.keys() & given.keys():
         below, above = base[name], given[name]

@@ -1,6 +1,6 @@
-"""The parts of an algorithm, as settings: the kinds that each of them comes in, and what a kind has to be told.
+"""The parts of an algorithm, as settings: the kinds of each part, and each kind's parameters.
 
-Letters are those of arl.api.algorithm; formulas and papers are in docs/algorithms.md.
+arl.api.algorithm explains the letters. Formulas and papers are in docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ class ReturnsAdvantage(Section):
     """group_mean: GRPO. leave_one_out: the mean of the others (RLOO). greedy: the reward of one more episode, decoded
     greedily (ReMax). length_weighted: the mean, weighted by trained tokens (OPO). none: REINFORCE."""
     scale: Literal["none", "group_std", "batch_std"] = "group_std"
-    """What R - baseline is divided by. batch_std: all is whitened over the batch's trained tokens (REINFORCE++): less
-    their mean, over their standard deviation."""
+    """The divisor of R - baseline. batch_std: advantages are whitened over the batch's trained tokens (REINFORCE++),
+    that is, (A - mean) / standard deviation."""
     separate_rewards: bool = False
-    """Normalise each of the trajectories' named `rewards` apart, add them up, and whiten over the batch's trajectories
-    (GDPO). `reward` is not looked at."""
+    """Normalise each of the named `rewards` separately, add them up, and whiten over the batch's episodes (GDPO).
+    `reward` is ignored."""
     token_discount: float = Field(default=1.0, ge=0, le=1)
-    """What a later process reward is worth, per trained token in between. 0: a token has its own reward alone."""
+    """The discount of later process rewards, per trained token in between. 0: a token gets its own reward alone."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """What a later process reward is worth, per turn in between: of both discounts, the product counts."""
+    """The discount of later process rewards, per turn in between. It multiplies with token_discount."""
 
     @property
     def is_relative(self) -> bool:
-        """Whether the baseline comes from the peers themselves: one alone, or among equals, has advantage 0 exactly."""
+        """Whether the baseline comes from the peers. Without peers, or among equal ones, the advantage is exactly 0."""
         return self.baseline in ("group_mean", "leave_one_out", "length_weighted")
 
 
 class PassAtKAdvantage(Section):
-    """Rewards a group for one success in k, for rewards of 0 and 1: the analytic form, which needs no subgroups.
+    """Rewards a group for one success in k, for rewards of 0 and 1. The analytic form needs no subgroups.
 
-    A trajectory whose rewards, process rewards included, add up to more than 0.5 is a success.
+    A trajectory is a success if its rewards, process rewards included, add up to more than 0.5.
     """
 
     kind: Literal["pass_at_k"] = "pass_at_k"
     k: PositiveInt = 4
-    """Of how many answers one has to be right. A group of k or fewer learns nothing: every k of it are the same."""
+    """One of k answers has to be right. A group of k or fewer learns nothing: it has no two different subgroups."""
 
 
 class RejectionAdvantage(Section):
-    """A = 1 for trajectories with a reward above the threshold, and 0, which trains nothing, for the others (RAFT).
+    """A = 1 for trajectories with a reward above the threshold (RAFT). The others have A = 0, and train nothing.
 
-    The reward is all of a trajectory's, process rewards included.
+    The reward is the sum of all the trajectory's rewards, process rewards included.
     """
 
     kind: Literal["rejection"] = "rejection"
     threshold: float = 0.0
-    """What a reward has to be above."""
+    """Trajectories with a reward above this are trained."""
 
 
 class GiGPOAdvantage(Section):
@@ -66,9 +66,9 @@ class GiGPOAdvantage(Section):
 
     kind: Literal["gigpo"] = "gigpo"
     turn_discount: float = Field(default=0.95, ge=0, le=1)
-    """What a later turn's reward is worth, per turn in between. The outcome is the last turn's."""
+    """The discount of later turns' rewards, per turn in between. The outcome belongs to the last turn."""
     scale: Literal["none", "group_std"] = "group_std"
-    """What both parts are divided by: their group's standard deviation, or nothing."""
+    """The divisor of both parts: their group's standard deviation, or 1."""
 
 
 class GAEAdvantage(Section):
@@ -82,8 +82,8 @@ class GAEAdvantage(Section):
 
 
 class DistillationAdvantage(Section):
-    """A = teacher logprob - p, from token_rewards that are teacher logprob - b, as DistillationWorkflow gives them.
-    Other rewards are not looked at."""
+    """A = teacher logprob - p. DistillationWorkflow gives the token_rewards, teacher logprob - b. Other rewards are
+    ignored."""
 
     kind: Literal["distillation"] = "distillation"
 
@@ -102,7 +102,7 @@ CLIPS: Mapping[str, tuple[float | None, float | None]] = {
     "gmpo": (0.4, 0.4),
     "cispo": (None, 4.0),
 }
-"""clip_low and clip_high of each kind, where they are not given."""
+"""The default clip_low and clip_high of each kind."""
 
 
 class ClippedLossConfig(Section):
@@ -110,7 +110,7 @@ class ClippedLossConfig(Section):
 
     kind: Literal["ppo", "gspo", "gmpo", "cispo"] = "ppo"
     """ppo: max(-A r, -A clip(r)). gspo: the same with one ratio for each trajectory, exp(mean(c - p)). gmpo: the
-    geometric mean of a trajectory's clipped ratios. cispo: -sg(clip(r)) A c, so that every token keeps its gradient."""
+    geometric mean of a trajectory's clipped ratios. cispo: -sg(clip(r)) A c, and every token keeps its gradient."""
     clip_low: float | None = Field(default=0.2, ge=0, le=1)
     """The ratio is clipped to at least 1 - clip_low; for gmpo log r to at least -clip_low. Unset: no lower clip. The
     default is the kind's own: 3e-4 for gspo, 0.4 for gmpo, unset for cispo."""
@@ -142,13 +142,13 @@ class ClippedLossConfig(Section):
 
 
 class ReinforceLossConfig(Section):
-    """-A c: no ratio to p, so the gradient is the same wherever c has moved."""
+    """-A c. There is no ratio to p, so the gradient does not depend on how far c has moved."""
 
     kind: Literal["reinforce"] = "reinforce"
 
 
 class SAPOLossConfig(Section):
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in the clip's place."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of a clip."""
 
     kind: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
@@ -158,15 +158,15 @@ class SAPOLossConfig(Section):
 
 
 class TOPRLossConfig(Section):
-    """-A c where A >= 0; weighed by the trajectory's ratio, at most 1, where A < 0. A sum over tokens, so the paper's
-    scale is that of aggregation=sequence_sum."""
+    """-A c where A >= 0. Where A < 0 it is weighed by the trajectory's ratio, at most 1. aggregation=sequence_sum gives
+    the paper's scale, a sum over tokens."""
 
     kind: Literal["topr"] = "topr"
 
 
 class MirrorDescentLossConfig(Section):
-    """-A sum(c) + tau / 2 sum(c - p)^2, sums over a trajectory: Kimi's regularised policy mirror descent. The paper's
-    scale is that of aggregation=sequence_sum; sequence_mean divides by a trajectory's tokens."""
+    """-A sum(c) + tau / 2 sum(c - p)^2, sums over a trajectory: Kimi's regularised policy mirror descent.
+    aggregation=sequence_sum gives the paper's scale; sequence_mean divides by a trajectory's tokens."""
 
     kind: Literal["mirror_descent"] = "mirror_descent"
     tau: PositiveFloat = 0.1
@@ -174,8 +174,8 @@ class MirrorDescentLossConfig(Section):
 
 
 class DPPOLossConfig(Section):
-    """-A r, without the tokens that moved further than delta in total variation and would move on (DPPO-TV). The
-    paper's p is the sampler: proximal=bypassed."""
+    """-A r, without tokens that moved further than delta in total variation and would move on (DPPO-TV). The paper's p
+    is the sampler: use proximal=bypassed."""
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     delta: float = Field(default=0.15, gt=0, le=1)
@@ -196,24 +196,24 @@ LossConfig = Annotated[
 
 
 class SecondMomentSelection(Section):
-    """Leave out the tokens of largest (p - b)^2 until its mean is at most `limit`, among those that a clip could
-    concern: A > 0 and p > b, or A < 0 and p < b (M2PO)."""
+    """Leave out the tokens with the largest (p - b)^2 until its mean is at most `limit` (M2PO). Only tokens that a clip
+    could affect count: A > 0 and p > b, or A < 0 and p < b."""
 
     kind: Literal["second_moment"] = "second_moment"
     limit: PositiveFloat = 0.04
-    """The greatest mean of (p - b)^2 over the tokens that stay."""
+    """The largest mean of (p - b)^2 over the remaining tokens."""
 
 
 class ClipCovSelection(Section):
-    """Leave out random tokens among those whose covariance of logprob and advantage lies in [low, high]."""
+    """Leave out random tokens with a covariance of logprob and advantage in [low, high]."""
 
     kind: Literal["clip_cov"] = "clip_cov"
     share: float = Field(default=2e-4, gt=0, le=1)
-    """How many, as a share of all trained tokens; at least one."""
+    """How many tokens, as a share of all trained tokens; at least one."""
     low: float = 1.0
-    """Least covariance of a token that may be left out."""
+    """The smallest covariance of a token that may be left out."""
     high: float = 5.0
-    """Greatest covariance of a token that may be left out."""
+    """The largest covariance of a token that may be left out."""
 
 
 class KLCovSelection(Section):
@@ -221,7 +221,7 @@ class KLCovSelection(Section):
 
     kind: Literal["kl_cov"] = "kl_cov"
     share: float = Field(default=2e-3, gt=0, le=1)
-    """How many, as a share of all trained tokens; at least one."""
+    """How many tokens, as a share of all trained tokens; at least one."""
     coefficient: PositiveFloat = 1.0
     """How strongly these tokens are held."""
 
@@ -232,16 +232,17 @@ SelectionConfig = Annotated[SecondMomentSelection | ClipCovSelection | KLCovSele
 
 
 class CorrectionConfig(Section):
-    """What becomes of the behavior weight w = exp(p - b), which decoupling multiplies each token's loss with."""
+    """The correction of the behavior weight w = exp(p - b). Decoupling multiplies each token's loss by w."""
 
     kind: Literal["none", "truncate", "mask"] = "truncate"
     """none: w as it is. truncate: min(w, upper) (TIS). mask: w where lower <= w <= upper, else 0 (MIS, IcePop)."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Whether w is each token's, the product over its trajectory's trained tokens, or their geometric mean."""
+    """token: w of each token. sequence: the product over its trajectory's trained tokens. geometric: their geometric
+    mean."""
     upper: PositiveFloat = 5.0
-    """What w may be at most: see kind."""
+    """The upper bound of w: see kind."""
     lower: float = Field(default=0.0, ge=0)
-    """With kind mask: what w has to be at least."""
+    """With kind mask: the lower bound of w."""
     veto: float | None = Field(default=None, gt=0, lt=1)
     """A trajectory with a token of exp(p - b) below this has weight 0. Unset: no trajectory is vetoed."""
 
@@ -263,30 +264,29 @@ class KLConfig(Section):
     """A penalty on the distance to a reference policy, with d = c - reference logprob."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """What the KL is multiplied by. 0: there is none, and no reference policy is held."""
+    """The factor of the KL. 0: no KL, and no reference policy is held."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added to each token's loss. reward: subtracted from each token's reward, at p in place of c."""
     unbiased: bool = False
     """In the loss: weigh the estimate with the ratio exp(c - b), so that its gradient is that of the divergence itself.
-    Without it k1 teaches nothing, k2 is right on-policy, and k3's gradient is that of the divergence turned round."""
+    Without it k1 teaches nothing, k2 is right on-policy, and k3 has the gradient of the reverse divergence."""
     update_every: PositiveInt | None = None
-    """The reference becomes the current policy each time so many batches were trained. Unset: it stays the model that
-    the run began with."""
+    """Every so many batches the reference becomes the current policy. Unset: it stays the run's first model."""
 
 
 class OverlongConfig(Section):
-    """What is done about trajectories that are too long. Length: trained tokens, before any masking."""
+    """The treatment of trajectories that are too long. Length counts trained tokens, before any masking."""
 
     mask_truncated: bool = False
-    """Trajectories that a length limit ended are not trained; their rewards count in the group's statistics."""
+    """Do not train trajectories that a length limit ended. Their rewards count in the group's statistics."""
     max_tokens: PositiveInt | None = None
-    """Trajectories longer than this have `penalty` subtracted from their reward, before any statistic. Unset: none."""
+    """Longer trajectories lose `penalty` of their reward, before any statistic. Unset: no penalty."""
     buffer_tokens: NonNegativeInt = 0
-    """The penalty rises linearly over the last so many tokens below max_tokens (DAPO)."""
+    """The penalty rises linearly over this many tokens below max_tokens (DAPO)."""
     penalty: float = Field(default=1.0, ge=0)
-    """What a trajectory above max_tokens loses of its reward."""
+    """Subtracted from the reward of a trajectory longer than max_tokens."""
 
     @model_validator(mode="after")
     def _rises_within_the_limit(self) -> Self:
@@ -303,20 +303,20 @@ class OverlongConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model: train.optimizer and the rest of `train` hold for it too, but for what is set here."""
+    """The value model. It uses train.optimizer and the rest of `train`, except for the settings here."""
 
     model: str | None = None
-    """A model directory or name; one of a reward model begins with its head. Unset: the policy's."""
+    """A model directory or name. A reward model brings its head. Unset: the policy's model."""
     backbone: Literal["separate", "shared"] = "separate"
-    """separate: a model of its own. shared: a value head on the policy's, trained by the same loss."""
+    """separate: a second model. shared: a value head on the policy's model, trained by the same loss."""
     lr: PositiveFloat = 1e-5
     """The separate critic's learning rate."""
     warmup_batches: NonNegativeInt = 0
-    """The critic trains alone for so many batches; the policy stands still meanwhile."""
+    """For so many batches the critic trains alone, and the policy does not change."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """Values are clipped to within this of those before the update, and the worse of both losses counts."""
+    """Values are clipped to within this of the values before the update, and the larger loss counts. Unset: no clip."""
     coefficient: PositiveFloat = 0.5
-    """Share of the value loss in a shared backbone's loss."""
+    """The factor of the value loss in a shared backbone's loss."""
 
     @model_validator(mode="after")
     def _a_shared_backbone_is_the_policys(self) -> Self:

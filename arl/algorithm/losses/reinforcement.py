@@ -1,7 +1,8 @@
-"""The losses of reinforcement learning: the policy's, put together from orthogonal parts, the critic's, and both on one
-backbone. c current, p proximal, b behavior logprobs, A advantage, w behavior weight.
+"""The losses of reinforcement learning: the policy's, built from orthogonal parts, the critic's, and their sum.
 
-    policy = w (surrogate(c, p, A) + what a selection does) + coefficient * KL(c || reference) - entropy * H
+    policy = w (surrogate(c, p, A) + the selection's term) + coefficient * KL(c || reference) - entropy * H
+
+c current, p proximal, b behavior logprobs; A advantage; w behavior weight.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
 Estimator = Literal["k1", "k2", "k3"]
 
 STALENESS_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))
-"""By which metrics are told apart: first and last staleness of each, with no end to the last."""
+"""The buckets of the metrics by staleness: first and last staleness of each. The last bucket has no end."""
 
 ROUNDING = 1e-4
-"""Below this, |c - p| has no gradient: two forward passes in float32 differ by less, packed in different ways."""
+"""Below this, |c - p| has no gradient: such a difference is rounding between two float32 forward passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +35,28 @@ class PolicyLoss:
     Metrics, over all trained tokens:
 
         ratio, ratio_max             exp(c - p)
-        clip_fraction                share of tokens that the surrogate's trust region holds back: see each surrogate
+        clip_fraction                share of tokens that the surrogate's trust region holds back; each says how
         behavior_weight, .._max      w, as corrected
         behavior_weight_zero         share of tokens that the correction masked or a veto took out
-        behavior_kl_proximal         estimate of KL(b || p), where p is known; of KL(b || c): behavior_kl_current
+        behavior_kl_proximal         estimate of KL(b || p), where p is known
+        behavior_kl_current          estimate of KL(b || c)
         effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
         entropy                      of the sampling distribution
-        kl_reference                 k3 estimate of KL(c || reference), where one is held, whatever is penalised
-        selected                     share of tokens treated apart, where there is a selection
+        kl_reference                 k3 estimate of KL(c || reference), if a reference is held, whatever is penalised
+        selected                     share of tokens that the selection chose, with a selection
         staleness_K/...              ratio, clip_fraction, behavior_kl_proximal, behavior_kl_current and entropy of the
                                      tokens of staleness K (`3-4`, .., `17+`), and their share of all: tokens
     """
 
     config: AlgorithmConfig
     proximal: Literal["recomputed", "current", "approximated", "bypassed"]
-    """recomputed: tokens.proximal_logprobs. current: c, detached, which is what recomputing gives before the first
-    optimizer step of a batch. approximated: from c, b and versions. bypassed: p = b, so r = exp(c - b) and w = 1."""
+    """The source of p. recomputed: tokens.proximal_logprobs. current: c, detached; before a batch's first optimizer
+    step recomputing gives the same. approximated: from c, b and versions. bypassed: p = b, so r = exp(c - b) and w = 1.
+    """
     version: int
-    """Of the weights that the batch was taken with."""
+    """The version of the weights with which the batch was taken."""
     max_staleness: int
-    """The run's. It says how many buckets of staleness have metrics of their own, the same ones on every rank."""
+    """The run's bound. It sets the number of staleness buckets in the metrics, so every rank has the same ones."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig, *, version: int = 0, max_staleness: int = 0) -> PolicyLoss:
@@ -79,7 +82,7 @@ class PolicyLoss:
             loss = loss + config.kl.coefficient * self._divergence(current, tokens)
         if config.entropy > 0:
             loss = loss - config.entropy * outputs.entropy
-        # Where p is bypassed it may be known all the same; where it is not, there is nothing to tell.
+        # A bypassed p may be known all the same. Without p there is no behavior_kl_proximal.
         known = tokens.proximal_logprobs if self.proximal == "bypassed" else proximal
         is_known = self.proximal != "bypassed" or config.needs_proximal_forward
         values = {
@@ -116,7 +119,7 @@ class PolicyLoss:
         selection = self.config.selection
         if isinstance(selection, KLCovSelection):
             distance = terms.log_ratio.abs()
-            # Before the first update c - p is the rounding between two forward passes, whose sign leads nowhere.
+            # Before the first update c - p is rounding between two forward passes. Its sign means nothing.
             distance = torch.where(distance < ROUNDING, distance.detach(), distance)
             return loss + selection.coefficient * distance * tokens.selected
         return loss if selection is None else loss * ~tokens.selected
@@ -163,15 +166,15 @@ def approximated_proximal(
 
         p = b + a (c - b)        a = (v_p - v_b) / (v_c - v_b)
 
-    for each token by its own version v_b, with v_p = `version`, that of the weights that the batch was taken with, and
-    v_c = v_p + 1, that of the weights being made of it. A token of staleness 0 has p = b.
+    v_b is the token's own version. v_p = `version` is the version of the weights with which the batch was taken, and
+    v_c = v_p + 1 the version that its training makes. A token of staleness 0 has p = b.
     """
     staleness = (version - versions).clamp(min=0).to(behavior.dtype)
     return behavior + staleness / (staleness + 1) * (current.detach() - behavior)
 
 
 def behavior_weight(log_weight: torch.Tensor, trajectories: Trajectories, config: CorrectionConfig) -> torch.Tensor:
-    """w float[M], detached, from log_weight = p - b: the weight of decoupled PPO (2110.00641), and what corrects it.
+    """w float[M], detached, from log_weight = p - b: the weight of decoupled PPO (2110.00641), corrected.
 
         level: token      w = exp(p - b)
                sequence   w = exp(sum(p - b)), the product over the trajectory's trained tokens
@@ -205,13 +208,13 @@ def _at_level(log_weight: torch.Tensor, trajectories: Trajectories, level: str) 
 def kl_estimate(log_ratio: torch.Tensor, estimator: Estimator) -> torch.Tensor:
     """k1, k2 or k3 of d = log_ratio, float[M].
 
-    Beyond +-MAX_LOG_RATIO k2 goes on as a straight line, and below -MAX_LOG_RATIO k3 stays where it is.
+    Beyond +-MAX_LOG_RATIO k2 continues as a straight line. Below -MAX_LOG_RATIO k3 is constant.
     """
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return F.huber_loss(log_ratio, torch.zeros_like(log_ratio), reduction="none", delta=MAX_LOG_RATIO)
-    # d >= 20 needs no bound, as exp(-d) only vanishes, and has to keep the gradient that draws it back.
+    # d >= 20 needs no bound, because exp(-d) only vanishes. It must keep the gradient that pulls it back.
     d = log_ratio.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-d) + d
 
@@ -219,13 +222,13 @@ def kl_estimate(log_ratio: torch.Tensor, estimator: Estimator) -> torch.Tensor:
 def unbiased_kl(
     current: torch.Tensor, behavior: torch.Tensor, reference: torch.Tensor, estimator: Estimator
 ) -> torch.Tensor:
-    """An estimate from tokens of the behavior policy whose expected gradient is that of KL(pi || ref), whatever c is.
+    """An estimate from behavior-policy tokens. Its expected gradient is that of KL(pi || ref), whatever c is.
 
         exp(c - b) k1,   exp(c - b) k3,   sg(exp(c - b)) k2
 
-    (DeepSeek-V3.2, 2512.02556, section 3.1, with k3). The ratio is to b and not to p, as b is what the tokens were
-    drawn from. For k1 and k3 it is differentiated too: sum(exp(b) exp(c - b) k) = sum(pi k) is the divergence itself.
-    k2 is not an estimate of it, but its gradient is right without that of the ratio.
+    (DeepSeek-V3.2, 2512.02556, section 3.1, with k3). The ratio is to b and not to p, because b sampled the tokens. For
+    k1 and k3 the ratio is differentiated too: sum(exp(b) exp(c - b) k) = sum(pi k) is the divergence itself. k2 does
+    not estimate the divergence, but its gradient is right without the ratio's gradient.
     """
     ratio = torch.exp(clamped(current - behavior))
     if estimator == "k2":
@@ -234,21 +237,24 @@ def unbiased_kl(
 
 
 def divergence_from_sampler(log_ratio: torch.Tensor) -> torch.Tensor:
-    """k3 seen from the other side, for metrics: exp(x) - 1 - x >= 0 with x = log(. / b), whose mean over tokens from b
-    estimates KL(b || .), without bias and calmly."""
+    """k3 from the other side, for metrics: exp(x) - 1 - x >= 0 with x = log(. / b).
+
+    Its mean over tokens from b estimates KL(b || .), without bias and with low variance.
+    """
     x = clamped(log_ratio)
     return torch.expm1(x) - x
 
 
-# The critic's loss, alone and beside the policy's on a shared backbone.
+# The critic's loss, alone and with the policy's on a shared backbone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """Clipped value loss (PPO's implementation; 2403.17031, section "value clipping"), with V the value now, V0 that
-    before any update on the batch, and G the return:
+    """Clipped value loss (PPO's implementation; 2403.17031, section "value clipping"):
 
         max((V - G)^2, (clip(V, V0 - value_clip, V0 + value_clip) - G)^2) / 2
+
+    V is the value now, V0 the value before any update on the batch, G the return. value_clip None: no clip.
     """
 
     value_clip: float | None

@@ -1,4 +1,4 @@
-"""Tokens that a loss treats apart, chosen over a whole minibatch before it is split."""
+"""Selections: tokens that a loss treats apart, chosen over a whole minibatch before it is split."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from arl.api.algorithm import ClipCovSelection, KLCovSelection, SecondMomentSele
 
 
 def selected_tokens(batch: Batch, config: SelectionConfig | None, *, seed: int) -> torch.Tensor:
-    """bool[T]: the tokens that `config` chooses among the trained ones of `batch`, a minibatch.
+    """bool[T]: the tokens that `config` chooses among the trained tokens of `batch`, a minibatch.
 
-    It looks at proximal_logprobs p, behavior_logprobs b and advantages A: at what is known before any update on the
-    batch. Where the papers look at the current logprobs, this looks at p, which is what those are before the first
-    update; so a choice stands for the whole of its minibatch, however it is split later. In PolicyLoss, selected tokens
-    have no policy gradient under second_moment and clip_cov, and coefficient * |c - p| more loss under kl_cov. With one
-    update per batch c is p, and what kl_cov adds has no gradient.
+    The choice uses numbers from before any update on the batch: proximal_logprobs p, behavior_logprobs b and advantages
+    A. The papers use current logprobs; before the first update these are p. So one choice holds for the whole
+    minibatch, however it is split later. In PolicyLoss, selected tokens have no policy gradient under second_moment and
+    clip_cov, and coefficient * |c - p| more loss under kl_cov. With one update per batch c is p, and the term of kl_cov
+    has no gradient.
 
-    The choice is a function of the set of trajectories, whatever their order, and of `seed` where it is random.
+    The choice depends on the set of trajectories, not on their order. A random choice depends on `seed` too.
     """
     if config is None:
         return batch.selected
@@ -38,20 +38,20 @@ def selected_tokens(batch: Batch, config: SelectionConfig | None, *, seed: int) 
 
 
 def largest_moments(log_ratio: torch.Tensor, advantages: torch.Tensor, config: SecondMomentSelection) -> torch.Tensor:
-    """M2PO's mask (2510.01161), bool[N] over N trained tokens, True for those to leave out.
+    """M2PO's mask (2510.01161), bool[N] over N trained tokens, True for tokens to leave out.
 
-    Only tokens that a clip could concern are looked at: A > 0 with a log-ratio p - b above 0, or A < 0 with one below
-    0. Of these, the ones of largest (p - b)^2 are left out until the mean over the rest is at most config.limit. Equal
-    ones go together, so that no order decides between them, and all go if the smallest is above the limit.
+    Only tokens that a clip could affect count: A > 0 with a log-ratio p - b above 0, or A < 0 with one below 0. Of
+    these, the tokens with the largest (p - b)^2 are left out until the mean over the rest is at most config.limit.
+    Equal values go together, so that no order decides between them. All go if the smallest is above the limit.
 
-    The authors' code differs: it bounds moments at a threshold in the place of leaving tokens out, leaves ratios near 1
-    alone, and looks at c.
+    The authors' code differs: it bounds moments at a threshold instead of leaving tokens out, ignores ratios near 1,
+    and uses c.
     """
     moments = log_ratio.square()
     is_concerned = advantages * log_ratio > 0
     ascending = moments[is_concerned].sort().values
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1)
-    # A mean that includes only some of a run of equals is no bound: the last of the run decides.
+    # A mean over a part of a run of equal values is no bound: the last of the run decides.
     is_last_of_equals = torch.cat([ascending[1:] > ascending[:-1], torch.ones_like(ascending[:1]).bool()])
     kept = ascending[is_last_of_equals & (means <= config.limit)]
     largest_kept = kept[-1] if len(kept) else torch.tensor(-1.0)
@@ -63,9 +63,10 @@ def extreme_covariances(
 ) -> torch.Tensor:
     """Clip-Cov's and KL-Cov's choice (2505.22617, section 4), bool[N] over N trained tokens.
 
-    covariances: each token's (p - mean p) (A - mean A), both means over the N. Of share * N tokens, rounded down but at
-    least one: clip_cov draws them among those of covariance in [low, high], where there are as many; kl_cov takes those
-    of largest covariance. keys: random numbers, by which tokens are drawn, and the order among equals decided.
+    covariances: each token's (p - mean p) (A - mean A), both means over the N. keys: random numbers that draw tokens
+    and order equal ones. The choice has share * N tokens, rounded down, but at least one. clip_cov draws them from the
+    tokens with a covariance in [low, high], or takes all of these if they are fewer. kl_cov takes the tokens with the
+    largest covariance.
     """
     chosen = torch.zeros_like(covariances).bool()
     drawn = keys.argsort()
@@ -84,10 +85,10 @@ def _centred(values: torch.Tensor) -> torch.Tensor:
 
 
 def _random_keys(batch: Batch, seed: int) -> torch.Tensor:
-    """A number in [0, 1) for each token, float64[T], that follows from the seed, its trajectory and its place in it.
+    """A number in [0, 1) for each token, float64[T]: a function of the seed, its trajectory and its place there.
 
-    What a model computed plays no part, as it is rounded otherwise in other packings. Trajectories that were sampled
-    the same are told apart by number, in the order of their advantages.
+    The trainer's forward passes play no part, because other packings round them differently. Trajectories with equal
+    samples are numbered in the order of their advantages.
     """
     columns = (batch.token_ids, batch.behavior_logprobs, batch.loss_mask, batch.advantages)
     contents = [(_digest(*row), of.tolist()) for *row, of in zip(*map(batch.split, columns), strict=True)]
@@ -102,7 +103,7 @@ def _random_keys(batch: Batch, seed: int) -> torch.Tensor:
 
 
 def _digest(token_ids: torch.Tensor, behavior: torch.Tensor, loss_mask: torch.Tensor) -> bytes:
-    """Of what was sampled, and what of it is trained."""
+    """A digest of the sampled tokens and the loss mask."""
     content = hashlib.sha256(array("q", token_ids.tolist()))
     for values in (behavior, loss_mask):
         content.update(array("d", values.tolist()))

@@ -31,23 +31,24 @@ class SFTLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """With h = (log-ratio of the chosen) - (log-ratio of the rejected), where a sequence's log-ratio is the sum of
-    c - reference over its trained tokens:
+    """DPO's or IPO's loss of a pair, with h = log-ratio of the chosen sequence - log-ratio of the rejected one:
 
         dpo (Rafailov et al. 2305.18290, eq. 7):   -log sigmoid(beta h)
         ipo (Azar et al. 2310.12036, eq. 17):      (h - 1 / (2 beta))^2
 
-    label_smoothing e takes a share e of the labels for wrong (dpo alone; Mitchell 2023, "cDPO"):
-    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h). mean_logprobs: the mean over a sequence's tokens in the place
-    of the sum, so that length does not count; for ipo some libraries do so.
-
-    Metrics, means over pairs: margin (beta h), accuracy (share of h > 0), chosen_logratio, rejected_logratio.
+    A sequence's log-ratio is the sum of c - reference over its trained tokens. Metrics, means over pairs: margin
+    (beta h), accuracy (share of h > 0), chosen_logratio, rejected_logratio.
     """
 
     kind: Literal["dpo", "ipo"] = "dpo"
     beta: float = 0.1
+    """How strongly the model is held to the reference."""
     label_smoothing: float = 0.0
+    """With dpo: the share e of labels assumed wrong. The loss is -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+    (Mitchell 2023, "cDPO")."""
     mean_logprobs: bool = False
+    """Use the mean over a sequence's tokens instead of the sum, so that length does not count. Some libraries do so for
+    ipo."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("dpo", "ipo"):
@@ -87,15 +88,16 @@ class PreferenceLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelLoss:
-    """Bradley-Terry (Ouyang et al. 2203.02155, eq. 1), with a score s, the value of a sequence's one trained token:
+    """Bradley-Terry (Ouyang et al. 2203.02155, eq. 1). The score s is the value of a sequence's one trained token:
 
         -log sigmoid(s_chosen - s_rejected) + center (s_chosen + s_rejected)^2
 
-    Only differences of scores are determined by pairs; a small `center` (0.01 in Eisenstein et al. 2312.09244) keeps
-    them around 0. Metrics, means over pairs: margin (the difference), accuracy (share above 0), score.
+    Metrics, means over pairs: margin (the difference), accuracy (share above 0), score.
     """
 
     center: float = 0.0
+    """Pairs determine only differences of scores. A small center (0.01 in Eisenstein et al. 2312.09244) keeps scores
+    around 0."""
 
     def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         margin = _per_unit(outputs.values * tokens.advantages, tokens)
@@ -109,7 +111,7 @@ class RewardModelLoss:
 
 
 def paired(pairs: Sequence[Pair]) -> list[TrainSequence]:
-    """A minibatch of pairs: units numbered, advantages 1 and -1, and loss weights that make its loss a mean over pairs.
+    """A minibatch of pairs: numbered units, advantages 1 and -1, and loss weights that make the loss a mean over pairs.
 
     Pairs without a trained token count nowhere.
     """
@@ -128,11 +130,11 @@ def paired(pairs: Sequence[Pair]) -> list[TrainSequence]:
 
 
 def _per_unit(values: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
-    """Sums of [M] by unit, [U]."""
+    """[U]: the sum of [M] values over each unit."""
     num_units = int(tokens.unit_ids.max()) + 1 if len(tokens.unit_ids) else 0
     return values.new_zeros(num_units).index_add(0, tokens.unit_ids, values)
 
 
 def _counts(sequence_ids: torch.Tensor) -> torch.Tensor:
-    """For each token how many trained tokens its sequence has, [M]."""
+    """[M]: for each token, the number of trained tokens in its sequence."""
     return torch.bincount(sequence_ids)[sequence_ids] if len(sequence_ids) else sequence_ids

@@ -1,11 +1,11 @@
-"""What replaces the policy gradient's objective: each loss of the field as one pure function of a microbatch's tokens.
+"""Surrogate objectives: each policy loss of the field as one pure function of a microbatch's tokens.
 
 c current, p proximal logprobs, d = c - p, r = exp(d) with d clamped to +-MAX_LOG_RATIO, A advantage; n_i the trained
 tokens of trajectory i. D_i = sum(d) over them. sg( ) is held fixed under differentiation.
 
-Two things hold for all of them. A token's loss has a gradient in that token's c alone: what a trajectory has in common
-enters it detached, in the form whose gradient, added up over the trajectory, is the paper's. So weights per token
-(corrections, selections, aggregations) mean the same everywhere. And each is given at the scale of its paper under one
+Two rules hold for all of them. First, a token's loss has a gradient in that token's c alone. Quantities of a whole
+trajectory enter it detached, in a form whose gradient, summed over the trajectory, is the paper's. So weights per token
+(corrections, selections, aggregations) mean the same everywhere. Second, each loss has the scale of its paper under one
 aggregation:
 
     losses that are means over a trajectory (gspo, gmpo) and losses per token: under sequence_mean the paper's
@@ -32,8 +32,8 @@ from arl.api.algorithm import (
 )
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp. exp(20) = 5e8 is far beyond any clip, so no ratio that trains sensibly is
-touched; but a token that the current policy all but excludes would overflow, and one inf makes the whole step nan."""
+"""Log-ratios are clamped to +-20 before exp. exp(20) = 5e8 is far beyond any clip, so no useful ratio changes. Without
+the clamp a token that the current policy almost excludes would overflow, and one inf makes the whole step nan."""
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -41,27 +41,25 @@ def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def attached(value: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """`value` held fixed, with the gradient of value * c: what the score function of a detached weight is made of."""
+    """`value` held fixed, with the gradient of value * c: the score function with a detached weight."""
     # exp(0) is 1 exactly, and its derivative as well.
     return value.detach() * torch.exp(current - current.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectories:
-    """Which of the trajectories in a microbatch each trained token belongs to; a trajectory is never split.
-
-    index int64[M]: 0 for the first trajectory that has a trained token, then 1, and so on. counts int64[M]: how many
-    trained tokens its trajectory has.
-    """
+    """The trajectory of each trained token in a microbatch. A trajectory is never split."""
 
     index: torch.Tensor
+    """int64[M]: 0 for the first trajectory with a trained token, then 1, and so on."""
     counts: torch.Tensor
+    """int64[M]: the number of trained tokens in its trajectory."""
 
     @classmethod
     def of(cls, sequence_ids: torch.Tensor) -> Trajectories:
-        """sequence_ids int64[M], ascending; those of sequences without trained tokens do not occur."""
-        # Numbered anew, as ids may be larger than M. Sizes are M and not the number of trajectories, which a GPU would
-        # have to be asked for and waited for.
+        """sequence_ids: int64[M], ascending. Sequences without trained tokens do not occur."""
+        # Numbered anew, because ids may be larger than M. Sizes are M and not the number of trajectories: reading that
+        # number from a GPU would mean waiting for it.
         index = (sequence_ids[1:] != sequence_ids[:-1]).cumsum(0)
         index = torch.cat([torch.zeros_like(sequence_ids[:1]), index])
         ones = torch.ones_like(index)
@@ -78,10 +76,12 @@ class Trajectories:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyTokens:
-    """What a surrogate is a function of, float[M] each. current: with gradient. proximal: without."""
+    """The inputs of a surrogate, float[M] each."""
 
     current: torch.Tensor
+    """With gradient."""
     proximal: torch.Tensor
+    """Without gradient."""
     advantages: torch.Tensor
     trajectories: Trajectories
 
@@ -96,10 +96,12 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Surrogate:
-    """loss float[M], with gradient. is_clipped bool[M]: tokens that the loss's trust region holds back, as it does."""
+    """The result of a surrogate."""
 
     loss: torch.Tensor
+    """float[M], with gradient."""
     is_clipped: torch.Tensor
+    """bool[M]: the tokens that the loss's trust region holds back. Each loss says what that means."""
 
 
 def surrogate(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
@@ -123,7 +125,7 @@ def ppo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
 
         L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          and min(L, dual_clip |A|)
 
-    The last concerns A < 0 alone, as L <= 0 elsewhere. A bound that is unset does not bind; without both this is
+    Dual clip affects A < 0 alone, because L <= 0 elsewhere. An unset bound does not bind; without both this is
     importance sampling, -A r. Clipped: no gradient.
     """
     loss, is_clipped = _clipped(tokens.ratio, tokens.advantages, config)
@@ -140,7 +142,7 @@ def reinforce(tokens: PolicyTokens) -> Surrogate:
 
 
 def gspo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
-    """GSPO (2507.18071, eq. 5-7), in its token form (eq. 13-14), the same where A is one number per trajectory:
+    """GSPO (2507.18071, eq. 5-7), in its token form (eq. 13-14), which is equal if A is one number per trajectory:
 
         s = exp(D_i / n_i)      s_t = sg(s) exp(c_t - sg(c_t))      L_t = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
@@ -157,8 +159,8 @@ def gmpo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
 
         m_t = min(d_t, clip_high) where A > 0, max(d_t, -clip_low) where A < 0       g = exp(mean(m))       L_i = -A g
 
-    As L_t = -A sg(g) exp(m_t - sg(m_t)), with a gradient of -A g for each token that is not clipped. Where A differs
-    among a trajectory's tokens, each has its own A and sign.
+    Computed as L_t = -A sg(g) exp(m_t - sg(m_t)), with a gradient of -A g for each unclipped token. If A differs among
+    a trajectory's tokens, each has its own A and sign.
     """
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
     low = -torch.inf if config.clip_low is None else -config.clip_low
@@ -172,7 +174,7 @@ def gmpo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
 def cispo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
     """CISPO (MiniMax-M1, 2506.13585, eq. 4-5): L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A c.
 
-    Clipped: tokens whose weight is; they keep their gradient.
+    Clipped: tokens with a clipped weight. They keep their gradient.
     """
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(*_bounds(config))
@@ -182,10 +184,10 @@ def cispo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
 def sapo(tokens: PolicyTokens, config: SAPOLossConfig) -> Surrogate:
     """SAPO (2511.20347, eq. 5-6): L = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive where A > 0.
 
-    The gradient is that of -A r times 4 s (1 - s), s the sigmoid: 1 at r = 1, and falling to 0 on both sides.
-    Clipped: tokens for which this factor is below a half.
+    The gradient is that of -A r times 4 s (1 - s), with s the sigmoid. The factor is 1 at r = 1 and falls to 0 on both
+    sides. Clipped: tokens with a factor below a half.
     """
-    # By arithmetic, so that tau has the advantages' dtype.
+    # Arithmetic gives tau the advantages' dtype.
     is_positive = (tokens.advantages > 0).to(tokens.advantages.dtype)
     tau = is_positive * config.tau_positive + (1 - is_positive) * config.tau_negative
     gate = torch.sigmoid(tau * (tokens.ratio - 1))
@@ -194,12 +196,12 @@ def sapo(tokens: PolicyTokens, config: SAPOLossConfig) -> Surrogate:
 
 
 def topr(tokens: PolicyTokens) -> Surrogate:
-    """TOPR (2503.14286): off-policy REINFORCE, in which good trajectories need no ratio and bad ones have theirs.
+    """TOPR (2503.14286): off-policy REINFORCE without a ratio for good trajectories, and with a capped one for bad.
 
         L_i = -sum_t w A_t c_t       w = 1 where A >= 0, sg(min(exp(D_i), 1)) where A < 0
 
-    The paper's rewards, positive or negative, are the advantages here, and its behavior policy is p: it is bypassed.
-    Clipped: tokens of A < 0 whose trajectory's ratio is capped; they keep their gradient.
+    The paper's rewards, positive or negative, are the advantages here. Its behavior policy is p: use
+    proximal=bypassed. Clipped: tokens with A < 0 and a capped ratio. They keep their gradient.
     """
     total = torch.exp(clamped(tokens.trajectories.sums(tokens.log_ratio.detach())))
     is_bad = tokens.advantages < 0
@@ -213,8 +215,8 @@ def mirror_descent(tokens: PolicyTokens, config: MirrorDescentLossConfig) -> Sur
 
         L_i = -A sum_t c_t + tau / 2 D_i^2         as       L_t = -A_t c_t + tau / (2 n_i) D_i^2
 
-    whose gradient is -(A_t - tau D_i), so p is a point that the trajectory is drawn back to. d is clamped in D_i.
-    Clipped: tokens that this pull has brought to a stop or turns round, tau D_i >= A > 0 or tau D_i <= A < 0.
+    The gradient is -(A_t - tau D_i), so the trajectory is pulled back to p. d is clamped in D_i. Clipped: tokens that
+    the pull has stopped or turned back, tau D_i >= A > 0 or tau D_i <= A < 0.
     """
     advantages = tokens.advantages
     total = tokens.trajectories.sums(clamped(tokens.log_ratio.detach()))
@@ -227,12 +229,12 @@ def mirror_descent(tokens: PolicyTokens, config: MirrorDescentLossConfig) -> Sur
 
 
 def dppo_tv(tokens: PolicyTokens, config: DPPOLossConfig) -> Surrogate:
-    """DPPO with a binary total variation (2602.04879, eq. 11-13): the trust region is one of probabilities, not ratios.
+    """DPPO with a binary total variation (2602.04879, eq. 11-13): a trust region of probabilities, not of ratios.
 
         L = -M A r       M = 0 where |exp(c) - exp(p)| > delta and A (r - 1) > 0, else 1
 
-    |exp(c) - exp(p)| is the total variation of the policies if all other tokens are taken for one. The paper's p is
-    the sampler: proximal=bypassed. Clipped: masked.
+    |exp(c) - exp(p)| is the policies' total variation if all other tokens count as one. The paper's p is the sampler:
+    use proximal=bypassed. Clipped: masked.
     """
     moved = (torch.exp(tokens.current) - torch.exp(tokens.proximal)).detach()
     is_masked = ((tokens.advantages > 0) & (moved > config.delta)) | ((tokens.advantages < 0) & (moved < -config.delta))
@@ -240,7 +242,7 @@ def dppo_tv(tokens: PolicyTokens, config: DPPOLossConfig) -> Surrogate:
 
 
 def _bounds(config: ClippedLossConfig) -> tuple[float, float]:
-    """Of a ratio; one that is unset does not bind."""
+    """The bounds of a ratio. An unset bound does not bind."""
     low = 0.0 if config.clip_low is None else 1 - config.clip_low
     return low, torch.inf if config.clip_high is None else 1 + config.clip_high
 
@@ -248,6 +250,6 @@ def _bounds(config: ClippedLossConfig) -> tuple[float, float]:
 def _clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, config: ClippedLossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(-A r, -A clip(r)), and where the second is the larger."""
+    """max(-A r, -A clip(r)), and whether the second is the larger."""
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(*_bounds(config))
     return torch.maximum(unclipped, clipped), (clipped > unclipped).detach()
