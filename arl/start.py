@@ -83,6 +83,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
 
     Raises ConfigError and DatasetError for what cannot be trained on, and whatever else ends a run.
     """
+    _check_types(model, system, prompt, config)
     device_and_dtype = {"device": device, "dtype": dtype}
     is_embedded = config is None or isinstance(config.engine, LocalEngineConfig)
     settings = _settings(
@@ -107,6 +108,8 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
             agent.messages(train[0])  # an example without a question is told of before anything starts
+            if held_out is not None:
+                agent.messages(held_out[0])
         return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out)
 
     return await Experiment(config=type(settings), prepare=prepare).train(settings)
@@ -117,14 +120,20 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
     @wraps(coroutine)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(coroutine(*args, **kwargs))
-        raise ConfigError("train() blocks, and an event loop is running here, as in a notebook: await arl.atrain(...)")
+        if _is_loop_running():
+            raise ConfigError("train() blocks, and an event loop runs here, as in a notebook: await arl.atrain(...)")
+        return asyncio.run(coroutine(*args, **kwargs))
 
     call.__name__ = call.__qualname__ = coroutine.__name__.removeprefix("a")
     return call
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 train = _blocking(atrain)
@@ -145,6 +154,17 @@ def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inner.items() if value is not None and value != {}}
 
 
+def _check_types(model: object, system: object, prompt: object, config: object) -> None:
+    if config is None and model is None:
+        raise ConfigError("train got no model; give a Hugging Face directory, or a name on the hub")
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"config is a {type(config).__name__}; give an arl.Config(...)")
+    if system is not None and not isinstance(system, str):
+        raise ConfigError(f"system is {system!r:.80}; give the text of a system prompt")
+    if prompt is not None and not callable(prompt):
+        raise ConfigError(f"prompt is {prompt!r:.80}; give a function from an example to its question")
+
+
 def _check_choice(reward: object, workflow: object, of_reward: Mapping[str, object]) -> None:
     if (reward is None) == (workflow is None):
         got = "neither" if reward is None else "both"
@@ -162,7 +182,9 @@ def _rows(name: str, rows: Any, split: str) -> Any:
         raise DatasetError(f"{name} is a mapping of {splits}; give one of its splits, such as {name}[{split!r}]")
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise DatasetError(f"{name} is a {type(rows).__name__}; give a list of dicts, a datasets.Dataset, or a name")
-    if len(rows) and not isinstance(rows[0], Mapping):
+    if len(rows) == 0:
+        raise DatasetError(f"{name} is empty; it needs at least one example")
+    if not isinstance(rows[0], Mapping):
         raise DatasetError(f"{name} has {rows[0]!r:.80} in its first row; each row must be a dict")
     return rows
 
@@ -174,7 +196,8 @@ def _single_turn(
 
     if isinstance(reward, Mapping):
         parts = {name: part if isinstance(part, tuple) else (1.0, part) for name, part in reward.items()}
-        whole: Any = WeightedReward({name: (weight, _runnable(part)) for name, (weight, part) in parts.items()})
+        runnable: Any = {name: (*part[:1], *map(_runnable, part[1:])) for name, part in parts.items()}
+        whole: Any = WeightedReward(runnable)  # which refuses what is no pair
     else:
         whole = _runnable(reward)
     return SingleTurnWorkflow(load_tokenizer(model), whole, sampling=sampling, system=system, prompt=prompt)

@@ -114,6 +114,7 @@ def test_flags_beside_a_preset_override_the_file_field_by_field(tmp_path: Path) 
             ["--algorithm.preset", "sapo", "--algorithm.loss.dual_clip", "3"],
             "algorithm.loss.dual_clip is not a setting with loss.kind=sapo; allowed there: kind, tau_negative",
         ),
+        (["--algorithm.preset", "GRPO"], "algorithm: no preset is named 'GRPO'; did you mean grpo"),
         (["--algorithm.preset", "gropo"], "algorithm: no preset is named 'gropo'; did you mean grpo"),
         (["--engine.addresses", "http://a:1"], "engine.addresses is not a setting with engine.kind=local; allowed"),
         (["--algorithm.minibatches", "3"], "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),

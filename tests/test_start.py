@@ -16,7 +16,7 @@ from arl.start import _settings
 
 TOKENIZER = tiny_tokenizer()
 SUMS = [{"question": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(6)]
-SMALL = {"steps": 2, "batch_size": 2, "group_size": 2}
+SMALL: dict[str, Any] = {"steps": 2, "batch_size": 2, "group_size": 2}
 QUIET = arl.Config(model="none", log={"console": False})
 
 
@@ -42,6 +42,12 @@ async def test_it_trains_on_a_reward_and_returns_what_the_run_left(small: dict[s
 
 def test_a_script_calls_it_without_an_event_loop(small: dict[str, Any]) -> None:
     assert arl.train(dataset=SUMS, reward=right, **small).summary["steps"] == 2
+
+
+def test_what_a_script_is_told_stands_alone_in_its_traceback(small: dict[str, Any]) -> None:
+    with pytest.raises(DatasetError) as raised:
+        arl.train(dataset=[], reward=right, **small)
+    assert raised.value.__context__ is None
 
 
 async def test_within_an_event_loop_it_says_what_to_await(small: dict[str, Any]) -> None:
@@ -82,8 +88,15 @@ async def test_a_file_is_a_dataset(small: dict[str, Any], tmp_path: Path) -> Non
         ({"reward": right, "dataset": [{"text": "2 + 2"}]}, DatasetError, "columns text, .* pass prompt="),
         ({"reward": right, "dataset": {"train": SUMS, "test": SUMS}}, DatasetError, r"dataset\['train'\]"),
         ({"reward": right, "dataset": iter(SUMS)}, DatasetError, "give a list of dicts"),
+        ({"reward": right, "dataset": []}, DatasetError, "dataset is empty"),
+        ({"reward": right, "eval_dataset": [{"text": "2 + 2"}]}, DatasetError, "columns text, .* pass prompt="),
         ({"reward": right, "dataset": ["2 + 2"]}, DatasetError, "each row must be a dict"),
         ({"reward": {"right": ("much", right)}}, ConfigError, "finite weight"),
+        ({"reward": {"right": (0.5,)}}, ConfigError, r"it must be \(weight, reward\)"),
+        ({"reward": right, "prompt": "Add {a} and {b}"}, ConfigError, "prompt is 'Add .*give a function"),
+        ({"reward": right, "system": 3}, ConfigError, "system is 3; give the text"),
+        ({"reward": right, "config": {"steps": 3}}, ConfigError, r"config is a dict; give an arl\.Config"),
+        ({"reward": right, "model": None, "config": None}, ConfigError, "train got no model"),
         ({"reward": lambda answer: 1.0}, ConfigError, "cannot be called with"),
     ],
 )

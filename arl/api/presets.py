@@ -282,6 +282,6 @@ PRESETS: Mapping[str, Preset] = {**_OF_PPO, **_OF_GRPO, **_OF_REINFORCE, **_OF_A
 
 def unknown_preset(name: object) -> str:
     """What to say to someone who asked for a preset that does not exist."""
-    close = difflib.get_close_matches(str(name), PRESETS, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3, cutoff=0.5)
     advice = f"did you mean {' or '.join(close)}? " if close else ""
     return f"no preset is named {name!r}; {advice}`arl algorithms` lists all of them"

@@ -128,10 +128,23 @@ def write_tiny_model(
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        model.save_pretrained(partial)
+        _save_quietly(model, partial)
         tokenizer.save_pretrained(partial)
         partial.chmod(0o755)
         partial.rename(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory
+
+
+def _save_quietly(model: Qwen3ForCausalLM, directory: Path) -> None:
+    """Without a progress bar for the one file of a second's work."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()

@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 3
 """Tracebacks of an unknown kind that the log shows."""
+_LINES = 20
+"""Attempts that get a line each, for each type of error; after these, one of every `_LINES` attempts does."""
 _KEPT = 1000
 """Tracebacks of a kind that the file keeps."""
 _LONGEST = 500
@@ -20,7 +22,9 @@ _LONGEST = 500
 
 
 class FailureLog:
-    """Logs each failed attempt in one line, and keeps the tracebacks in the file `path`; None: in no file.
+    """Logs failed attempts, and keeps their tracebacks in the file `path`; None: in no file.
+
+    Each attempt gets a line, until `_LINES` have failed with errors of one type; then only some do.
 
     The message of an ArlError says what was wrong. Any other error is one in the user's code, so the log shows the
     first tracebacks of its type.
@@ -37,10 +41,14 @@ class FailureLog:
         line = f"{which} failed with {kind}: {_in_one_line(error)}; {what_next}"
         if self._path is not None and self._counts[kind] <= _KEPT:
             _append(self._path, f"{line}\n{''.join(traceback.format_exception(error))}\n")
+        if self._counts[kind] > _LINES and self._counts[kind] % _LINES:
+            return
         is_shown = not isinstance(error, ArlError) and self._counts[kind] <= _SHOWN
         is_silent = isinstance(error, ArlError) or is_shown or self._path is None
         where = "" if is_silent else f" (traceback in {self._path})"
         log.warning("%s%s", line, where, exc_info=error if is_shown else None)
+        if self._counts[kind] == _LINES:
+            log.warning("from here on, one line for every %d attempts that fail with %s", _LINES, kind)
 
     def sum_up(self) -> None:
         """Log how many attempts failed, by the type of their error, where any did."""

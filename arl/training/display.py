@@ -150,20 +150,25 @@ class _Lines:
     done: int = 0
     said: str = ""
     began: float = field(default_factory=time.monotonic)
+    first: float = 0.0
+    """When the first piece was done."""
     last: float = field(default_factory=time.monotonic)
 
     def are_due(self) -> bool:
         now = time.monotonic()
+        if self.done == 1:
+            self.first = now
         if self.done >= self.total or now - self.last < LINE_EVERY_S:
             return False
         self.last = now
         return True
 
     def under_way(self) -> str:
-        elapsed_s = time.monotonic() - self.began
-        left_s = elapsed_s / self.done * (self.total - self.done)
-        rate = _rate(self.done / elapsed_s if elapsed_s else None)
-        return self._line(f"{rate}, {left_s:.0f} s left")
+        elapsed_s = time.monotonic() - self.first
+        if self.done < 2 or not elapsed_s:  # the first piece takes longer than others: it loads what they need
+            return self._line("")
+        rate = (self.done - 1) / elapsed_s
+        return self._line(f"{_rate(rate)}, {(self.total - self.done) / rate:.0f} s left")
 
     def at_the_end(self) -> str:
         return self._line(f"{time.monotonic() - self.began:.1f} s")

@@ -42,6 +42,18 @@ def test_an_error_in_the_users_code_shows_its_traceback_a_few_times_and_then_whe
     assert path.read_text().count("Traceback") == 6
 
 
+def test_many_failures_of_a_type_do_not_flood_the_log_but_fill_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = FailureLog(tmp_path / "episodes.log")
+    for number in range(1, 61):
+        failures.note(PromptTooLongError(f"prompt {number}"), "an episode", "it runs again")
+    told = [line.split(": prompt ")[1].split(";")[0] for line in caplog.messages if ": prompt " in line]
+    assert told == [*map(str, range(1, 21)), "40", "60"]
+    assert "from here on, one line for every 20 attempts that fail with PromptTooLongError" in caplog.messages
+    assert (tmp_path / "episodes.log").read_text().count("an episode failed") == 60
+
+
 def test_failures_are_summed_up_by_type(caplog: pytest.LogCaptureFixture) -> None:
     failures = FailureLog()
     failures.sum_up()

@@ -61,13 +61,15 @@ def test_a_terminal_shows_the_newest_steps_and_how_many_are_left(terminal: Displ
 
 def test_a_file_gets_a_line_about_long_work_now_and_then(file: Display, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "LINE_EVERY_S", 0.0)
-    with file.work("warm start", 2) as advance:
+    with file.work("warm start", 3) as advance:
+        advance(loss=0.5)
         advance(loss=0.5)
         advance(loss=0.25)
-    first, last = said(file).splitlines()
-    assert first.startswith("warm start: 1 of 2 steps, ")
-    assert first.endswith(" s left, loss 0.500")
-    assert last.startswith("warm start: 2 of 2 steps, ")
+    first, second, last = said(file).splitlines()
+    assert first == "warm start: 1 of 3 steps, loss 0.500"
+    assert second.startswith("warm start: 2 of 3 steps, ")
+    assert second.endswith(" s left, loss 0.500")
+    assert last.startswith("warm start: 3 of 3 steps, ")
     assert last.endswith(" s, loss 0.250")
 
 
