@@ -1,4 +1,4 @@
-"""JSON bodies of requests as pydantic models, and what is wrong with one in a sentence that names the field.
+"""JSON bodies of requests as pydantic models. The error for a faulty body is one sentence that names the field.
 
 class Query(RequestBody):
     text: str
@@ -38,7 +38,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 class RequestError(Exception):
-    """A request that cannot be answered: an HTTP status, and a sentence for its sender."""
+    """The server cannot answer a request: an HTTP status, and a sentence for the sender."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class RequestError(Exception):
 
 
 class BodyError(RequestError):
-    """A body that is not JSON, or has a field that is missing, wrong, unknown or cannot be honoured.
+    """A body is not JSON, or a field is missing, wrong, unknown or cannot be honoured.
 
     param: the field, as in messages[0].role; None for the body as a whole.
     code: invalid_value, unsupported_value or unsupported_parameter.
@@ -60,15 +60,15 @@ class BodyError(RequestError):
 
 
 class RequestBody(BaseModel):
-    """A JSON object that a client sends. A field that is null counts as absent, and every other has to be known.
+    """A JSON object that a client sends. A null field counts as absent; every other field must be known.
 
-    A subclass says what it makes of fields that it does not have, as arguments of its class statement:
+    The arguments of a subclass's class statement decide on fields that it does not have:
 
-    ignored: fields that change nothing, whatever their value.
-    only: fields that may have these values alone, which change nothing.
-    refused: why other fields cannot be honoured.
-    takes_empty: an unknown field may be false or empty, since that asks for nothing.
-    takes_others: an unknown field is dropped.
+    ignored: fields without effect, whatever their value.
+    only: field -> its allowed values, which have no effect.
+    refused: field -> why it cannot be honoured.
+    takes_empty: an unknown field may be false or empty, because it then asks for nothing.
+    takes_others: unknown fields are dropped.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -92,7 +92,7 @@ class RequestBody(BaseModel):
         given = {"_ignored": ignored, "_only": only, "_refused": refused}
         given |= {"_takes_empty": takes_empty, "_takes_others": takes_others}
         for name, value in given.items():
-            if value is not None:  # else as its base has it
+            if value is not None:  # else it keeps its base's value
                 setattr(cls, name, value)
 
     @model_validator(mode="before")
@@ -108,7 +108,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _check_unknown(cls, name: str, value: Any) -> None:
-        """Raise PydanticCustomError for a field that asks for what is not here."""
+        """Raise PydanticCustomError for a field that cannot be honoured."""
         is_empty = value is False or value in ("", [], {})
         if cls._takes_others or name in cls._ignored or (is_empty and cls._takes_empty):
             return
@@ -124,10 +124,10 @@ class RequestBody(BaseModel):
 
 
 def parse(model: type[B], raw: bytes) -> B:
-    """The model that a body holds; an empty body is an empty object. Raises BodyError."""
+    """The model in a body; an empty body counts as an empty object. Raises BodyError."""
     try:
         content = json.loads(raw, parse_constant=_refuse_constant) if raw else {}
-        if b"\\u" in raw:  # half of a surrogate pair is JSON, but no text: no tokenizer takes it
+        if b"\\u" in raw:  # half of a surrogate pair is valid JSON, but not text: no tokenizer takes it
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BodyError(f"the request body is not JSON: {error}") from error
@@ -180,13 +180,13 @@ def must_be(described: str) -> PydanticCustomError:
 
 
 def unsupported(reason: str, field: str | None = None) -> PydanticCustomError:
-    """The error of a validator for a value that is known, but cannot be honoured: "FIELD REASON"."""
+    """The error of a validator for a known value that cannot be honoured: "FIELD REASON"."""
     named = {} if field is None else {"field": field}
     return PydanticCustomError("unsupported_value", "{reason}", {"reason": reason, **named})
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: JSON, and short."""
+    """A value as messages quote it: short JSON."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
@@ -207,4 +207,4 @@ def _integers(value: Any) -> list[int]:
 Strings = Annotated[Sequence[str], PlainValidator(_strings)]
 """A string, or a list of strings."""
 Integers = Annotated[Sequence[int], PlainValidator(_integers)]
-"""A list of integers, such as token ids: long ones are checked once, and not copied."""
+"""A list of integers, such as token ids. Long lists are checked once, and not copied."""

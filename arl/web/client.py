@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server: bounded connections, named timeouts, patience with failures, errors as exceptions."""
+"""JSON over HTTP to one server: bounded connections, named timeouts, retries, and errors as exceptions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BUSY = 429
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
 _LONGEST_ASKED_WAIT_S = 120.0
-"""The most that is granted to a server's Retry-After."""
+"""The longest wait for a server's Retry-After."""
 _LONG_BODY = 1 << 19
 _MAX_QUOTED = 500
 
@@ -54,7 +54,7 @@ class Reply:
             raise ServerError(f"{self.url} answered with something other than JSON: {self.body[:200]!r}") from error
 
     def json_object(self) -> dict[str, Any]:
-        """The body as a JSON object; {} for anything else, such as the plain text of a call that only acknowledges."""
+        """The body as a JSON object; {} for anything else, such as the plain text of an acknowledgement."""
         try:
             content = json.loads(self.body)
         except ValueError:
@@ -80,9 +80,9 @@ class _InLoop:
 
     session: aiohttp.ClientSession
     places: asyncio.Semaphore | None
-    """A place for each request that may be under way; None: no limit."""
+    """One place for each request under way; None: no limit."""
     next_at: float = field(default=0.0)
-    """When the next request may begin."""
+    """The time at which the next request may begin."""
 
 
 def new_session(
@@ -92,7 +92,7 @@ def new_session(
     connect_timeout_s: float | None = None,
     keepalive_s: float = 15.0,
 ) -> aiohttp.ClientSession:
-    """A session with a pool of connections, which several clients may share. max_connections: 0 is no limit."""
+    """A session with a pool of connections; several clients may share it. max_connections: 0 is no limit."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keepalive_s),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -102,16 +102,16 @@ def new_session(
 
 
 class JsonClient:
-    """The calls to one server. It opens connections when it needs them, keeps them, and closes them in `aclose`.
+    """A client of one server. It opens connections when it needs them, keeps them, and closes them in `aclose`.
 
     max_concurrent: requests under way at once; others wait their turn. None: no limit.
     requests_per_minute: how many requests begin in a minute, evenly spread. None: no limit.
     timeout_s: the longest that a request may take from when it is sent. None: the caller limits it.
     connect_timeout_s: the longest that opening a connection may take.
-    retries: how often `ask` repeats a request that did not reach the server, or that it failed at (HTTP 5xx and 429).
+    retries: how often `ask` repeats a request that did not reach the server, or failed there (HTTP 5xx and 429).
         The waits between double up to 8 s, or are as long as Retry-After says. The default spans some 90 s, enough to
-        start a server again.
-    session: the connections of several clients, made by `new_session`; its owner closes it.
+        restart a server.
+    session: connections that several clients share, made by `new_session`; its owner closes it.
     """
 
     key_hint = "pass the api_key that the server was started with"
@@ -146,7 +146,7 @@ class JsonClient:
             raise ConfigError(f"requests_per_minute is {requests_per_minute}; it must be above 0, or None for no limit")
         self._base = url.rstrip("/")
         self.url = str(URL(self._base).with_user(None)).rstrip("/")
-        """For messages: without a password, which is for the server alone."""
+        """The URL for messages, without a password."""
         self._api_key = api_key
         self._max_concurrent = max_concurrent
         self._gap_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
@@ -165,7 +165,7 @@ class JsonClient:
     async def ask(self, path: str, payload: Mapping[str, Any] | None = None, *, max_retries: int | None = None) -> Any:
         """POST the payload, or GET without one; returns the JSON of the response.
 
-        Raises ServerError, RequestTimeoutError, and whatever `error_of` makes of a response that is not HTTP 200.
+        Raises ServerError, RequestTimeoutError, and the exceptions of `error_of` for a response that is not HTTP 200.
         """
         wait_s, retries = _FIRST_WAIT_S, self._retries if max_retries is None else min(self._retries, max_retries)
         for left in range(retries, -1, -1):
@@ -226,7 +226,7 @@ class JsonClient:
         )
 
     def error_of(self, reply: Reply) -> ArlError:
-        """The exception for a response that is not HTTP 200; ServerFailedError for what may succeed later.
+        """The exception for a response that is not HTTP 200; ServerFailedError if the request may succeed later.
 
         Subclasses extend it. The API key is never in the message.
         """
@@ -263,13 +263,13 @@ class JsonClient:
 
 
 def _encoded(payload: Mapping[str, Any]) -> bytes | io.BytesIO:
-    """JSON; as a file where it is long, because aiohttp sends files in pieces and bytes at once."""
+    """JSON bytes; long ones as a file, because aiohttp sends files in pieces and bytes at once."""
     raw = json.dumps(payload, separators=(",", ":")).encode()
     return raw if len(raw) < _LONG_BODY else io.BytesIO(raw)
 
 
 def _seconds(retry_after: str | None) -> float:
-    """The wait that a Retry-After header asks for: a number of seconds, or a date."""
+    """The seconds that a Retry-After header, a number or a date, asks to wait."""
     try:
         return max(float(retry_after or 0), 0.0)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How a server process of arl listens, and when it stops. Nothing here needs an HTTP library."""
+"""Sockets, signals and limits of a server process. Needs no HTTP library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import socket
 from arl.api.errors import ConfigError
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: thousands of clients may start at once."""
+"""Most connections that wait for acceptance: thousands of clients may start at once."""
 _PARENT_POLL_S = 1.0
 
 
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(host: str, port: int, api_key: str | None) -> None:
-    """Raise ConfigError for a port out of range, and for an address that other machines can reach without a key."""
+    """Raise ConfigError for a port out of range, and for an address open to other machines without a key."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port is {port}; it must be between 0 (any free port) and 65535")
     if not api_key and not is_loopback(host):
@@ -35,7 +35,7 @@ def check_address(host: str, port: int, api_key: str | None) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; the caller closes it. Raises ConfigError for an address that is not free."""
+    """A listening socket; the caller closes it. Raises ConfigError if the address is not free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as opened:
@@ -87,7 +87,7 @@ def _poll_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event)
 
 
 def allow_many_connections() -> None:
-    """Raise this process's soft limit of open files, often 1,024 or less, as far as it may.
+    """Raise this process's soft limit of open files, often 1,024 or less, as far as allowed.
 
     Every request in flight holds a connection, and each connection is an open file here and in the server. Child
     processes inherit the limit.

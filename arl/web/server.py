@@ -1,4 +1,4 @@
-"""An HTTP server on a socket: who may call it, how it answers in JSON or events, and how it tells errors.
+"""An HTTP server on a socket: it checks keys, answers in JSON or events, and turns exceptions into errors.
 
 app = web.Application(middlewares=[boundary(shape), require_key(key)])
 app.router.add_post("/run", run)
@@ -28,7 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorShape = Callable[[RequestError], Any]
 """From an error to the JSON of its response."""
 Statuses = Mapping[type[Exception], int]
-"""The HTTP status of each kind of exception; others are failures of the server."""
+"""Exception -> HTTP status; other exceptions are failures of the server."""
 
 PROBES = frozenset(("/health", "/health_generate"))
 DONE = "data: [DONE]\n\n"
@@ -37,9 +37,9 @@ DONE = "data: [DONE]\n\n"
 
 @asynccontextmanager
 async def serving(app: web.Application, sock: socket.socket, *, shutdown_timeout_s: float = 2.0) -> AsyncIterator[int]:
-    """Answer on a socket of `bind` within the block; gives the port, and closes the socket.
+    """Answer on a socket of `bind` within the block; yields the port, and closes the socket at the end.
 
-    A client that goes away cancels its handler. shutdown_timeout_s: how long running handlers may still take.
+    A client that goes away cancels its handler. shutdown_timeout_s: how long running handlers may take at the end.
     """
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
     with sock:
@@ -57,7 +57,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 
 class EventStream:
-    """Server-sent events. The response begins with the first of them, so an earlier error still gets its status."""
+    """Server-sent events. The response begins with the first event, so an earlier error still gets its status."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -70,7 +70,7 @@ class EventStream:
         return self._response.prepared
 
     async def send(self, events: str) -> None:
-        """events: each with its empty line, as `event` writes them."""
+        """events: each with its trailing empty line, as `event` writes it."""
         if not self._response.prepared:
             await self._response.prepare(self._request)
         await self._response.write(events.encode())
@@ -88,13 +88,13 @@ def event(content: Any, kind: str | None = None) -> str:
 
 
 def answering(handler: Handler, shape: ErrorShape, statuses: Statuses | None = None) -> Handler:
-    """The handler with every exception answered in `shape`, and logged where it is a failure of the server."""
+    """The handler, which now answers every exception in `shape` and logs failures of the server."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
         except ConnectionResetError:
-            raise  # the client went away; nobody is left to answer
+            raise  # the client went away, so nobody reads an answer
         except Exception as error:
             failure = request_error(error, statuses or {})
             if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -115,7 +115,7 @@ def boundary(shape: ErrorShape, statuses: Statuses | None = None) -> Any:
 
 
 def request_error(error: Exception, statuses: Statuses) -> RequestError:
-    """The error as a client is told of it."""
+    """The error for the client."""
     match error:
         case RequestError():
             return error
@@ -131,7 +131,7 @@ def request_error(error: Exception, statuses: Statuses) -> RequestError:
 
 
 def require_key(api_key: str, *, open_paths: frozenset[str] = PROBES, shape: ErrorShape | None = None) -> Any:
-    """A middleware that refuses calls without the bearer token `api_key`. open_paths: those that need no key."""
+    """A middleware that refuses calls without the bearer token `api_key`. open_paths: paths that need no key."""
     expected = f"Bearer {api_key}".encode()
     refusal = RequestError("Unauthorized", HTTPStatus.UNAUTHORIZED)
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's Messages API, as a call of the model."""
+"""POST /v1/messages: turns a request of Anthropic's Messages API into a call of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from arl.workflow.proxy.exchange import completing
 from arl.workflow.proxy.policy import CallPolicy
 
 _HARMLESS = ("cache_control",)
-"""A field that any block, tool or request may have, and that changes no answer."""
+"""Fields that any block, tool or request may have without effect on the answer."""
 
 
 class ContentBlock(
@@ -34,7 +34,7 @@ class TextBlock(ContentBlock):
 
 
 class SaidBlock(TextBlock, ignored=(*_HARMLESS, "type"), only={"citations": ({"enabled": False},)}):
-    """Text of the user's."""
+    """The user's text."""
 
 
 class ResultBlock(ContentBlock, ignored=(*_HARMLESS, "type"), only={"citations": ({"enabled": False},)}):
@@ -103,11 +103,11 @@ class MessagesRequest(
     thinking: Thinking = Thinking()
 
 
-# Anthropic's messages, made of content blocks, as chat templates take messages.
+# From Anthropic's messages, made of content blocks, to the messages that chat templates take.
 
 
 def _messages(asked: MessagesRequest) -> list[Message]:
-    """`system` and `messages`. Raises BodyError for what the model cannot be shown."""
+    """`system` and `messages`. Raises BodyError for content that the model cannot read."""
     system = _text("system", asked.system)
     made: list[Message] = [{"role": "system", "content": system}] if system else []
     if not asked.messages:
@@ -139,7 +139,7 @@ def _message(where: str, message: Any) -> Iterator[Message]:
 
 
 def _users(where: str, blocks: list[Any]) -> Iterator[Message]:
-    """Results of tools, each a message, and then what the user says beside them."""
+    """One message for each tool result, then one with the user's text."""
     said: list[str] = []
     for i, given in enumerate(blocks):
         match _block(f"{where}[{i}]", given, {"text": SaidBlock, "tool_result": ResultBlock}):
@@ -155,7 +155,7 @@ def _users(where: str, blocks: list[Any]) -> Iterator[Message]:
 
 
 def _assistants(where: str, blocks: list[Any]) -> Message:
-    """What the model thought, said and called. Thinking that was redacted cannot be shown to it again."""
+    """The model's thinking, text and tool calls. Redacted thinking cannot be shown to it again."""
     said: list[str] = []
     message: dict[str, Any] = {"role": "assistant"}
     for i, given in enumerate(blocks):
@@ -172,7 +172,7 @@ def _assistants(where: str, blocks: list[Any]) -> Message:
 
 
 def _text(where: str, content: Any) -> str:
-    """A string, or blocks of text with a space between two."""
+    """A string, or blocks of text joined by spaces."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -203,7 +203,7 @@ _ERROR_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesWire:
-    """A call of /v1/messages, and how its answer is written."""
+    """A call of /v1/messages, and the way to write its answer."""
 
     asked: MessagesRequest
     call: ChatCall
@@ -242,7 +242,7 @@ class MessagesWire:
             yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
     def _stop_sequence(self, answer: CallAnswer) -> str | None:
-        """The one that ended the answer."""
+        """The stop string that ended the answer."""
         if answer.spoken.finish_reason != "stop":
             return None
         text = answer.turn.text
@@ -267,7 +267,7 @@ class MessagesWire:
 
 
 def _opened(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it begins, and what is added to it."""
+    """The empty block that opens a stream, and the deltas that fill it."""
     match block["type"]:
         case "text":
             return {**block, "text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
@@ -285,7 +285,7 @@ def _event(kind: str, **fields: Any) -> str:
 
 
 def read(raw: bytes, policy: CallPolicy) -> MessagesWire:
-    """The call in a request. Raises RequestError for what is wrong with it, or cannot be honoured."""
+    """The call in a request. Raises RequestError for a field that is wrong or cannot be honoured."""
     asked = parse(MessagesRequest, raw)
     if (kind := asked.thinking.type) not in ("adaptive", "disabled"):
         raise refused(
@@ -331,7 +331,7 @@ def _may_call(choice: ToolChoice) -> bool:
 
 
 def error_of(error: RequestError) -> dict[str, Any]:
-    """Anthropic's shape; its SDK raises the error that belongs to the status."""
+    """The error in Anthropic's shape; its SDK chooses the exception by the status."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 

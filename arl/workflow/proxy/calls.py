@@ -1,4 +1,4 @@
-"""Between the protocols and the model: a call as any protocol puts it, its answers, and its refusal.
+"""The records between the protocols and the model: a call, its answers, and its refusal.
 
 request --protocol--> ChatCall --EpisodeSession.acomplete--> Answers --protocol--> response or stream
 """
@@ -19,7 +19,7 @@ from arl.workflow.dialogue import Turn
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 MAX_SEED = (1 << 31) - 1
-"""Every server takes such a seed."""
+"""The largest seed that every server takes."""
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
@@ -42,7 +42,7 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCall:
-    """A call from a program that makes prompts itself: the model is shown these tokens."""
+    """A call from a program that makes its prompts itself: the model gets exactly these tokens."""
 
     input_ids: Sequence[int]
     sampling: SamplingParams
@@ -65,7 +65,7 @@ class Spoken:
 
     content: str
     reasoning: str | None
-    """The text within <think>; None without it."""
+    """The text within <think>; None if there is none."""
     tool_calls: tuple[CalledTool, ...]
     finish_reason: FinishReason
 
@@ -77,7 +77,7 @@ class CallAnswer:
     turn: Turn
     spoken: Spoken
     num_prompt_tokens: int
-    """How many tokens the model was shown."""
+    """How many tokens the prompt had."""
 
     @property
     def response(self) -> ModelResponse:
@@ -86,7 +86,7 @@ class CallAnswer:
 
 
 class RefusedCallError(RequestError, ArlError):
-    """A call that is answered with an HTTP error. param: the field at fault; code: OpenAI's name for the error."""
+    """The call is answered with an HTTP error. param: the field at fault; code: OpenAI's name for the error."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, status)
@@ -99,7 +99,7 @@ def wrong(where: str, value: Any, described: str) -> BodyError:
 
 
 def refused(where: str, reason: str) -> BodyError:
-    """The error of a field whose value is known, and cannot be honoured here."""
+    """The error for a known field or value that the endpoint cannot honour."""
     return BodyError(f"{where} {reason}", param=where, code="unsupported_value")
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: OpenAI's chat messages and tools, checked, and the answers in its shape."""
+"""POST /v1/chat/completions: checks OpenAI's chat messages and tools, and writes the answers in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from arl.workflow.proxy.policy import CallPolicy
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
-"""Kinds of content that are text, and the field that holds it."""
+"""Kinds of text content -> the field that holds the text."""
 _MAX_SAMPLES = 128
 _SHORTEST_PIECE = 4
 _PIECES = 16
-"""In how many pieces a streamed text comes, at most. All are there at once: a turn may be interrupted by new weights,
-and is told when it is whole."""
+"""The most pieces of a streamed text. All come at once: new weights may interrupt a turn, so the endpoint sends it
+only when it is complete."""
 
 
 class ChatStreamOptions(RequestBody, ignored=("include_obfuscation",)):
@@ -32,7 +32,7 @@ class ChatStreamOptions(RequestBody, ignored=("include_obfuscation",)):
 
 class ChatRequest(
     RequestBody,
-    # How to think and to write, which agents ask for by default, is for the model to know.
+    # Agents send these fields of style by default; the model decides how to think and to write.
     ignored=(
         "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier",
         "service_tier", "store", "user", "verbosity",
@@ -73,7 +73,7 @@ class ChatRequest(
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
-    """The message with its content as text. What else it has goes to the template, which shows what it knows."""
+    """The message with its content as text. The template gets its other fields, and shows those that it knows."""
     if not isinstance(message, dict):
         raise wrong(where, message, "an object with a role and a content")
     role = message.get("role")
@@ -91,7 +91,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def _text(where: str, content: Any, *, may_be_empty: bool = False) -> str:
-    """Content as one text, a line break between its parts."""
+    """Content as one text, its parts joined by line breaks."""
     if isinstance(content, str):
         return content
     if content is None and may_be_empty:
@@ -121,7 +121,7 @@ def _calls(where: str, calls: Any) -> list[Mapping[str, Any]]:
 
 
 def _tools(asked: ChatRequest) -> Sequence[Mapping[str, Any]]:
-    """The tools that the model is shown: none where tool_choice is "none". Raises BodyError."""
+    """The tools to show to the model: none if tool_choice is "none". Raises BodyError."""
     tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
     if asked.tool_choice not in ("auto", "none"):
         reason = f'is {shown(asked.tool_choice)}; a call cannot be forced here, so it must be "auto" or "none"'
@@ -141,12 +141,12 @@ def _tool(where: str, tool: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatWire:
-    """A chat completion, and how its answers are written."""
+    """A chat completion, and the way to write its answers."""
 
     asked: ChatRequest
     call: ChatCall
     policy: CallPolicy
-    """Its tokenizer spells the tokens of logprobs."""
+    """Its tokenizer gives the text of each token in logprobs."""
 
     @property
     def streams(self) -> bool:
@@ -174,7 +174,7 @@ class ChatWire:
         yield DONE
 
     def _chunks(self, answer: CallAnswer) -> Iterator[dict[str, Any]]:
-        """An answer's chunks but for their index: its role, what it thought, said and called, and how it ended."""
+        """An answer's chunks without their index: role, thinking, text, tool calls, and the reason of its end."""
         spoken = answer.spoken
         yield _chunk({"role": "assistant", "content": ""}, logprobs=self._logprobs(answer))
         for piece in pieces(spoken.reasoning or ""):
@@ -192,7 +192,7 @@ class ChatWire:
         return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": self.asked.model}
 
     def _logprobs(self, answer: CallAnswer) -> dict[str, Any] | None:
-        """Of every sampled token, the one that ended the turn too."""
+        """The logprobs of all sampled tokens, with the one that ended the turn."""
         if not self.asked.logprobs:
             return None
         response, tokenizer = answer.response, self.policy.template.tokenizer
@@ -225,21 +225,21 @@ def _chunk(delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in a few parts; none of an empty one."""
+    """The text in a few parts; an empty text has none."""
     size = max(_SHORTEST_PIECE, -(-len(text) // _PIECES))
     for start in range(0, len(text), size):
         yield text[start : start + size]
 
 
 def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
-    """Tokens shown, once for all answers, and tokens sampled."""
+    """Prompt tokens, counted once for all answers, and sampled tokens."""
     shown = answers[0].num_prompt_tokens
     sampled = sum(len(answer.response.output_ids) for answer in answers)
     return {"prompt_tokens": shown, "completion_tokens": sampled, "total_tokens": shown + sampled}
 
 
 def read(raw: bytes, policy: CallPolicy) -> ChatWire:
-    """The call in a request. Raises RequestError for what is wrong with it, or cannot be honoured."""
+    """The call in a request. Raises RequestError for a field that is wrong or cannot be honoured."""
     asked = parse(ChatRequest, raw)
     call = ChatCall(
         messages=tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),

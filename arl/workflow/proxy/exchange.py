@@ -1,4 +1,4 @@
-"""One HTTP request of an episode. Its answer goes out whole or as events, and counts once the program has taken it."""
+"""One HTTP request of an episode. Sends the answer whole or as events, and keeps it when the program has taken it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KEEP_ALIVE = ": the model is answering\n\n"
 
 
 class Wire(Protocol):
-    """A call in one protocol, and the protocol's way to write its answers."""
+    """A call in one protocol, and the way to write its answers."""
 
     @property
     def call(self) -> ChatCall | TokenCall: ...
@@ -66,7 +66,7 @@ class Exchange:
     async def respond(
         self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
-        """Send JSON; returns when it has gone. Raises ConnectionResetError where nobody takes it."""
+        """Send JSON; returns when it has been sent. Raises ConnectionResetError if the program has gone away."""
         response = json_response(content, status, headers)
         await response.prepare(self.request)
         await response.write_eof()
@@ -74,7 +74,7 @@ class Exchange:
         return response
 
     async def complete(self, wire: Wire) -> web.StreamResponse:
-        """Answer a call of the model. Answers that nobody took, or that are requested again, are forgotten."""
+        """Answer a call of the model. Forget answers that nobody took, or that the program asks for again."""
         session = self.session
         key = blake2b(f"{self.role} {self.request.path}\n".encode() + self.body, digest_size=16).digest()
         if self._is_repeated() and (unread := session.repeats.unread(key)):
@@ -102,18 +102,18 @@ class Exchange:
     async def refuse(self, error: RequestError, endpoint: Endpoint) -> web.StreamResponse:
         """Answer with an error, in the stream if one has begun.
 
-        SDKs are told not to call again: nothing would change, or the engine has tried already.
+        It tells SDKs not to call again: nothing would change, or the engine has tried already.
         """
         if self.stream.has_begun:
             return await self._end_stream(endpoint.error_event(error))
         return await self.respond(endpoint.error(error), error.status, {"x-should-retry": "false"})
 
     def _is_repeated(self) -> bool:
-        """Whether the SDK repeats a call; OpenAI's and Anthropic's say so."""
+        """Whether the SDK repeats a call; OpenAI's and Anthropic's SDKs say so."""
         return self.request.headers.get("x-stainless-retry-count", "0") != "0"
 
     async def _keeping_alive(self, answering: Awaitable[None]) -> None:
-        """Wait for the answer. The stream begins only if that takes long, so that an error can have its status."""
+        """Wait for the answer. Begin the stream only if that takes long, so that an error can have its status."""
         try:
             async with asyncio.TaskGroup() as group:
                 ticking = group.create_task(self._tick())
@@ -155,7 +155,7 @@ def completing(
     error: Callable[[RequestError], Any],
     error_event: Callable[[RequestError], str],
 ) -> Endpoint:
-    """A path at which the model is called by POST. read: the call in a body; it raises RequestError."""
+    """A path that calls the model by POST. read: gives the call in a body, or raises RequestError."""
 
     async def answer(exchange: Exchange) -> web.StreamResponse:
         return await exchange.complete(read(exchange.body, exchange.policy))
@@ -164,7 +164,7 @@ def completing(
 
 
 def refusal_of(error: Exception) -> RequestError:
-    """The one error that a program is told of, whatever went wrong."""
+    """The error to send to the program, whatever went wrong."""
     match error:
         case RequestError():
             return error
@@ -187,7 +187,7 @@ def refusal_of(error: Exception) -> RequestError:
 
 
 def openai_error(error: RequestError) -> dict[str, Any]:
-    """OpenAI's shape; its SDK raises the error that belongs to the status, with message, param and code."""
+    """The error in OpenAI's shape; its SDK chooses the exception by the status, with message, param and code."""
     kind = "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     named = {name: getattr(error, name, None) for name in ("param", "code")}
     return {"error": {"message": error.message, "type": kind, **named}}

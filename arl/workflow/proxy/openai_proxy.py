@@ -1,10 +1,10 @@
-"""OpenAIProxy: each episode has a base URL of its own; a Sampler answers its calls, and the turns are recorded.
+"""OpenAIProxy: gives each episode a base URL. A Sampler answers the episode's calls, and the session records them.
 
     program --HTTP--> key? --> endpoint --> EpisodeSession --> Sampler
                        | no: 401             | dialogues by role --> trajectories
 
-It runs in the event loop that opens it, on loopback. Paths are /e/EPISODE/v1/..., and /e/EPISODE/ROLE/v1/... where an
-episode has several agents. Each protocol is a module of its own.
+It runs in the event loop that opens it, on loopback. Paths are /e/EPISODE/v1/..., and /e/EPISODE/ROLE/v1/... if an
+episode has several agents. Each protocol has a module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 HEADER = "X-Session-ID"
 """Verifiers' clients send the id of the rollout that a call belongs to in this header."""
 MODEL = "arl"
-"""The only model in GET /v1/models. Calls may name any."""
+"""The only model in GET /v1/models. Calls may name any model."""
 
 
 class SharedURL:
@@ -75,7 +75,7 @@ class SharedURL:
             del self._places[run_id]
 
     def place_of(self, request: web.Request) -> tuple[EpisodeSession, str] | None:
-        """The session and the role that a call belongs to; None where it is not admitted."""
+        """The session and the role that a call belongs to; None if it is not admitted."""
         if request.method == "GET":
             return next(iter(self._places.values()), None)
         return self._places.get(request.headers.get(HEADER, ""))
@@ -105,10 +105,10 @@ UNKNOWN = Endpoint(method="*", path="*", answer=_no_such_path, error=openai_erro
 log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 << 20
-"""A conversation's text is far smaller; aiohttp's own limit is one megabyte."""
+"""A conversation's text is far smaller; aiohttp's default is one megabyte."""
 _SHUTDOWN_S = 1.0
 _NO_KEY = secrets.token_urlsafe()
-"""Keys for unknown episodes are compared with this."""
+"""Stands for the key of an unknown episode, so that every request compares keys."""
 _ROUTES = {(endpoint.method, endpoint.path): endpoint for endpoint in ENDPOINTS}
 _INVALID_KEY = RefusedCallError(
     "Incorrect API key provided: it is not the key of this episode, or the episode is over",
@@ -126,14 +126,14 @@ class OpenAIProxy(Shared):
                 return session.trajectories(reward)
 
     sampling: parameters that a call does not name.
-    overrides_sampling: temperature, top_p, top_k, min_p and seed are always those of `sampling`, so that everything
-        that is trained was sampled alike.
+    overrides_sampling: always take temperature, top_p, top_k, min_p and seed from `sampling`, so that all trained
+        tokens were sampled alike.
     reasoning: "apart" sends the text within <think> in `reasoning_content`; "inline" leaves it in the answer.
-    context_length: tokens that the model can hold. A call that asks for more than is left gets what is left.
-    call_format: how the model writes calls of tools; unset: as its chat template says.
+    context_length: tokens that the model can hold. A call that asks for more than the room left gets the room left.
+    call_format: how the model writes tool calls; by default as its chat template says.
     template_options, rewriting: as in Conversation.
 
-    The proxy is open while anybody has entered it, so a workflow may enter one that its user opened.
+    The proxy stays open until the last one that entered it leaves, so a workflow may enter one that its user opened.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class OpenAIProxy(Shared):
 
     @asynccontextmanager
     async def episode(self, engine: Sampler) -> AsyncIterator[EpisodeSession]:
-        """An episode whose calls `engine` answers. Its URL and key are valid within the block."""
+        """An episode; `engine` answers its calls. Its URL and key are valid within the block."""
         if not self._url:
             raise ArlError("this OpenAIProxy is not open; enter it by `async with`, or the workflow that has it")
         name = secrets.token_hex(8)
@@ -210,7 +210,7 @@ class OpenAIProxy(Shared):
 
 
 async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
-    """The one boundary at which a call's failure becomes an answer, and is counted."""
+    """The one boundary that turns a call's failure into an answer, and counts it."""
     session = exchange.session
     try:
         async with session.answering():
@@ -231,14 +231,14 @@ async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
 
 
 def _hung_up(request: web.Request) -> web.StreamResponse:
-    """The response where nobody is left to read it: aiohttp takes anything else for a failure of the server."""
+    """The response if the program has gone away: aiohttp takes anything else for a failure of the server."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=HTTPStatus.BAD_REQUEST)
 
 
 def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
-    """The episode, the role and the endpoint in a path; "" and UNKNOWN where it has none."""
+    """The episode, the role and the endpoint in a path; "" and UNKNOWN for the missing ones."""
     _, prefix, name, rest = (*path.split("/", 3), "", "", "")[:4]
     if prefix != "e":
         return "", AGENT, UNKNOWN
@@ -249,7 +249,7 @@ def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
 
 
 def _key_of(request: web.Request) -> bytes:
-    """The key as OpenAI's clients send it, or Anthropic's. Headers may hold bytes that are not text."""
+    """The key as OpenAI's or Anthropic's clients send it. Headers may hold bytes that are not text."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     return key.encode(errors="surrogateescape")

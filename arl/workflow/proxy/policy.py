@@ -1,4 +1,4 @@
-"""How an endpoint samples, shows prompts and reads answers: the same for all of its calls."""
+"""The settings of an endpoint: how it samples, renders prompts and reads answers, for all of its calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from arl.workflow.proxy.calls import CalledTool, ChatCall, Spoken
 THINK, END_OF_THINK = "<think>", "</think>"
 
 Reasoning = Literal["apart", "inline"]
-"""Where a program finds the model's thinking: in `reasoning_content`, or in `content` with its tags."""
+"""The place of the model's thinking in an answer: `reasoning_content`, or `content` with the tags."""
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
@@ -56,7 +56,7 @@ def message_of(spoken: Spoken) -> dict[str, Any]:
 
 
 def finish_reason_of(stop_reason: StopReason) -> Literal["stop", "length"]:
-    """An answer that was aborted is as incomplete as one that ran out of tokens."""
+    """An aborted answer is as incomplete as one that ran out of tokens."""
     return "stop" if stop_reason == "stop" else "length"
 
 
@@ -72,7 +72,7 @@ class CallPolicy:
     template: ChatTemplate
     """Renders messages."""
     sampling: SamplingParams
-    """Parameters that a call does not name."""
+    """The parameters that a call does not name."""
     overrides: bool
     """Take temperature, top_p, top_k, min_p and seed from `sampling` whatever calls ask for."""
     rewriting: Rewriting
@@ -80,13 +80,13 @@ class CallPolicy:
     context_length: int | None
     """Tokens that the model can hold; None: unknown."""
     call_format: CallFormat | None = None
-    """How the model writes calls of tools; None: as its chat template asks it to."""
+    """How the model writes tool calls; None: as its chat template says."""
 
     def new_dialogue(self) -> Dialogue:
         return Dialogue(self.template, rewriting=self.rewriting)
 
     def sampling_of(self, **asked: Any) -> SamplingParams:
-        """`sampling` with the fields of SamplingParams that a call names. None: it does not name it.
+        """`sampling` with the fields of SamplingParams that a call names. None: the call does not name the field.
 
         Raises BodyError for values out of range.
         """
@@ -101,7 +101,7 @@ class CallPolicy:
         return replace(sampling, **{name: getattr(self.sampling, name) for name in _CLIENTS_FIELDS})
 
     def within_context(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Ask for no more tokens than there is room for. Raises PromptTooLongError without any room."""
+        """Ask for no more tokens than fit. Raises PromptTooLongError if none fits."""
         if self.context_length is None:
             return sampling
         room = self.context_length - num_prompt_tokens
@@ -118,7 +118,7 @@ class CallPolicy:
         return str(self.template.tokenizer.decode(list(prompt.given_ids[-_TAIL:]))).rstrip().endswith(THINK)
 
     def spoken(self, text: str, response: ModelResponse, call: ChatCall, *, is_thinking: bool) -> Spoken:
-        """The parts of a sampled text, as the program gets them."""
+        """The parts of a sampled text, as the program receives them."""
         said, reasoning = before_stop(text, call.sampling.stop), None
         if self.reasoning == "apart":
             reasoning, said = split_reasoning(said, is_thinking=is_thinking)
@@ -131,12 +131,12 @@ class CallPolicy:
         )
 
     def check_tools(self, call: ChatCall) -> None:
-        """Raises ModelError where the call format of the model is unknown."""
+        """Raises ModelError if the model's call format is unknown."""
         if call.tools and self.call_format is None:
             call_format_of(self.template.tokenizer)
 
     def _calls(self, said: str, call: ChatCall) -> tuple[str, tuple[CalledTool, ...]]:
-        """The text beside the calls, and the calls. An answer with an unreadable call stays text."""
+        """The text outside tool calls, and the calls. An answer with an unreadable call stays text."""
         parsed = (self.call_format or call_format_of(self.template.tokenizer)).parse(said)
         read = [one for one in parsed.calls if isinstance(one, ToolCall)]
         if len(read) < len(parsed.calls) or not read:

@@ -1,4 +1,4 @@
-"""The items of the Responses API: read as messages, and written as a response, whole or one event after another."""
+"""The items of the Responses API: reads them as messages, and writes answers as items, whole or event by event."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Item(RequestBody, takes_others=True):
 
 
 class Transcript:
-    """Messages out of items. Reasoning, text and function calls that follow one another are one answer of the model."""
+    """Messages made of items. Consecutive reasoning, text and function calls are one answer of the model."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._answer: dict[str, Any] | None = None
 
     def add(self, where: str, given: Any) -> None:
-        """Raises BodyError, with `where` in it, for an item that cannot be shown to the model."""
+        """Raises BodyError, which names `where`, for an item that the model cannot read."""
         item = validated(Item, given, where)
         match item.type:
             case "message":
@@ -64,7 +64,7 @@ class Transcript:
             self._add({"role": role, "content": text})
 
     def _add_reasoning(self, where: str, item: Item) -> None:
-        """Thoughts that this server sent; those of another model are encrypted or summarised, and left out."""
+        """Thinking that this server sent. Another model's thinking is encrypted or summarised, and left out."""
         thoughts = _text(f"{where}.content", item.content, {"reasoning_text"})
         if thoughts:
             self._answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thoughts
@@ -79,7 +79,7 @@ class Transcript:
         self.messages.append(message)
 
     def _answer_without(self, *names: str) -> dict[str, Any]:
-        """The answer that is being put together, or a new one where it has one of these fields already."""
+        """The unfinished answer, or a new one if that has one of these fields already."""
         if self._answer is None or any(self._answer.get(name) for name in names):
             self._answer = {"role": "assistant", "content": ""}
             self.messages.append(self._answer)
@@ -87,7 +87,7 @@ class Transcript:
 
 
 def _text(where: str, content: Any, kinds: Set[str]) -> str:
-    """A string, or parts of these kinds with a space between two."""
+    """A string, or parts of these kinds joined by spaces."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -103,7 +103,7 @@ def _part(where: str, part: Any, kinds: Set[str]) -> str:
 
 
 def response_of(answer: CallAnswer, echoed: Mapping[str, Any]) -> dict[str, Any]:
-    """The response as an object. echoed: what it repeats of the request."""
+    """The response as an object. echoed: the request's fields that it repeats."""
     is_whole = answer.spoken.finish_reason != "length"
     n, m = answer.num_prompt_tokens, len(answer.response.output_ids)
     return {
@@ -128,7 +128,7 @@ def response_of(answer: CallAnswer, echoed: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _items(spoken: Spoken, status: str) -> Iterator[dict[str, Any]]:
-    """What was thought, said and called. There is a message wherever nothing is called, be it empty."""
+    """Items of thinking, text and calls. Without a call there is always a message, even an empty one."""
     if spoken.reasoning:
         thoughts = [{"type": "reasoning_text", "text": spoken.reasoning}]
         yield {"id": f"rs_{new_id()}", "type": "reasoning", "summary": [], "content": thoughts, "status": status}
@@ -147,7 +147,7 @@ def _items(spoken: Spoken, status: str) -> Iterator[dict[str, Any]]:
 
 
 def events_of(response: Mapping[str, Any]) -> Iterable[str]:
-    """The response as a stream, when the model has answered."""
+    """The response as a stream, after the model has answered."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     numbers = count()
     yield _event(numbers, "response.created", response=begun)

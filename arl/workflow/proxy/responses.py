@@ -1,8 +1,8 @@
-"""POST /v1/responses: what OpenAI's Responses API asks for, as a call of the model.
+"""POST /v1/responses: turns a request of OpenAI's Responses API into a call of the model.
 
-Its items become the messages that chat templates take. Hosted tools, files and work in the background are OpenAI's own,
-and are refused. Matters of style (`reasoning.effort`, `text.verbosity`, a tool's `strict`), which its agents ask for by
-default, are accepted and change nothing.
+Its items become the messages that chat templates take. The endpoint refuses hosted tools, files and background work,
+because they are services of OpenAI. It accepts matters of style (`reasoning.effort`, `text.verbosity`, a tool's
+`strict`) without effect, because OpenAI's agents send them by default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from arl.workflow.proxy.policy import CallPolicy, message_of
 from arl.workflow.proxy.response_items import Transcript, error_event, events_of, response_of
 
 Stored = dict[str, Sequence[Message]]
-"""The messages up to a response, by the response's id, without the instructions of the time."""
+"""Response id -> the messages up to that response, without its instructions."""
 
 
 class TextStyle(RequestBody, ignored=("verbosity",)):
@@ -95,14 +95,14 @@ class ResponsesRequest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesWire:
-    """A call of /v1/responses, and how its answer is written."""
+    """A call of /v1/responses, and the way to write its answer."""
 
     asked: ResponsesRequest
     call: ChatCall
     said: Sequence[Message]
     """The call's messages without the instructions."""
     stored: Stored
-    """The episode's responses that may be continued."""
+    """The episode's responses that a later call may continue."""
 
     @property
     def streams(self) -> bool:
@@ -118,7 +118,7 @@ class ResponsesWire:
         return events_of(self.whole(answers))
 
     def _echoed(self) -> Mapping[str, Any]:
-        """The fields of the request that its response repeats."""
+        """The request's fields that the response repeats."""
         asked, sampling = self.asked, self.call.sampling
         return {
             "model": asked.model,
@@ -135,7 +135,7 @@ class ResponsesWire:
 
 
 def read(raw: bytes, policy: CallPolicy, stored: Stored) -> ResponsesWire:
-    """The call in a request. Raises RequestError for what is wrong with it, or cannot be honoured."""
+    """The call in a request. Raises RequestError for a field that is wrong or cannot be honoured."""
     asked = parse(ResponsesRequest, raw)
     said = (*_said_before(asked, stored), *_messages(asked.input))
     tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]

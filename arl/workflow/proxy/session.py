@@ -26,7 +26,7 @@ from arl.workflow.proxy.speaker import Speaker
 
 @dataclass(slots=True)
 class _Fate:
-    """The calls with one body: the answers of those that got one, and the number of the others."""
+    """All calls with one body: their answers, and the number of calls without an answer."""
 
     answers: list[Sequence[CallAnswer]] = field(default_factory=list)
     num_unanswered: int = 0
@@ -35,8 +35,8 @@ class _Fate:
 class Repeats:
     """Finds the answer that an SDK did not read when it repeats a call, so that the session can forget it.
 
-    An SDK says that it repeats a call, but not which. Most likely it is one with the same body that got no answer;
-    without any, it is the last that got one.
+    An SDK says that it repeats a call, but not which. Most likely it repeats a call with the same body that got no
+    answer; if all were answered, it repeats the last of them.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ AGENT = "agent"
 """The role of programs that use `base_url`."""
 _ROLE = re.compile(r"[A-Za-z0-9_-]+")
 _PATHS = ("v1", "inference")
-"""A path goes on with one of these after the episode, or its role."""
+"""A path continues with one of these after the episode or the role."""
 log = logging.getLogger(__name__)
 
 
@@ -70,13 +70,13 @@ class CallCounts:
     """The calls of an episode, by how they ended."""
 
     answered: int = 0
-    """Calls whose answers are kept."""
+    """Calls with kept answers."""
     refused: int = 0
-    """Calls that got an error of the program's own making."""
+    """Calls that got an error by the program's fault."""
     failed: int = 0
-    """Calls that got an error that is not the program's fault."""
+    """Calls that got an error not by the program's fault."""
     cancelled: int = 0
-    """Calls given up by the program, or ended with the episode."""
+    """Calls that the program gave up, or that the episode's end interrupted."""
     repeated: int = 0
     """Answers that an SDK did not read and asked for again; they are forgotten."""
 
@@ -86,7 +86,7 @@ class EpisodeSession:
 
     base_url: for OpenAI's clients. url: without /v1, for Anthropic's.
     api_key: valid until the episode's block ends.
-    errors: failures of arl's own part that calls were answered with, in order.
+    errors: arl's failures that calls were answered with, in order.
     """
 
     def __init__(self, url: str, engine: Sampler, policy: CallPolicy) -> None:
@@ -120,7 +120,7 @@ class EpisodeSession:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles with turns, in order of their first."""
+        """The roles with turns, in order of their first turns."""
         return tuple(role for role in self._speakers if self.turns(role))
 
     def turns(self, role: str = AGENT) -> tuple[Turn, ...]:
@@ -134,7 +134,7 @@ class EpisodeSession:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The counts of calls, and of branches beyond one line of turns for each role."""
+        """The counts of calls, and of branches beyond a single line of turns for each role."""
         branches = sum(len(list(paths_of(self.turns(role)))) - 1 for role in self.roles)
         counts = self.counts
         return {
@@ -155,8 +155,8 @@ class EpisodeSession:
     ) -> tuple[Trajectory, ...]:
         """The episode's result, to return from arun_episode: one trajectory for each path through each role's dialogue.
 
-        reward: of the episode, or role -> that role's. metrics: beside the session's own. rewards: named parts of the
-        reward. Raises TrajectoryError where no call was answered, and for a role without a reward.
+        reward: the episode's, or role -> reward. metrics: added to the session's. rewards: named parts of the reward.
+        Raises TrajectoryError if no call was answered, and for a role without a reward.
         """
         if not self.roles:
             raise TrajectoryError(self._nothing_said()) from (self.errors[0] if self.errors else None)
@@ -189,7 +189,7 @@ class EpisodeSession:
         return await self._speakers[role].acomplete(call)
 
     def forget(self, role: str, answers: Sequence[CallAnswer]) -> None:
-        """Take back answers that nobody has read, unless something follows them."""
+        """Forget answers that nobody has read, unless another call followed them."""
         for answer in answers:
             self._speakers[role].forget(answer.turn)
 
@@ -214,7 +214,7 @@ class EpisodeSession:
                     self._idle.notify_all()
 
     def note(self, error: Exception, refusal: RequestError) -> None:
-        """Count a call that ended with `error`, and keep the error if it is arl's own."""
+        """Count a call that ended with `error`, and keep the error if arl is at fault."""
         if isinstance(error, EpisodeOverError):
             self.counts.cancelled += 1
         elif refusal.status < HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -237,7 +237,7 @@ class EpisodeSession:
 
 
 def is_role(name: str) -> bool:
-    """Whether a path may name such a role."""
+    """Whether a path may name this role."""
     return _ROLE.fullmatch(name) is not None and name not in _PATHS
 
 

@@ -1,4 +1,4 @@
-"""One agent of an episode: its calls of the model, and the turns that they leave."""
+"""One agent of an episode: answers its calls and records the turns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from arl.workflow.proxy.policy import CallPolicy, finish_reason_of, message_of
 
 
 class TokenTurns:
-    """The turns of a program that makes prompts itself and sends tokens: a tree by tokens alone.
+    """The turns of a program that makes its prompts itself and sends tokens. Only tokens decide on their tree.
 
-    A prompt continues the turn whose tokens are its longest beginning; one that continues no turn is a root.
+    A prompt continues the turn with the longest token sequence that it begins with. Without such a turn it is a root.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -31,7 +31,7 @@ class TokenTurns:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """In the order in which they were recorded."""
+        """The turns in order of recording."""
         return tuple(self._turns)
 
     def prompt(self, input_ids: Sequence[int]) -> Prompt:
@@ -61,7 +61,7 @@ class TokenTurns:
         return turn
 
     def forget(self, turn: Turn) -> None:
-        """Take back a turn that nobody has seen, unless another follows it."""
+        """Forget a turn that nobody has seen, unless another follows it."""
         if turn not in self._turns or any(other.parent is turn for other in self._turns):
             return
         self._turns.remove(turn)
@@ -85,7 +85,7 @@ def _digest(token_ids: Sequence[int]) -> bytes:
 
 
 _LONG_PROMPT = 20_000
-"""From this many characters on, messages are rendered and tokenized in a thread: it takes some 10 ms."""
+"""Messages of at least this many characters are rendered and tokenized in a thread: that takes some 10 ms."""
 
 
 class Speaker:
@@ -123,7 +123,7 @@ class Speaker:
             policy.spoken(text, response, call, is_thinking=is_thinking)
             for text, response in zip(texts, responses, strict=True)
         ]
-        return [  # nothing is kept before all could be read
+        return [  # keep nothing before all answers could be read
             CallAnswer(
                 turn=self._dialogue.record(prompt, response, message_of(spoken)),
                 spoken=spoken,
@@ -143,7 +143,7 @@ class Speaker:
         return answers
 
     def forget(self, turn: Turn) -> None:
-        """Take back an answer that nobody has read, unless another follows it."""
+        """Forget an answer that nobody has read, unless another follows it."""
         self._dialogue.forget(turn)
         self._tokens.forget(turn)
 
@@ -169,14 +169,14 @@ class Speaker:
 
 
 def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
-    """The parameters of n samples, which differ by their seeds where one is given."""
+    """The parameters of n samples. With a seed, each sample gets a different one."""
     if sampling.seed is None:
         return [sampling] * n
     return [replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)) for i in range(n)]
 
 
 async def _all(engine: Sampler, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-    """All of them, at once; the first error ends the others."""
+    """Await all of them at once; the first error ends the others."""
     if len(requests) == 1:
         return [await engine.agenerate(requests[0])]
     try:

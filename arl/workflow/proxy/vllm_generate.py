@@ -1,7 +1,7 @@
 """POST /inference/v1/generate: tokens in, tokens out, as vLLM serves it and trainers of verifiers environments call it.
 
-The program renders prompts itself; they are recorded as the tokens they are. Each token comes back with its logprob,
-named `token_id:ID`.
+The program renders prompts itself, and the endpoint records their tokens unchanged. Each sampled token comes back with
+its logprob, under the name `token_id:ID`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GenerateRequest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateWire:
-    """A call of this endpoint, and how its answers are written."""
+    """A call of this endpoint, and the way to write its answers."""
 
     asked: GenerateRequest
     call: TokenCall
@@ -105,7 +105,7 @@ def _logprobs(answer: CallAnswer) -> list[dict[str, Any]]:
 
 
 def read(raw: bytes, policy: CallPolicy) -> GenerateWire:
-    """The call in a request. Raises RequestError for what is wrong with it, or cannot be honoured."""
+    """The call in a request. Raises RequestError for a field that is wrong or cannot be honoured."""
     asked = parse(GenerateRequest, raw)
     given = validated(GenerateSampling, asked.sampling_params)
     call = TokenCall(
