@@ -1,4 +1,4 @@
-"""Rewards: from an agent's answer and its example to a number. Each goes wherever a workflow takes a `reward`.
+"""Rewards: functions of an agent's answer and its example that return a number. Workflows take them as `reward`.
 
 | module | what lives there |
 |---|---|
@@ -10,7 +10,7 @@
 | unit_tests | code run against unit tests, in a sandbox (examiner: the program inside) |
 | judge | a language model's score, over any OpenAI-compatible URL |
 
-May import arl.api, arl.web and arl.sandbox; knows no workflow and no engine.
+This package may import arl.api, arl.web and arl.sandbox, but no workflow and no engine.
 """
 
 from typing import TYPE_CHECKING

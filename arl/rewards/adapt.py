@@ -1,4 +1,4 @@
-"""From whatever a user calls a reward to what workflows await; and weighted sums of rewards."""
+"""Makes rewards that workflows can await from users' functions; and weighted sums of rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 RewardLike = Callable[[str, Example], float | Score | Awaitable[float | Score]]
-"""A function of answer and example, sync or async, or a reward that can be awaited."""
+"""A function of answer and example, sync or async, or a ready-made reward."""
 
 
 class AsyncReward(Generic[P, ResultT]):
@@ -49,7 +49,7 @@ class AsyncReward(Generic[P, ResultT]):
 
 
 class InlineReward(Generic[P, ResultT]):
-    """Calls a function on the event loop, and everything else waits: for microseconds of work. Raises RewardError."""
+    """Calls a function on the event loop and blocks it meanwhile: for microseconds of work. Raises RewardError."""
 
     def __init__(self, function: Callable[P, ResultT]) -> None:
         self._function = function
@@ -64,7 +64,7 @@ class InlineReward(Generic[P, ResultT]):
 
 
 class WorkflowReward(Shared):
-    """A reward as workflows use it: entered with the workflow, awaited with an answer and its example, always a Score.
+    """A reward as workflows use it: opened with the workflow, awaited with an answer and its example, returns a Score.
 
     Made by as_reward.
     """
@@ -75,7 +75,7 @@ class WorkflowReward(Shared):
         self.name = name
 
     async def __call__(self, answer: str, data: Example) -> Score:
-        """Raises RewardError, RewardTimeoutError, and what a reward of the user's own class raises."""
+        """Raises RewardError, RewardTimeoutError, and the errors of a user's own reward class."""
         return score_of(await self._reward(answer, data), f"reward {self.name}")
 
     async def _open(self) -> None:
@@ -90,19 +90,19 @@ class WorkflowReward(Shared):
 def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: int | None = None) -> WorkflowReward:
     """A reward for a workflow: enter it in `__aenter__`, leave it in `__aexit__`, and await it for each episode.
 
-    reward: a function `(answer, data)`, or an object that is awaited like one.
+    reward: a function `(answer, data)`, or an object with an async `__call__` of these arguments.
 
-    - A synchronous function runs in a RewardPool, so it must be importable. One that was typed into a notebook is not:
-      it runs in a ThreadReward, with a warning.
+    - A synchronous function runs in a RewardPool, so it must be importable. A function typed into a notebook is not
+      importable: it runs in a ThreadReward, with a warning.
     - A coroutine function runs in an AsyncReward.
-    - arl's own rewards (RewardPool, WeightedReward, a judge) are open while anybody has entered them. So one that the
-      user opened stays open when the workflow leaves it.
+    - arl's own rewards (RewardPool, WeightedReward, a judge) stay open until everybody who entered them has left. So a
+      reward that the user opened stays open when the workflow leaves it.
     - An object of another class with an async `__call__` is awaited as it is, and neither opened nor closed.
 
     timeout_s, workers: of the RewardPool, ThreadReward or AsyncReward made here; unset, 30 s and 2 workers.
 
-    Raises ConfigError for anything else, and for timeout_s or workers that nothing here takes; RewardError for a
-    function that no worker can import.
+    Raises ConfigError for anything else, and for timeout_s or workers if the reward does not take them; RewardError for
+    a function that no worker can import.
     """
     if isinstance(reward, type) or not callable(reward):
         raise ConfigError(f"reward is {reward!r}; give a function (answer, data), or an instance of a reward")
@@ -114,7 +114,7 @@ def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: in
 
 
 def is_ready(reward: object) -> bool:
-    """Whether it can be awaited as it is, and needs no RewardPool or AsyncReward."""
+    """Whether the reward can be awaited as it is, without a RewardPool or AsyncReward."""
     return not inspect.isroutine(reward) and inspect.iscoroutinefunction(type(reward).__call__)
 
 
@@ -137,14 +137,14 @@ def _made(function: Any, timeout_s: float, workers: int | None) -> Reward:
 
 
 def check_signature(function: Any) -> None:
-    """Raise ConfigError for a function that takes other arguments than an answer and its example."""
+    """Raise ConfigError unless the function can be called with an answer and its example."""
     try:
         inspect.signature(function).bind("", {})
     except TypeError as error:
         raise ConfigError(
             f"reward {name_of(function)} cannot be called with (answer, data): {error}; if it makes a reward, call it"
         ) from None
-    except ValueError:  # a function of C that does not tell
+    except ValueError:  # a C function without a signature
         return
 
 
@@ -156,15 +156,15 @@ def _awaitable(reward: Any) -> Reward:
 
 
 class WeightedReward(Shared):
-    """Runs several rewards at once and adds them up: the Score has each as a part, by its name and before weighting.
+    """Runs several rewards at once and adds them up. The Score has each as a named part, before weighting.
 
         reward = WeightedReward({"correct": (1.0, math_reward()), "format": (0.1, Tags("think", "answer"))})
 
     parts: name -> (weight, reward); a reward is anything that as_reward takes. A negative weight makes a penalty. A
-    part of weight 0 is logged among the episode's metrics, and not rewarded. A part's own parts and metrics are logged
+    part of weight 0 is not rewarded, only logged among the episode's metrics. A part's own parts and metrics are logged
     as `NAME/...`.
 
-    If a part fails, the whole fails, with the part's name in front: RewardTimeoutError, or RewardError.
+    If a part fails, the sum fails: RewardTimeoutError or RewardError, with the part's name in front.
     """
 
     def __init__(self, parts: Mapping[str, tuple[float, RewardLike]]) -> None:

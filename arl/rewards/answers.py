@@ -1,14 +1,14 @@
-"""Rewards that compare text or look at its form, within microseconds and so on the event loop; and what they look for.
+"""Rewards that compare text or check its form, on the event loop since this takes microseconds; and their extractors.
 
 | reward | 1.0 if |
 |---|---|
 | ExactMatch | the answer is the reference, or one of several |
-| NumericMatch | its last number is the reference's |
+| NumericMatch | its last number equals the reference's last number |
 | Tags | it consists of the given tags, as in `<think>...</think><answer>...</answer>` |
 | JsonFormat | it is JSON of the given type |
 | matches | it fits a regular expression (in a worker process, since an answer can make one run for ever) |
 
-and 0.0 elsewhere. All take the reference from a column of the example.
+Otherwise they return 0.0. The reference comes from a column of the example.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from arl.rewards.score import Score, shown
 
 _DIGITS = r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-\u2212])?\$?(?P<above>{_DIGITS})(?: ?/ ?(?P<below>{_DIGITS}))?")
-"""With thousands separators, as a fraction; a minus after a word, a digit or a parenthesis is no sign."""
+"""Allows thousands separators and fractions. A minus after a word, a digit or a parenthesis is not a sign."""
 
 Extract = Callable[[str], str | None]
-"""From the agent's words to its answer; None if there is none."""
+"""Finds the answer in the agent's text; returns None if there is none."""
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number that stands last in the text: `1,234.5`, `-3/4`, `2e-5`; of `50%` it is 50. None: there is none."""
+    """The last number in the text, such as `1,234.5`, `-3/4` or `2e-5`; `50%` gives 50. None if there is none."""
     last = deque(_NUMBER.finditer(text), maxlen=1)
     if not last:
         return None
     found = last[0]
     try:
         number = _decimal(found["above"]) / _decimal(found["below"]) if found["below"] else _decimal(found["above"])
-    except ArithmeticError:  # divided by 0, or beyond all bounds
+    except ArithmeticError:  # division by 0, or overflow
         return None
     return -number if found["sign"] else number
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds whose braces match; None: there is none."""
-    opened: list[int | None] = []  # where the boxes begin that are open, None for other braces
+    r"""The content of the last `\boxed{...}` with matching braces; None if there is none."""
+    opened: list[int | None] = []  # the start of each open box; None for other braces
     start, stop = -1, -1
     for token in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
         if token[0].endswith("{") and token[0] != r"\{":
@@ -62,7 +62,7 @@ def last_boxed(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class InTag:
-    """Extracts what the last `<name>...</name>` holds."""
+    """Extracts the content of the last `<name>...</name>`."""
 
     name: str
 
@@ -73,9 +73,10 @@ class InTag:
 
 
 def references(data: Example, column: str) -> list[str]:
-    """The right answers of an example: a string or number, or a list of them. Of gsm8k's `... #### 42`, what follows.
+    """The right answers of an example: its column has a string or number, or a list of them. gsm8k's `... #### 42`
+    gives 42.
 
-    Raises RewardError if the example has none in that column.
+    Raises RewardError if that column has no answer.
     """
     given = data.get(column)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
@@ -89,8 +90,8 @@ def references(data: Example, column: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch:
-    """The answer is a reference, up to white space. extract: finds the answer in the text; unset, it is all of the
-    text."""
+    """1.0 if the answer is a reference, up to white space. extract: finds the answer in the text; unset, the whole text
+    is the answer."""
 
     column: str = "answer"
     extract: Extract | None = None
@@ -108,9 +109,10 @@ class ExactMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericMatch:
-    """The answer's last number is the reference's, to within `tolerance` or `relative_tolerance` times the reference.
+    """1.0 if the answer's last number is within `tolerance`, or `relative_tolerance` times the reference, of the
+    reference's last number.
 
-    For numbers in plain text; MathReward understands LaTeX, and expressions other than fractions.
+    For numbers in plain text. math_reward understands LaTeX, and expressions other than fractions.
     """
 
     column: str = "answer"
@@ -142,9 +144,9 @@ class NumericMatch:
 
 
 class Tags:
-    """The answer consists of these tags in this order, each once and with something in it, and of nothing else.
+    """1.0 if the answer consists of these tags only, in this order, each once and not empty.
 
-    is_first_open: the prompt opened the first one, as some chat templates end with `<think>`.
+    is_first_open: the prompt already opened the first tag, since some chat templates end with `<think>`.
     """
 
     def __init__(self, *names: str, is_first_open: bool = False) -> None:
@@ -167,7 +169,8 @@ class Tags:
 
 
 class JsonFormat:
-    """The answer is JSON of the given type, maybe in a ```json fence. type: a pydantic model, or list[int]."""
+    """1.0 if the answer is JSON of the given type, with or without a ```json fence. type: a pydantic model, list[int]
+    and so on."""
 
     def __init__(self, type: Any = Any) -> None:
         try:
@@ -186,7 +189,7 @@ class JsonFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matches:
-    """Whether the whole answer fits; `.` stands for line breaks too. A plain function: see `matches`."""
+    """1.0 if the whole answer fits the pattern; `.` matches line breaks too. Not async: see `matches`."""
 
     pattern: str
     compiled: re.Pattern[str] = field(init=False, repr=False, compare=False)
@@ -204,7 +207,7 @@ class Matches:
 def matches(pattern: str, *, timeout_s: float = 1.0, workers: int = 1) -> RewardPool[[str, Example], Score]:
     """A reward of 1.0 if the whole answer fits the regular expression, in a worker process.
 
-    An answer on which it runs longer than timeout_s scores 0.0, and `killed` is 1.0 in its metrics.
+    If matching takes longer than timeout_s, the answer scores 0.0, and `killed` is 1.0 in its metrics.
     """
     killed = Score(0.0, metrics={"killed": 1.0})
     return RewardPool(Matches(pattern=pattern), timeout_s=timeout_s, workers=workers, if_killed=killed)

@@ -1,14 +1,15 @@
-"""The program that tests an answer's code, inside a sandbox. unit_tests.py sends this file's text there, and reads what
-it says.
+"""The program that tests an answer's code, inside a sandbox. unit_tests.py sends this file's text there, and reads its
+output.
 
-Tests and answer never share a process, or else the answer could say that it passed:
+Tests and answer never share a process; otherwise the answer could claim that it passed:
 
     examiner --- calls: name, arguments ---> examinee: one for each test, forked from a process that never knew more
     knows the tests <-- results, as data --- knows the answer's code
 
-Only data crosses: numbers, strings, and containers of them, rebuilt as Python's own types, so that no `__eq__` of the
-answer's decides a comparison. Any other object stays with the examinee, and the examiner holds a name for it. The
-verdict begins with a token that came by stdin and was never in an examinee; memory of the examiner is closed to others.
+Only data crosses: numbers, strings, and containers of them. They are rebuilt as Python's own types, so that no `__eq__`
+of the answer decides a comparison. Any other object stays with the examinee, and the examiner holds a name for it. The
+verdict begins with a token that came by stdin and was never in an examinee. No other process can read the examiner's
+memory.
 """
 
 import ast
@@ -26,19 +27,20 @@ import sys
 import types
 
 MOST_CHARACTERS = 500
-"""What is kept of a message."""
+"""The longest message that is kept."""
 PR_SET_DUMPABLE = 4
 ADDRESS = "examiner"
-"""A socket in the working directory. Whoever connects is the answer, and can be nothing better."""
+"""A socket in the working directory. A connection to it is always treated as the answer's, so a false one gains
+nothing."""
 CONNECT_S = 20.0
 
 
 class TimeUp(BaseException):
-    """A test took too long. No Exception, so that none of its `except` clauses keeps it."""
+    """A test took too long. Not an Exception, so that the test's `except` clauses do not catch it."""
 
 
 class AnswerEndedError(Exception):
-    """The examinee ended in the midst of a call."""
+    """The examinee ended during a call."""
 
 
 def send(connection, message):
@@ -62,12 +64,12 @@ def read(connection, length):
 
 
 SCALARS = {int: int.__int__, float: float.__float__, str: str.__str__}
-"""From one of a class of the answer's, made of one of these, to one of these."""
+"""Converts an instance of the answer's own subclass of one of these types to the type itself."""
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 
 
 def encode(value, opaque):
-    """As JSON. opaque: what makes a number of any other object."""
+    """The value as JSON data. opaque: maps any other object to a number."""
     if value is None or type(value) is bool:
         return value
     for base, plain in SCALARS.items():
@@ -92,7 +94,7 @@ def encode(value, opaque):
 
 
 def decode(data, opaque):
-    """What `encode` was given, in Python's own types. opaque: from number to object."""
+    """The value that `encode` was given, in Python's own types. opaque: maps a number to its object."""
     if not isinstance(data, list):
         return data
     kind, content = data
@@ -115,11 +117,12 @@ def decode(data, opaque):
 
 
 def make_examinees(control):
-    """Fork an examinee for every byte that comes over `control`, and tell its process id; it connects by itself.
+    """Fork an examinee for each byte that arrives on `control`, and report its process id. The examinee connects by
+    itself.
 
-    Its connection is not handed over: descriptors that are under way are counted by user, so a program in another
-    sandbox could use them up."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    Its connection is not passed as a descriptor: the kernel counts descriptors in flight for each user, so a program in
+    another sandbox could use up the limit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for examinees
     while True:
         if not control.recv(1):
             os._exit(0)
@@ -149,7 +152,7 @@ def examinee(connection):
         what, *message = receive(connection)
         try:
             reply = do(what, message, module, objects, keep)
-        except BaseException as error:  # noqa: BLE001 - it is the answer's, SystemExit too
+        except BaseException as error:  # noqa: BLE001 - the answer's code raised it, SystemExit too
             reply = {"error": type(error).__name__, "text": f"{error}"[:MOST_CHARACTERS]}
         send(connection, reply)
 
@@ -175,7 +178,7 @@ def do(what, message, module, objects, keep):
 
 
 class Examinee:
-    """The examiner's side of one."""
+    """The examiner's side of an examinee."""
 
     def __init__(self, control, listener):
         control.sendall(b"x")
@@ -192,7 +195,7 @@ class Examinee:
         if "error" not in reply:
             return reply
         kind = getattr(builtins, str(reply["error"]), None)
-        if kind in (StopIteration, StopAsyncIteration):  # all(map(f, xs)) would take it for the end of xs
+        if kind in (StopIteration, StopAsyncIteration):  # all(map(f, xs)) would read this as the end of xs
             kind = None
         raised = RuntimeError(f"{reply['error']}: {reply['text']}")
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -208,13 +211,13 @@ class Examinee:
 
     def end(self):
         self.connection.close()
-        for kill in (os.killpg, os.kill):  # it may not be the first of its group yet
+        for kill in (os.killpg, os.kill):  # it may not lead its group yet
             with contextlib.suppress(ProcessLookupError):
                 kill(self.pid, signal.SIGKILL)
 
 
 class Opaque:
-    """An object that stays in the examinee. It equals nothing but itself."""
+    """An object that stays in the examinee. It equals only itself."""
 
     __slots__ = ("_examinee", "_number")
 
@@ -248,7 +251,7 @@ def number_of(value):
 
 
 def changed(argument, after):
-    """What a call did to an argument, done to the examiner's own."""
+    """Repeat on the examiner's argument the change that a call made to its copy."""
     if type(argument) is not type(after) or argument == after:
         return
     if isinstance(argument, (list, bytearray)):
@@ -259,7 +262,7 @@ def changed(argument, after):
 
 
 def names_of(source):
-    """Names that code uses and does not define itself; and those among them of modules, which it uses as such."""
+    """The names that code uses but does not define; and those among them that it uses as modules."""
     nodes = list(ast.walk(ast.parse(source)))
     names = [node for node in nodes if isinstance(node, ast.Name)]
     stored = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
@@ -278,16 +281,16 @@ def take(test, task, examinee):
     code = f"{task['setup']}\n{test}"
     used, modules = names_of(code)
     for name in used - set(namespace):
-        if name in modules:  # the answer's own could say that anything is close to anything
+        if name in modules:  # the answer's own `math` could call any two numbers close
             namespace[name] = importlib.import_module(name)
             continue
-        with contextlib.suppress(AttributeError):  # it is missing, as the test will show
+        with contextlib.suppress(AttributeError):  # it is missing; the test will fail
             namespace[name] = examinee.get(0, name)
     exec(compile(code, "<test>", "exec"), namespace)
 
 
 def examine(test, task, control, listener):
-    """What was wrong with one test, or None if it passed."""
+    """Why one test failed, or None if it passed."""
     examinee = Examinee(control, listener)
     try:
         signal.setitimer(signal.ITIMER_REAL, task["timeout_s"])
@@ -299,7 +302,7 @@ def examine(test, task, control, listener):
         return f"it took longer than {task['timeout_s']:g} s"
     except AssertionError as error:
         return f"AssertionError: {error}"[:MOST_CHARACTERS].removesuffix(": ") + examinee.last[:MOST_CHARACTERS]
-    except BaseException as error:  # noqa: BLE001 - the test failed, whatever it is
+    except BaseException as error:  # noqa: BLE001 - any error means that the test failed
         return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
     finally:
         examinee.end()
@@ -320,7 +323,7 @@ def main():
     listener.bind(ADDRESS)
     listener.listen()
     listener.settimeout(CONNECT_S)
-    if os.fork() == 0:  # before anything is read, so that what is forked later knows nothing
+    if os.fork() == 0:  # before anything is read, so that later forks know nothing
         os.close(verdict)
         ours.close()
         listener.close()

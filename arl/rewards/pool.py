@@ -1,4 +1,4 @@
-"""A synchronous reward function in worker processes, which are killed when a call hangs."""
+"""RewardPool: calls a synchronous reward function in worker processes, and kills a worker that hangs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutErro
 from arl.api.workflow import Shared
 from arl.rewards.score import ResultT, name_of, score_of
 
-# How worker processes start: forked from a clean server process, without the user's script unless they need it.
+# Worker processes are forked from a clean server process. They import the user's script only if they need it.
 
 
 class _WithoutScript(str):
-    """The name of a process that does not import the script. It is a name, and equal to the plain one, since names are
-    all that multiprocessing passes on to where this is decided."""
+    """The name of a process that does not import the script. It is a str, equal to the plain name, since
+    multiprocessing passes only the name to the place where this is decided."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ def context_for(*functions: Callable[..., Any] | None) -> Any:
 
 
 def begin(prepare: Callable[[], object] | None) -> None:
-    """In a new worker, before anything else."""
+    """Runs first in a new worker."""
     if sys.platform == "linux":
         _end_with_parent()
     if prepare is not None:
@@ -51,10 +51,10 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when arl's ends, however it ends: a worker in a long call would not notice.
+    """Have the kernel end this process when arl's process ends in any way: a worker in a long call would not notice.
 
     multiprocessing's sentinel is a pipe that only the parent holds open for writing. When it is closed, the kernel
-    sends SIGIO, which ends a process that does not handle it.
+    sends SIGIO, which ends a process that does not handle the signal.
     """
     import fcntl
 
@@ -79,7 +79,7 @@ class _Context(ForkServerContext):
 
 @functools.cache
 def _install() -> None:
-    """Have multiprocessing import the script by a process's name. All other processes start as before."""
+    """Make multiprocessing decide by a process's name whether to import the script. Other processes start as before."""
     prepare = spawn.get_preparation_data
 
     def preparation_data(name: str) -> dict[str, Any]:
@@ -107,7 +107,7 @@ STARTUP_TIMEOUT_S = 120.0
 """The longest that the first worker may take to start and to import the reward function's module."""
 
 _Outcome = tuple[object, str | None]
-"""What a call returned, or the message of its failure."""
+"""The result of a call, or the message of its failure."""
 
 
 class _WorkerDiedError(RewardError):
@@ -115,7 +115,7 @@ class _WorkerDiedError(RewardError):
 
 
 class RewardPool(Shared, Generic[P, ResultT]):
-    """Calls a synchronous function in worker processes that are killed when a call hangs.
+    """Calls a synchronous function in worker processes, and kills a worker when its call hangs.
 
         async with RewardPool(score, timeout_s=5, workers=4) as reward:
             value = await reward(answer, data)
@@ -134,12 +134,12 @@ class RewardPool(Shared, Generic[P, ResultT]):
         prepare: Callable[[], object] | None = None,
         if_killed: ResultT | None = None,
     ) -> None:
-        """function: importable, so defined at the top level of a module. For one of the script itself all workers
-        import the script, which then needs `if __name__ == "__main__":`.
+        """function: must be importable, so defined at the top level of a module. If it stands in the script itself, all
+        workers import the script, which then needs `if __name__ == "__main__":`.
 
         timeout_s: the longest a call may run, counted from when a worker begins it. workers: calls that run at once.
-        prepare: importable too; each worker calls it before its first call, to import what is slow to import.
-        if_killed: the result of a call that ran too long or killed its worker, if that is no failure of the episode.
+        prepare: must be importable too; each worker calls it before its first call, to import slow modules. if_killed:
+        the result of a call that ran too long or killed its worker; unset, such a call raises.
         """
         super().__init__()
         if timeout_s <= 0 or workers < 1:
@@ -166,7 +166,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
             await self._stop(pool)
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        if self._pool is not None and not self._pool.active:  # a worker died while none was called
+        if self._pool is not None and not self._pool.active:  # a worker died between calls
             await self._replace(self._pool)
         async with self._replacing:
             pool = self._pool
@@ -187,7 +187,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         return cast("ResultT", result)
 
     async def _run(self, pool: ProcessPool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
-        """Run `_call` in a worker, and attribute whatever kept it from returning."""
+        """Run `_call` in a worker. If it does not return, raise an error that names the cause."""
         try:
             arguments = pickle.dumps((args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:
@@ -228,21 +228,21 @@ class RewardPool(Shared, Generic[P, ResultT]):
         return pool
 
     async def _replace(self, broken: ProcessPool) -> None:
-        """Start a new pool, unless another call that saw the same one break did; calls wait meanwhile."""
+        """Start a new pool, unless another call already replaced the broken one. Calls wait meanwhile."""
         async with self._replacing:
             if self._pool is broken:
                 await self._stop(broken)
                 self._pool = await asyncio.to_thread(self._start)
 
     async def _stop(self, pool: ProcessPool) -> None:
-        """Kill the workers. Calls are ended here, since a pool forgets those it had not begun."""
+        """Kill the workers. Also end all calls, since a pool forgets the calls that it had not begun."""
         for call in tuple(self._calls):
             call.cancel()
         await asyncio.to_thread(_stop, pool)
 
 
 def is_typed_in(function: Callable[..., Any]) -> bool:
-    """Whether it was defined in a notebook or at a prompt, so that no worker process can import it."""
+    """Whether the function was defined in a notebook or at a prompt, so that no worker process can import it."""
     main, name = sys.modules["__main__"], name_of(function)
     is_elsewhere = name.isidentifier() and not hasattr(main, name)  # as in `python -m asyncio`
     return getattr(function, "__module__", None) == "__main__" and (is_elsewhere or not hasattr(main, "__file__"))
@@ -264,7 +264,7 @@ def _check_importable(function: Callable[..., Any]) -> None:
 
 
 def _call(function: Callable[..., Any], arguments: bytes) -> _Outcome:
-    """In the worker: the reward, or the traceback as text, since not every exception can be pickled."""
+    """Runs in the worker. Returns the reward, or the traceback as text, since not every exception can be pickled."""
     name = f"reward function {name_of(function)}"
     try:
         args, kwargs = pickle.loads(arguments)
@@ -284,10 +284,10 @@ def _call(function: Callable[..., Any], arguments: bytes) -> _Outcome:
 
 
 def _nothing(_: object) -> None:
-    """Called in a worker, it shows that the worker has started and can import its argument."""
+    """A call of this in a worker shows that the worker has started and can import its argument."""
 
 
 def _stop(pool: ProcessPool) -> None:
-    """Blocks until the workers are dead."""
+    """Kill the workers, and block until they are dead."""
     pool.stop()
     pool.join()

@@ -1,4 +1,4 @@
-"""Score: what a reward returns, an answer and its example in and a finite number out; and how results are checked."""
+"""Score, the result of a reward, and the checks of results: a reward must be a finite number."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class Score:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Named parts, each before weighting. Workflows hand them to Trajectory.rewards; logs show means as
-    `reward/NAME`."""
+    """Named parts, before weighting. Workflows pass them to Trajectory.rewards; logs show means as `reward/NAME`."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Numbers that are logged as `episode/NAME`, and not rewarded."""
+    """Numbers that are logged as `episode/NAME` but not rewarded."""
 
     def __post_init__(self) -> None:
         named = {"value": self.value, **_named("parts", self.parts), **_named("metrics", self.metrics)}
@@ -35,13 +34,13 @@ class Score:
 
 
 Reward = Callable[[str, Example], Awaitable[float | Score]]
-"""What a workflow awaits: from the agent's final answer and the example to a number or a Score."""
+"""The reward that a workflow awaits: takes the final answer and the example, returns a number or a Score."""
 
 ResultT = TypeVar("ResultT", float, Score, float | Score)
 
 
 def score_of(result: object, name: str = "a reward") -> Score:
-    """A number as a Score, and a Score as it is. Raises RewardError with `name` for anything else."""
+    """Turn a number into a Score; return a Score as it is. Raises RewardError with `name` for anything else."""
     if isinstance(result, Score):
         return result
     if not is_finite(result):
@@ -53,7 +52,7 @@ def score_of(result: object, name: str = "a reward") -> Score:
 def is_finite(value: object) -> bool:
     try:
         return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -78,6 +77,6 @@ def _named(field_name: str, numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def checked(result: ResultT, name: str) -> ResultT:
-    """The result itself, a number as a float. Raises RewardError for anything but a number or a Score."""
+    """The result: a Score as it is, a number as a float. Raises RewardError for anything else."""
     score = score_of(result, f"reward function {name}")
     return cast("ResultT", result if isinstance(result, Score) else score.value)

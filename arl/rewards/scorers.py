@@ -1,6 +1,6 @@
-"""Scorers of other libraries, math-verify and reasoning-gym, in worker processes that no answer hangs or escapes.
+"""Scorers of other libraries, math-verify and reasoning-gym, in worker processes that no answer can hang or escape.
 
-The second half is what keeps answers from escaping: less memory for the workers, and no Python from a model's text.
+The second half keeps answers from escaping: it limits the workers' memory, and evaluates no Python in a model's text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from arl.rewards.pool import RewardPool
 from arl.rewards.score import Score, shown
 
 _TAIL = 2000
-"""Characters at the end of an answer without a box in which its last expression is looked for."""
+"""Without a box, only this many characters at the end of an answer are searched for its last expression."""
 
 
 def math_reward(
@@ -33,12 +33,12 @@ def math_reward(
 
         reward = WeightedReward({"correct": (1.0, math_reward()), ...})
 
-    The answer is what the last `\boxed{...}` holds; without one, what follows `####`; without that, the last expression
-    of the text. column: of the example's reference (text, LaTeX, gsm8k's `... #### 42`, or a list of several).
-    timeout_s: the longest a comparison may take, from when a worker begins it.
+    The answer is the content of the last `\boxed{...}`, or else the text after `####`, or else the last expression.
+    column: the example's column with the reference (text, LaTeX, gsm8k's `... #### 42`, or a list of several).
+    timeout_s: the longest a comparison may take, counted from when a worker begins it.
 
-    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong, and does not fail its episode: or
-    else the model would be trained on all but its worst answers. `killed` in the metrics counts these. Raises
+    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong. It does not fail its episode;
+    otherwise the model would be trained on all but its worst answers. The metric `killed` counts such answers. Raises
     RewardError if math-verify is not installed or the example has no reference.
     """
     require("math_verify", "math-verify", "rewards")
@@ -50,7 +50,7 @@ def math_reward(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathEquality:
-    """What the workers of math_reward do; without time limit."""
+    """The function that math_reward's workers run. It has no time limit itself."""
 
     column: str = "answer"
 
@@ -61,7 +61,7 @@ class MathEquality:
 
 
 def is_equal(answer: str, reference: str) -> bool:
-    """Whether the answer that the text ends with is the reference. Raises RewardError for an unreadable reference."""
+    """Whether the text's answer equals the reference. Raises RewardError for an unreadable reference."""
     from math_verify import verify
 
     boxed = last_boxed(answer)
@@ -77,7 +77,7 @@ def is_equal(answer: str, reference: str) -> bool:
 
 
 def _prepare_math() -> None:
-    """In a new worker: load what is slow to load. math-verify's own timers, which need signals, are not used."""
+    """Load slow modules in a new worker. math-verify's own timers need signals, so they stay off."""
     import math_verify  # noqa: F401
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are not used
@@ -95,22 +95,22 @@ def _parsed(text: str) -> list[Any]:
 
 
 Datasets = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
-"""Names of reasoning-gym's datasets; or name -> parameters, such as {"chain_sum": {"max_terms": 3}}."""
+"""A dataset of reasoning-gym, several names, or name -> parameters, such as {"chain_sum": {"max_terms": 3}}."""
 
 _MOST_DRAWN = 8
-"""Items drawn for each example asked for, before there are not enough different ones."""
+"""Items drawn for each requested example, before giving up on finding enough different ones."""
 
 
 def reasoning_gym_examples(
     datasets: Datasets, size: int, *, seed: int = 0, excluding: Sequence[Example] = ()
 ) -> list[Example]:
-    """`size` examples with different questions, from all the datasets in turn; the same ones for the same seed.
+    """`size` examples with different questions, from all the datasets in turn. Equal seeds give equal examples.
 
         held_out = reasoning_gym_examples("chain_sum", 200, seed=1)
         training = reasoning_gym_examples("chain_sum", 4000, excluding=held_out)
 
-    Each has `question`, `answer` and `metadata`. excluding: examples whose questions none of the new ones may have.
-    Raises DatasetError for unknown names and parameters, and if there are too few different questions.
+    Each has `question`, `answer` and `metadata`. excluding: examples whose questions are left out. Raises DatasetError
+    for unknown names and parameters, and if there are too few different questions.
     """
     try:
         require("reasoning_gym", "reasoning-gym", "rewards")
@@ -137,14 +137,14 @@ def reasoning_gym_examples(
 def reasoning_gym_reward(
     datasets: Datasets = (), *, timeout_s: float = 10.0, workers: int = 2
 ) -> RewardPool[[str, Example], Score]:
-    """What the scorer of the example's own dataset gives for the answer, 0 to 1, in a worker process.
+    """The score, 0 to 1, that the scorer of the example's dataset gives the answer, in a worker process.
 
-    The example says which one: `metadata["source_dataset"]`. The answer should be the bare answer: most scorers compare
-    all of the text. datasets: the parameters that the examples were made with, for scorers that look at them.
+    The example names its dataset in `metadata["source_dataset"]`. The answer should be the bare answer: most scorers
+    compare the whole text. datasets: the parameters that the examples were made with, for scorers that need them.
 
-    An answer that takes longer than timeout_s or kills its worker scores 0.0, with `killed` 1.0 in the metrics; so does
-    one that the scorer raises for, with `unreadable` 1.0. Some scorers evaluate answers as Python: here they get to see
-    arithmetic and mathematics alone, and no other code runs.
+    An answer that takes longer than timeout_s or kills its worker scores 0.0, with `killed` 1.0 in the metrics. If the
+    scorer raises, the answer scores 0.0, with `unreadable` 1.0. Some scorers evaluate answers as Python. Here they can
+    evaluate only arithmetic and mathematics; no other code runs.
     Raises RewardError if reasoning-gym is not installed, or did not make the example.
     """
     require("reasoning_gym", "reasoning-gym", "rewards")
@@ -160,7 +160,7 @@ def reasoning_gym_reward(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymScore:
-    """What the workers of reasoning_gym_reward do; without time limit."""
+    """The function that reasoning_gym_reward's workers run. It has no time limit itself."""
 
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
@@ -171,14 +171,14 @@ class GymScore:
         scorer = _scorer(name, self.parameters)
         try:
             score, failed = scorer.score_answer(answer, data), 0.0
-        except Exception as error:  # noqa: BLE001 - some raise for answers of another form than theirs
+        except Exception as error:  # noqa: BLE001 - some scorers raise for answers of an unexpected form
             _check_example(scorer, name, data, error)
             score, failed = 0.0, 1.0
         return Score(float(score), metrics={"killed": 0.0, "unreadable": failed})
 
 
 def _prepare_gym() -> None:
-    """In a new worker: load what is slow to load, and see to it that no scorer evaluates an answer as any Python."""
+    """Load slow modules in a new worker, and keep scorers from evaluating an answer as arbitrary Python."""
     import reasoning_gym  # noqa: F401
 
     guard_evaluation("reasoning_gym")
@@ -214,7 +214,7 @@ def _parameters(datasets: Datasets) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _place(seed: int, name: str, size: int) -> dict[str, int]:
-    """Where a dataset's stream begins. reasoning-gym draws item i from seed + i, and knows no seed above 2**32."""
+    """The start of a dataset's stream. reasoning-gym draws item i from seed + i, and takes no seed above 2**32."""
     return {"seed": random.Random(f"{seed} {name}").randrange(2**31), "size": size}
 
 
@@ -229,13 +229,13 @@ def _dataset(name: str, parameters: Mapping[str, Any]) -> Any:
         ) from error
 
 
-# What a worker does before it scores text that a model wrote.
+# Precautions that a worker takes before it scores text that a model wrote.
 
 
 Names = dict[str, Any]
 
 MEMORY_BYTES = 2**30
-"""What scoring may take, beside what the worker has when it is ready."""
+"""The memory that scoring may use, in addition to the worker's memory when it is ready."""
 
 _ARITHMETIC = (
     ast.Expression,
@@ -254,9 +254,10 @@ _ARITHMETIC = (
 )
 _MATHEMATICS = (*_ARITHMETIC, ast.Call, ast.Name, ast.keyword)
 _FUNCTIONS = frozenset(("sqrt", "cbrt", "root", "abs", "pow", "round"))
-"""Those of sympy and Python that are no classes of sympy's."""
+"""Allowed names of sympy and Python that are not classes of sympy."""
 _NAMING = frozenset(("Symbol", "Integer", "Float", "Rational", "Function"))
-"""sympy's parser writes these around names and numbers; nothing else may hold a string, which would be parsed again."""
+"""sympy's parser writes these calls around names and numbers. No other call may contain a string, since sympy would
+parse the string again."""
 
 
 def require(module: str, package: str, extra: str) -> None:
@@ -266,7 +267,7 @@ def require(module: str, package: str, extra: str) -> None:
 
 
 def limit_memory() -> None:
-    """Let allocations beyond MEMORY_BYTES fail, so that a huge power ends in a MemoryError before the machine does."""
+    """Let allocations beyond MEMORY_BYTES fail, so that a huge power raises MemoryError instead of using all memory."""
     try:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:  # not Linux
@@ -277,9 +278,9 @@ def limit_memory() -> None:
 
 
 def guard_evaluation(*packages: str) -> None:
-    """Have `eval` in these packages' modules take literals and arithmetic alone, and sympy's parser mathematics alone.
+    """Restrict `eval` in these packages' modules to literals and arithmetic, and sympy's parser to mathematics.
 
-    Scorers hand answers to both, and either evaluates them as Python.
+    Scorers pass answers to both, and both evaluate them as Python.
     """
     import sympy.parsing.sympy_parser as parser
 
@@ -297,7 +298,7 @@ def guard_evaluation(*packages: str) -> None:
 
 
 def _eval_arithmetic(source: str) -> Any:
-    """Of literals, lists of them, and operators."""
+    """Evaluate literals, lists of them, and operators."""
     tree = ast.parse(source.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _ARITHMETIC):

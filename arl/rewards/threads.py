@@ -1,13 +1,13 @@
-"""Beside the event loop: blocking code in threads, and several awaits at the same time.
+"""Runs blocking code in threads, beside the event loop; and awaits several coroutines at the same time.
 
     acall --queue--> a thread  --result--> acall's event loop
                        |
                        hangs: acall stops waiting, the thread counts as hung, and its place is free for others
                        is cancelled: it counts as hung only after its time limit
 
-No thread can be killed. One that hangs keeps what it holds (memory, a lock, a CPU it spins on) until it returns, so
-past `max_hung` of them no call is begun. Threads are daemons: one that hangs does not keep the process from ending. Run
-code that nobody trusts in a sandbox.
+A thread cannot be killed. A hung thread keeps its resources (memory, a lock, a CPU it spins on) until it returns, so no
+new call begins while `max_hung` threads hang. Threads are daemons: a hung thread does not keep the process from ending.
+Run untrusted code in a sandbox.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CallTimeoutError(ArlError, TimeoutError):
 
 
 class _Interrupted(BaseException):
-    """Raised within a call that is to end; no Exception, so that the function does not catch it."""
+    """Raised within a call that must end. Not an Exception, so that the function does not catch it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,22 +56,22 @@ class _Call:
     began: asyncio.Future[None]
     ended: asyncio.Future[tuple[Any, BaseException | None]]
     state: Literal["queued", "running", "left", "hung", "done"] = "queued"
-    """left: nobody awaits it, and its place is free for others. hung: the same, past its time."""
+    """left: nobody awaits the call, and its place is free for others. hung: left, and past its time."""
     thread: int = 0
-    """Its thread's identifier, once it runs."""
+    """The identifier of its thread, once it runs."""
     last_word: deque[None] = field(default_factory=deque[None])
-    """There once `run` has begun. Taken either by the thread, which then returns, or by whoever interrupts it: never by
+    """Has one entry once `run` has begun. Either the thread takes it and returns, or the interrupter takes it: never
     both. So no interrupt comes before `run`, where it would end the thread."""
 
     def run(self) -> tuple[Any, BaseException | None]:
-        """In its thread: what the function returned or raised. No interrupt comes before this, or after it returns."""
+        """Runs in the thread. Returns the function's result or error. No interrupt comes before this call, or after."""
         try:
             self.last_word.append(None)
-            was_left = self.state != "running"  # looked at only now: whoever left it before has not interrupted it
+            was_left = self.state != "running"  # read after the append: an earlier _leave sent no interrupt
             outcome = (None, RuntimeError("it was interrupted")) if was_left else self._outcome()
             if self._takes_last_word():
                 return outcome
-            deadline = time.monotonic() + _INTERRUPT_S  # unless the function has caught the interrupt, it comes now
+            deadline = time.monotonic() + _INTERRUPT_S  # the interrupt comes now, unless the function caught it
             while time.monotonic() < deadline:
                 time.sleep(0.001)
         except _Interrupted:
@@ -102,13 +102,13 @@ class _Call:
 
 
 class CallThreads:
-    """Threads for blocking calls: the event loop goes on while they run, and while one hangs."""
+    """Threads for blocking calls. The event loop goes on while calls run, and while one hangs."""
 
     def __init__(self, *, max_threads: int = 512, max_hung: int = 64, interrupts: bool = False) -> None:
         """max_threads: calls that run at once; others wait. max_hung: calls past their time that may still run.
 
-        interrupts: raise an exception within a call that was cancelled or took too long. That ends Python code, but not
-        a call into C that never returns, and it may come while the code holds a lock: for pure functions.
+        interrupts: raise an exception within a call that was cancelled or took too long. This ends Python code, but not
+        a call into C that never returns. It may come while the code holds a lock, so use it for pure functions only.
         """
         self._max_threads = max_threads
         self._max_hung = max_hung
@@ -122,14 +122,14 @@ class CallThreads:
 
     @property
     def num_hung(self) -> int:
-        """Calls that took too long and have not returned."""
+        """The number of calls that took too long and have not returned."""
         return self._num_hung
 
     async def acall(self, function: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        """What `function` returns or raises, from a thread that has this task's context variables.
+        """Call `function` in a thread with this task's context variables, and return its result or raise its error.
 
-        timeout_s: counted from when it begins to run, however long it was queued. Raises CallTimeoutError when it takes
-        longer; ToolsHungError when too many calls hang, or no thread can be had.
+        timeout_s: counted from when the call begins to run; time in the queue does not count. Raises CallTimeoutError
+        if the call takes longer; ToolsHungError if too many calls hang, or no thread can be started.
         """
         loop = asyncio.get_running_loop()
         call = _Call(
@@ -172,7 +172,8 @@ class CallThreads:
                     raise
 
     def _abandon(self, call: _Call, patience_s: float) -> None:
-        """Nobody awaits the call any more. It is not begun; or it has some time to end before it counts as hung."""
+        """Nobody awaits the call any more. If it is queued, it never begins; if it runs, it counts as hung after
+        `patience_s`."""
         with self._changed:
             if call.state == "queued":
                 self._queue.remove(call)
@@ -182,7 +183,7 @@ class CallThreads:
                     self._leave(call)
 
     def _give_up(self, call: _Call) -> None:
-        """It hangs, unless it has ended."""
+        """Count the call as hung, unless it has ended."""
         with self._changed:
             if call.state == "running":
                 self._leave(call)
@@ -211,7 +212,7 @@ class CallThreads:
                 _tell(first, first.ended, (None, error))
 
     def _start_thread(self) -> None:
-        """For a call in the queue. Where the system has no more threads, the call waits for one of those there are."""
+        """Start a thread for a queued call. If the system has no more threads, the call waits for an existing one."""
         try:
             threading.Thread(target=self._work, name="arl-call", daemon=True).start()
         except RuntimeError as error:
@@ -231,7 +232,7 @@ class CallThreads:
             _tell(call, call.ended, outcome)
 
     def _next(self) -> _Call | None:
-        """The call that has waited longest, or None when there was none for a while."""
+        """The call that has waited longest, or None if none came for a while."""
         with self._changed:
             self._num_idle += 1
             is_there = self._changed.wait_for(lambda: self._queue, timeout=_IDLE_S)
@@ -257,20 +258,21 @@ def _tell(call: _Call, future: asyncio.Future[Any], value: Any) -> None:
 
 
 THREADS = CallThreads()
-"""Those of this process: threads are one budget, whatever workflow calls a tool."""
+"""The threads of this process. All workflows share them, since threads are one budget."""
 
 
 class ThreadReward(Generic[P, ResultT]):
-    """Calls a synchronous function in threads: one typed into a notebook, a lambda, or one that holds a connection.
+    """Calls a synchronous function in threads. The function may be typed into a notebook, a lambda, or hold a
+    connection.
 
-    The event loop goes on meanwhile, a little slower where the function computes in Python. Use a RewardPool for a
+    The event loop goes on meanwhile, a little slower if the function computes in Python. Use a RewardPool for a
     function that model-written text can hang.
     """
 
     def __init__(self, function: Callable[P, ResultT], *, timeout_s: float = 30.0, workers: int = 2) -> None:
         """timeout_s: the longest a call may run, counted from its start. workers: calls that run at once.
 
-        A call that takes longer is interrupted. After `workers` calls that hang all the same, all further ones fail.
+        A call that takes longer is interrupted. Once `workers` calls hang in spite of this, all further calls fail.
         """
         if timeout_s <= 0 or workers < 1:
             raise ConfigError(f"timeout_s is {timeout_s} and workers is {workers}; they must be above 0 and at least 1")
@@ -304,7 +306,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, in their order. The first error cancels the others, and is raised itself, out of its group."""
+    """The results of the coroutines, in order. The first error cancels the others; it is raised without its group."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

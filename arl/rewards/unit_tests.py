@@ -1,4 +1,4 @@
-"""Code as an answer, rewarded for the unit tests that it passes, in a sandbox.
+"""UnitTestsReward: rewards an answer's code for the unit tests that it passes, in a sandbox.
 
 | the example has | tests | as in |
 |---|---|---|
@@ -29,7 +29,7 @@ from arl.sandbox import Limits, ProgramOutcome, Sandbox
 _EXAMINER = Path(examiner.__file__).read_text(encoding="utf-8")
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 _START_S = 10.0
-"""Wall time for a program beyond that of its tests."""
+"""Wall time that a program gets in addition to the time of its tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,14 @@ class CallTests:
     """Tests that call the functions of an answer."""
 
     tests: Sequence[str]
-    """Code. Each is a test, and fails if it raises. It runs apart from the answer, whose functions take and return
-    data."""
+    """Pieces of code. Each is a test, and fails if it raises. Tests run in another process than the answer, so the
+    answer's functions take and return data."""
     setup: str = ""
-    """Code that runs before each test, and may use the answer's names."""
+    """Runs before each test, and may use the answer's names."""
     prompt: str = ""
     """Code that the answer continues or repeats. The answer and the tests may use its names."""
     entry_point: str | None = None
-    """The function that the tests call `candidate`."""
+    """The name of the function that the tests call `candidate`."""
 
     def __len__(self) -> int:
         return len(self.tests)
@@ -65,10 +65,10 @@ UnitTests = CallTests | PrintTests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTestReport:
-    """How the tests went."""
+    """The results of the tests."""
 
     failures: tuple[str | None, ...]
-    """For each test what was wrong, or None if it passed."""
+    """For each test why it failed, or None if it passed."""
 
     @property
     def share_passed(self) -> float:
@@ -93,7 +93,7 @@ def unit_tests_of(example: Example) -> UnitTests:
 
 
 def code_of(answer: str) -> str:
-    """The last fenced block of an answer, or the whole answer if it has none. An unclosed block goes on to the end."""
+    """The last fenced block of an answer, or the whole answer if it has none. An unclosed block runs to the end."""
     blocks = _FENCE.findall(answer)
     return blocks[-1] if blocks else answer
 
@@ -101,10 +101,10 @@ def code_of(answer: str) -> str:
 async def run_unit_tests(
     sandbox: Sandbox, code: str, tests: UnitTests, *, limits: Limits | None = None, timeout_s: float = 5.0
 ) -> UnitTestReport:
-    """Run tests on code, in the sandbox, which is open.
+    """Run tests on code, in an open sandbox.
 
-    limits: of the program that runs all CallTests, or of the one that runs for each pair of PrintTests; wall_s and
-    cpu_s are set from timeout_s, the longest that each test may take.
+    limits: of each program. One program runs all CallTests; each pair of PrintTests has its own. wall_s and cpu_s are
+    set from timeout_s, the longest that each test may take.
 
     Raises SandboxError if no program could be run.
     """
@@ -125,11 +125,11 @@ async def run_unit_tests(
 
 
 class UnitTestsReward(Shared):
-    """The share of an example's unit tests that an answer's code passes; 1 or 0 for all or not with `grade="all"`.
+    """The share of an example's unit tests that an answer's code passes. With `grade="all"`, 1 if all pass, else 0.
 
         reward = UnitTestsReward(find_sandbox(), limits=Limits(memory_bytes=256 << 20))
 
-    The code is the last fenced block of the answer. sandbox: entered with the reward, and left with it. tests_of: the
+    The code is the last fenced block of the answer. sandbox: opened and closed with the reward. tests_of: returns the
     tests of an example. limits, timeout_s: see run_unit_tests. The share is logged as `episode/tests_passed`.
 
     docs/sandbox.md explains what keeps an answer from faking a pass.
@@ -188,10 +188,10 @@ def _program(code: str, tests: CallTests) -> str:
 
 
 def _verdict(outcome: ProgramOutcome, token: str, num_tests: int) -> tuple[str | None, ...]:
-    """The examiner's verdict, which begins with the token that it alone knows; or why there is none."""
+    """The examiner's verdict, or why there is none. The verdict begins with a token that only the examiner knows."""
     _, is_said, said = outcome.stdout.partition(token)
     if is_said and outcome.succeeded:
-        with suppress(ValueError):  # what an examinee may write there too
+        with suppress(ValueError):  # an examinee may write there too
             messages: list[str | None] = json.loads(said.partition("\n")[0])
             return tuple(messages)
     return (f"the tests did not end: {_ended(outcome)}",) * num_tests
