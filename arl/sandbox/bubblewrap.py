@@ -1,4 +1,4 @@
-"""Programs in Linux namespaces of their own, by bubblewrap (`bwrap`), which needs neither root nor a daemon.
+"""Programs in separate Linux namespaces, by bubblewrap (`bwrap`), which needs neither root nor a daemon.
 
 Each run sees /usr and one Python, read-only, and an empty directory in memory. It sees no network, no other process and
 no environment variable. keeper.py starts, watches and kills programs; docs/sandbox.md says what enforces each limit.

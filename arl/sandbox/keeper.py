@@ -42,8 +42,8 @@ SET_UP_S = 20.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OWN_CPU, _CPU, _THREADS, _START, _RESIDENT = slice(11, 13), slice(11, 15), 17, 19, 21
-"""Fields of /proc/PID/stat after the name (proc(5)): user and system ticks, its own; and with those of the children it
-waited for; threads; when it started; resident pages."""
+"""Fields of /proc/PID/stat after the name (proc(5)): user and system ticks of the process; the same and the ticks of
+children that it waited for; threads; start time; resident pages."""
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
 _MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 

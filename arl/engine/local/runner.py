@@ -34,7 +34,7 @@ NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """The N tokens that one step computes: one of each decoding sequence first, then those of `chunks`."""
+    """The N tokens that one step computes: first one of each decoding sequence, then the tokens of `chunks`."""
 
     token_ids: Sequence[int]
     positions: Sequence[int]

@@ -78,7 +78,7 @@ class BatchSampler:
     temperature: torch.Tensor | None
     """float32[B, 1]; None where all are 1."""
     greedy: torch.Tensor | None
-    """bool[B]; None where no sequence is greedy."""
+    """bool[B]; None if no sequence is greedy."""
     is_all_greedy: bool
     filter: Filter | None
     streams: np.ndarray

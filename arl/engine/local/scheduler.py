@@ -60,7 +60,7 @@ class SchedulerSettings:
 
 
 class Scheduler:
-    """Generates jobs on a thread of its own. Every method may be called from any thread and returns at once.
+    """Generates jobs on the model thread. Every method may be called from any thread and returns at once.
 
     Calls take effect between two steps, in their order. Futures are resolved on the model thread; after `close` they
     fail with EngineClosedError. A job that names an unknown adapter finishes with reason abort and status_code 400; a

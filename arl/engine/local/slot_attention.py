@@ -72,7 +72,7 @@ class SlotCache:
         return self._data.shape[4]
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Hold at least `num_rows` rows of `length` positions, keeping what is there."""
+        """Hold at least `num_rows` rows of `length` positions, and keep the present contents."""
         if num_rows <= self.num_rows and length <= self.capacity:
             return
         num_rows = _grow(self.num_rows, num_rows, self._max_rows)
@@ -142,7 +142,7 @@ class SlotBatch:
     """Segments that cover the decoding sequences in order."""
     chunks: Sequence[Chunk]
     masks: Sequence[torch.Tensor | None]
-    """For each chunk its bias [length, start + length], 0 or -inf; None where it begins its prompt."""
+    """For each chunk its bias [length, start + length], 0 or -inf; None for a chunk that begins its prompt."""
 
     @classmethod
     def of(cls, cache: SlotCache, rows: torch.Tensor, positions: Sequence[int], chunks: Sequence[Chunk]) -> SlotBatch:
