@@ -1,7 +1,7 @@
-"""An environment of verifiers: spell a word backwards, and try again where it was wrong.
+"""An environment of verifiers: spell a word backwards, and try again if it was wrong.
 
-Written as verifiers' own environments are: a package, or a module, that exports a taskset and, where a rollout is more
-than one question and one answer, an environment. verifiers finds it by its module's name.
+It is written like verifiers' own environments: a package or module that exports a taskset. If a rollout is more than
+one question and one answer, the module also exports an environment. verifiers finds it by its module's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BackwardsData(vf.TaskData):
 class BackwardsTask(vf.Task[BackwardsData]):
     @vf.reward
     async def spelled(self, trace: vf.Trace) -> float:
-        """1 for a first try that is right, 1/2 for a second, and so on."""
+        """1 if the first try is right, 1/2 if the second is, and so on."""
         tries = [(message.content or "").strip() for message in trace.assistant_messages]
         return 1 / len(tries) if tries and tries[-1] == self.data.answer else 0.0
 
@@ -39,7 +39,7 @@ class BackwardsTasksetConfig(vf.TasksetConfig):
 
 
 class BackwardsTaskset(vf.Taskset[BackwardsTask, BackwardsTasksetConfig]):
-    """Made-up words without end, no two alike."""
+    """An endless stream of made-up words, all different."""
 
     INFINITE = True
 

@@ -1,4 +1,4 @@
-"""A calculator that a model may be let near: exact arithmetic on a small language, and limits on everything."""
+"""A calculator that is safe for a model's input: exact arithmetic in a small language, with limits on everything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_EXPONENT = 64
 MAX_BITS = 512
 
 _READABLE = re.compile(r"(?:[a-z]+|\d+(?![a-z])|[-+*/%().,\s])*")
-"""No quotes, no underscores, no letters right after a digit: what is left, Python parses without a warning."""
+"""No quotes, no underscores, no letters right after a digit. Python parses the rest without a warning."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,

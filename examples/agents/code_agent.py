@@ -2,16 +2,16 @@
 
     python examples/agents/code_agent.py
 
-builds a tiny model, warm-starts it on demonstrations, and trains it on made-up tasks on two CPU cores in minutes. What
-it writes runs in a sandbox (docs/sandbox.md); where there is none, it says what to install. The same agent on a real
-model and MBPP:
+builds a tiny model, warm-starts it on demonstrations, and trains it on made-up tasks on two CPU cores in minutes. The
+model's programs run in a sandbox (docs/sandbox.md); without one, the script says what to install. The same agent with a
+real model and MBPP:
 
     python examples/agents/code_agent.py --model Qwen/Qwen3-0.6B --dataset google-research-datasets/mbpp \\
         --subset full --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
         --train.device cuda --train.dtype bfloat16 --run_dir runs/mbpp
 
-or on a file in the form of MBPP or HumanEval (`--dataset tasks.jsonl`), or on rules that are to be found from examples
-(`--dataset reasoning-gym`). Its episodes, read and scored without training:
+It also takes a file in the form of MBPP or HumanEval (`--dataset tasks.jsonl`), or rules to find from examples
+(`--dataset reasoning-gym`). Read and score its episodes without training:
 
     arl try examples/agents/code_agent.py --n 4
     arl eval examples/agents/code_agent.py --n 8
@@ -48,11 +48,11 @@ from arl.sandbox import Kind, Sandbox, find_sandbox
 SYSTEM = "Write a Python function in a ```python block. If a test fails, mend the function and write all of it again."
 GENERATED, REASONING_GYM = "generated", "reasoning-gym"
 FEEDBACK_CHARS = 1000
-"""What is shown of a failing test, at most."""
+"""The most characters of a failing test's message that the agent sees."""
 
 
 class CodeAgentConfig(ExperimentConfig):
-    """The code agent's settings, beside those of every run."""
+    """The code agent's settings, in addition to the settings of every run."""
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/code",
@@ -69,21 +69,22 @@ class CodeAgentConfig(ExperimentConfig):
     subset: str | None = None
     """Which configuration of a dataset on the hub."""
     eval_dataset: str | None = None
-    """Where held-out tasks come from. Unset: `dataset`'s `test` split, or its last num_held_out rows where it is a
+    """The dataset of held-out tasks. Unset: `dataset`'s `test` split, or the last num_held_out rows if `dataset` is a
     single file."""
     num_tasks: PositiveInt = 4096
-    """How many tasks to make, where they are made."""
+    """How many tasks to make (`generated` and `reasoning-gym` only)."""
     num_held_out: PositiveInt = 192
     """How many held-out tasks to evaluate on, at most."""
     num_shown: NonNegativeInt = 1
-    """How many tests of a task in MBPP's form the agent is shown; the others only decide the reward. Of HumanEval's it
-    is shown the examples in the prompt."""
+    """How many tests of a task in MBPP's form the agent sees; the others only decide the reward. Of a task in
+    HumanEval's form it sees the examples in the prompt."""
     sandbox: Kind = "auto"
-    """Where the agent's code runs: `auto` is bubblewrap, or else docker. `unsafe` is no sandbox: this machine."""
+    """Where the agent's code runs. `auto` takes bubblewrap, or else docker. `unsafe` runs on this machine,
+    unconfined."""
     test_timeout_s: PositiveFloat = 5.0
-    """Seconds that each test may take."""
+    """The longest that each test may take, in seconds."""
     max_turns: PositiveInt = 3
-    """How often the agent may write the function in an episode."""
+    """How many times the agent may write the function in an episode."""
     max_new_tokens: PositiveInt = 1024
     """Tokens that each turn may have."""
     temperature: PositiveFloat = 1.0
@@ -91,10 +92,10 @@ class CodeAgentConfig(ExperimentConfig):
 
 
 class Grader(Shared):
-    """Tests what the agent writes, in the sandbox: it is the reward, and has the feedback.
+    """Tests the agent's programs in the sandbox. It is the reward, and gives the feedback.
 
-    Each program runs once, for all tests of its task, however many episodes of a group write it; the reports on the
-    last `num_kept` programs are kept. sandbox: entered with the grader, and left with it.
+    Each program runs once, for all tests of its task, even if several episodes write it. The reports on the last
+    `num_kept` programs are kept. sandbox: opened and closed with the grader.
     """
 
     def __init__(self, sandbox: Sandbox, *, num_shown: int = 1, timeout_s: float = 5.0, num_kept: int = 4096) -> None:
@@ -115,13 +116,13 @@ class Grader(Shared):
         return assignment(data, self._num_shown)
 
     async def __call__(self, answer: str, data: Example) -> Score:
-        """The reward: 1 where all tests that count pass."""
+        """The reward: 1 if all tests that count pass."""
         task = self.assignment(data)
         share = (await self.report(answer, task)).share_passed
         return Score(float(share == 1.0), metrics={"tests_passed": share})
 
     async def feedback(self, answer: str, data: Example, attempt: int) -> str | None:
-        """What the user says of the first test that fails, of those that are shown."""
+        """The user's message about the first shown test that fails."""
         task = self.assignment(data)
         failures = await self._failures(answer, task)
         for test, failure in zip(task.shown, failures, strict=False):
@@ -130,7 +131,7 @@ class Grader(Shared):
         return None
 
     async def report(self, answer: str, task: Assignment) -> UnitTestReport:
-        """On the tests that count."""
+        """The results of the tests that count."""
         failures = await self._failures(answer, task)
         return UnitTestReport(failures=failures[task.num_unmarked :])
 
@@ -148,7 +149,7 @@ class Grader(Shared):
 
 @dataclass(slots=True, eq=False)
 class Examination:
-    """Of one program, under way or done."""
+    """The examination of one program, running or done."""
 
     running: asyncio.Lock = field(default_factory=asyncio.Lock)
     report: UnitTestReport | None = None
@@ -157,7 +158,7 @@ class Examination:
 def objection(test: str, failure: str) -> str:
     text = f"This test fails:\n{test}\n{failure}"
     shown = text if len(text) <= FEEDBACK_CHARS else text[:FEEDBACK_CHARS] + "\n[cut here]"
-    return shown.encode("utf-8", "replace").decode("utf-8")  # what a program printed may be no text
+    return shown.encode("utf-8", "replace").decode("utf-8")  # a program may print invalid text
 
 
 def prompt(task: Assignment) -> list[dict[str, str]]:
@@ -165,7 +166,7 @@ def prompt(task: Assignment) -> list[dict[str, str]]:
 
 
 def tasks(config: CodeAgentConfig) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Training and held-out tasks; none of the made ones is in both."""
+    """Training and held-out tasks. Made-up tasks are never in both."""
     if config.dataset == GENERATED:
         held_out = code_tasks.held_out(config.num_held_out)
         return code_tasks.training(config.num_tasks, held_out), held_out
@@ -178,7 +179,7 @@ def tasks(config: CodeAgentConfig) -> tuple[Sequence[Example], Sequence[Example]
 async def prepare(config: CodeAgentConfig) -> Setup:
     grader = Grader(find_sandbox(config.sandbox), num_shown=config.num_shown, timeout_s=config.test_timeout_s)
     async with grader:
-        pass  # where there is no sandbox, nobody should wait for a model first
+        pass  # fail before the model is made if there is no sandbox
     training, held_out = await asyncio.to_thread(tasks, config)
     for row in (*training, *held_out):
         grader.assignment(row)
@@ -197,7 +198,7 @@ async def prepare(config: CodeAgentConfig) -> Setup:
 
 
 def tiny_model(directory: Path, num_held_out: int, seed: int) -> Path:
-    """A tiny model that was shown functions, good and bad, for tasks that are not held out."""
+    """A tiny model, warm-started on good and bad functions for tasks that are not held out."""
 
     def lessons() -> list[list[Demonstration]]:
         held_out = code_tasks.held_out(num_held_out)

@@ -1,4 +1,4 @@
-"""Programming tasks in the forms that they come in, as one: what is asked, which tests are shown, which count.
+"""Reads programming tasks of several forms: the question, the tests that the agent sees, and the tests that count.
 
 | the row has | shown | counts |
 |---|---|---|
@@ -26,7 +26,7 @@ _LAST_INPUT = re.compile(r"^Input: (\[.*\])$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """question: all that is asked. tests: the first num_shown of them are shown, those from num_unmarked on count."""
+    """question: the whole task. tests: the first num_shown are shown; all but the first num_unmarked count."""
 
     question: str
     tests: CallTests
@@ -39,7 +39,8 @@ class Assignment:
 
 
 def assignment(row: Example, num_shown: int) -> Assignment:
-    """What a row asks for. num_shown: of test_list, where the row does not say. Raises DatasetError for other rows."""
+    """The assignment of a row. num_shown: tests of test_list to show, if the row does not say. Raises DatasetError for
+    rows of other forms."""
     tests, question = unit_tests_of(row), row.get("text") or row.get("prompt")
     if not isinstance(tests, CallTests) or not isinstance(question, str):
         raise DatasetError(
@@ -68,11 +69,11 @@ def _of_prompt(prompt: str, tests: CallTests) -> Assignment:
 
 
 def _examples(prompt: str) -> Iterator[str]:
-    """The doctests of a prompt as assertions, where what they should give is a value."""
+    """The doctests of a prompt as assertions, if their expected results are values."""
     for node in ast.walk(ast.parse(prompt)):
         if not isinstance(node, ast.FunctionDef) or not (text := ast.get_docstring(node)):
             continue
-        with suppress(ValueError):  # what looks like a doctest, and is none
+        with suppress(ValueError):  # it only looks like a doctest
             for example in doctest.DocTestParser().get_examples(text):
                 with suppress(ValueError, SyntaxError):
                     call, value = ast.parse(example.source.strip(), mode="eval"), ast.literal_eval(example.want.strip())
@@ -80,9 +81,9 @@ def _examples(prompt: str) -> Iterator[str]:
 
 
 def gym_rows(region: str, size: int, excluded: Sequence[Example] = ()) -> list[dict[str, Any]]:
-    """reasoning-gym's list_functions in MBPP's form: a rule is to be found from the examples of it, and written down.
+    """reasoning-gym's list_functions in MBPP's form: find a rule from its examples, and write it down.
 
-    The question that reasoning-gym asks, with its answer, becomes the test that is not shown.
+    reasoning-gym's question and answer become the test that is not shown.
     """
     asked = [row["metadata"] for row in excluded]
     entries = reasoning_gym_examples("list_functions", size, seed=GYM_SEEDS[region], excluding=asked)

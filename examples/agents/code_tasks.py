@@ -7,7 +7,7 @@ A task is a chain of steps, some of whose words have two meanings:
                                                         n = n - 7
                                                         return n
 
-Which one is meant, only tests tell. So whoever guesses wrong has to see that a test fails, and to write the other.
+Only the tests tell the meaning. An agent that guesses wrong must see that a test fails, and write the other function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Objection = Callable[[str, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """words: what it says. meanings: the Python it may stand for. {v} is the value so far, {c} a constant."""
+    """words: its description. meanings: the Python that it may mean. {v} is the value so far, {c} a constant."""
 
     words: str
     meanings: tuple[str, ...]
@@ -72,36 +72,36 @@ ENDINGS = (
     Step("in order", ("sorted({v})", "sorted({v}, reverse=True)")),
 )
 KINDS = {"n": (NUMBER_STEPS, NUMBER_STEPS), "xs": (FILTERS, MAPPINGS, ENDINGS)}
-"""From the argument to the steps of which one is first, one next, and so on."""
+"""The argument's kind -> the choices for the first step, for the next step, and so on."""
 ARGUMENTS = {"n": ("n", "k", "a", "b"), "xs": ("xs", "ys")}
 FUNCTIONS = ("f", "g", "h", "p", "q", "r")
 CONSTANTS = range(2, 13)
 INPUTS = range(1, 20)
 LIST_LENGTH = 4
 LARGEST = 999
-"""What tests expect is no larger."""
+"""The largest number in a test's expected result."""
 
 NUM_TESTS, NUM_SHOWN = 4, 1
-"""The agent is shown the first, which no other meaning of the task passes."""
+"""The agent sees the first test. No other meaning of the task passes it."""
 FENCE, FENCE_END = "```python\n", "\n```"
 
 HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1, 2, 3
 NUM_CAREFUL, NUM_MIXED = 9000, 4000
-"""First mostly careful demonstrations, from which a model learns to write; then mixed ones, for bad habits."""
+"""First mostly careful demonstrations, which teach a model to write; then mixed ones, which teach it bad habits."""
 MIX = {"careful": 0.1, "stubborn": 0.45, "sloppy": 0.2, "quitter": 0.25}
-"""Shares of the habits in mixed demonstrations: to mend what failed, to write the same again, anything else, to give
-up. All but the careful mostly err at first."""
+"""Shares of the habits in mixed demonstrations: mend the failing program, write the same again, write anything else,
+give up. All but the careful mostly err at first."""
 SLIPS = (0.1, 0.95)
 """How often the careful and the others slip in their first program."""
 MISREADS = 0.8
-"""How often the careful first take an ambiguous task for what it does not mean, as from that they show how to mend."""
+"""How often the careful misread an ambiguous task at first, so that they can show how to mend it."""
 GIVEN_UP = "I give up."
 MAX_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A step of a task. meaning: which of the step's is meant."""
+    """A step of a task. meaning: the index of the meaning that applies."""
 
     step: Step
     constant: int
@@ -117,7 +117,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A function to write. kind: of its argument, n or xs. inputs: what tests call it with."""
+    """A function to write. kind: of its argument, n or xs. inputs: the arguments of its tests."""
 
     kind: str
     function: str
@@ -146,17 +146,17 @@ class Task:
         return {"text": self.text, "code": self.code, "test_list": self.tests, "num_shown": NUM_SHOWN}
 
     def readings(self) -> list[Task]:
-        """All that its words may mean."""
+        """All meanings that its words allow."""
         alike = [[replace(line, meaning=i) for i in range(len(line.step.meanings))] for line in self.lines]
         return [replace(self, lines=lines) for lines in product(*alike)]
 
     def results(self, code: str, inputs: Sequence[Any]) -> list[Any]:
-        """What `code` returns for each input; for one that it fails for, the exception. Code made of the steps above,
-        that is: what a model wrote runs in the sandbox."""
+        """The result of `code` for each input, or its exception. Only for code made of the steps above: a model's code
+        runs in the sandbox."""
         return [_result(_defined(code)[self.function], given) for given in inputs]
 
     def failure(self, code: str) -> str | None:
-        """What is wrong with `code` by the test that is shown, in the words of arl.rewards.unit_tests."""
+        """Why `code` fails the shown test, in the words of arl.rewards.unit_tests."""
         if code == GIVEN_UP:
             return "SyntaxError: invalid syntax (<answer>, line 1)"
         expected, found = (self.results(tried, self.inputs[:NUM_SHOWN])[0] for tried in (self.code, code))
@@ -165,7 +165,7 @@ class Task:
         return None if found == expected else f"AssertionError, where the last call gave {found!r}"
 
     def slip(self, rng: random.Random) -> str:
-        """Code that is wrong in one step: another one, or another constant."""
+        """Code that is wrong in one step: it has a different step or a different constant."""
         lines = list(self.lines)
         at = rng.randrange(len(lines))
         line = lines[at]
@@ -196,7 +196,7 @@ def _result(function: Callable[[Any], Any], given: Any) -> Any:
 
 
 def tasks(seed: int) -> Iterator[Task]:
-    """Different ones without end, of both kinds in turn, half of them ambiguous in one step."""
+    """An endless stream of different tasks, of both kinds in turn. Half of them are ambiguous in one step."""
     rng = random.Random(seed)
     known: set[str] = set()
     while True:
@@ -216,7 +216,7 @@ def _drawn(kind: str, rng: random.Random) -> Task:
 
 
 def _with_inputs(task: Task, rng: random.Random, tries: int = 10) -> Task | None:
-    """The task with inputs that it gives moderate results for, the first of which tells its meaning from the other."""
+    """The task with inputs that give moderate results. The first input tells the task's meaning from the other one."""
     for _ in range(tries):
         if task.kind == "n":
             inputs = tuple(rng.sample(INPUTS, NUM_TESTS))
@@ -239,7 +239,7 @@ def _is_moderate(output: Any) -> bool:
 
 
 def held_out(size: int) -> list[Row]:
-    """The tasks for evaluation: the same ones always."""
+    """The tasks for evaluation: always the same."""
     return _rows(HELD_OUT_SEED, size, ())
 
 
@@ -261,7 +261,7 @@ def _some(seed: int, size: int, excluded: Sequence[Example]) -> list[Task]:
 def lessons(prompt: Prompt, objection: Objection, excluded: Sequence[Example], seed: int) -> list[list[Demonstration]]:
     """For the warm start: careful demonstrations, then mixed ones; none is about an excluded task.
 
-    prompt: what the agent is told of a task. objection: what it is told of a test and what was wrong with it.
+    prompt: makes the agent's prompt for a task. objection: makes the message about a failing test.
     """
     rng = random.Random(seed)
     shown = _some(DEMONSTRATION_SEED + 1000 * seed, NUM_CAREFUL + NUM_MIXED, excluded)
@@ -278,7 +278,7 @@ def lessons(prompt: Prompt, objection: Objection, excluded: Sequence[Example], s
 
 
 def attempts(task: Task, habit: str, rng: random.Random) -> list[str]:
-    """What is written for a task, one after another, until the test that is shown passes or there have been enough."""
+    """The programs written for a task, in order, until the shown test passes or the attempts run out."""
     readings = [reading.code for reading in task.readings()]
     misread = [code for code in readings if code != task.code]
     if rng.random() < SLIPS[habit != "careful"]:
@@ -303,7 +303,7 @@ def fenced(code: str) -> str:
 
 
 def phrases() -> list[str]:
-    """The tokens of the tiny model's tokenizer: what stands around names and constants."""
+    """The tokens of the tiny model's tokenizer: the text around names and constants."""
     steps = [step for of_kind in KINDS.values() for group in of_kind for step in group]
     templates = [template for step in steps for template in (step.words, *step.meanings)]
     around = [literal for template in templates for literal, *_ in Formatter().parse(template) if len(literal) > 1]

@@ -3,13 +3,13 @@
     python examples/agents/math_agent.py
 
 builds a tiny model, warm-starts it on demonstrations, and trains it on reasoning-gym on two CPU cores in minutes. The
-same agent on a real model and data:
+same agent with a real model and data:
 
     python examples/agents/math_agent.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k \\
         --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
         --train.device cuda --train.dtype bfloat16 --run_dir runs/gsm8k
 
-Its episodes, read and scored without training:
+Read and score its episodes without training:
 
     arl try examples/agents/math_agent.py --n 4
     arl eval examples/agents/math_agent.py --n 8
@@ -53,7 +53,7 @@ CALCULATOR = Tool.from_function(calculator)
 
 
 class MathAgentConfig(ExperimentConfig):
-    """The math agent's settings, beside those of every run."""
+    """The math agent's settings, in addition to the settings of every run."""
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/quickstart",
@@ -68,14 +68,14 @@ class MathAgentConfig(ExperimentConfig):
     dataset: str = "reasoning-gym"
     """Columns `question` and `answer`: a dataset on the hub, a file or a directory; `reasoning-gym` makes its own."""
     eval_dataset: str | None = None
-    """Where held-out questions come from: a file, or a dataset's `test` split. Unset: `dataset`'s `test` split, or
-    the last num_held_out rows where that is a single file."""
+    """The dataset of held-out questions: a file, or a dataset's `test` split. Unset: `dataset`'s `test` split, or the
+    last num_held_out rows if `dataset` is a single file."""
     num_questions: PositiveInt = 4096
-    """How many training questions to make (reasoning-gym alone)."""
+    """How many training questions to make (reasoning-gym only)."""
     num_held_out: PositiveInt = 192
     """How many held-out questions to evaluate on, at most."""
     max_turns: PositiveInt = 6
-    """How often the agent may speak in an episode."""
+    """How many turns the agent may take in an episode."""
     max_new_tokens: PositiveInt = 1024
     """Tokens that each turn may have."""
     temperature: PositiveFloat = 1.0
@@ -84,7 +84,7 @@ class MathAgentConfig(ExperimentConfig):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MathAgent(RolloutWorkflow):
-    """Speaks until it answers without calling a tool; the answer's score is the reward."""
+    """Speaks until it answers without calling a tool. The answer's score is the reward."""
 
     tokenizer: PreTrainedTokenizerBase
     score: Callable[[str, Example], Awaitable[float]]
@@ -111,12 +111,12 @@ def prompt(question: str) -> list[dict[str, str]]:
 
 
 def answer_score(config: MathAgentConfig) -> Callable[[str, Example], Awaitable[float]]:
-    """1 where the last number of an answer is the right one."""
+    """1 if the last number of an answer is right."""
     return InlineReward(math_tasks.score) if config.dataset == "reasoning-gym" else NumericMatch()
 
 
 def questions(config: MathAgentConfig) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Training and held-out questions; none is in both."""
+    """Training and held-out questions. No question is in both."""
     if config.dataset == "reasoning-gym":
         held_out = math_tasks.held_out(config.num_held_out)
         return math_tasks.training(config.num_questions, held_out), held_out
@@ -126,7 +126,7 @@ def questions(config: MathAgentConfig) -> tuple[Sequence[Example], Sequence[Exam
 
 
 def tiny_model(directory: Path, held_out: Sequence[Example], seed: int) -> Path:
-    """A tiny model that was shown solutions, good and bad, of questions that are not held out."""
+    """A tiny model, warm-started on good and bad solutions of questions that are not held out."""
     return warm_start(directory, lambda: math_tasks.lessons(prompt, CALCULATOR, held_out, seed), seed=seed)
 
 

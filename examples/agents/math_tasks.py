@@ -27,13 +27,13 @@ GENERATORS: dict[str, dict[str, Any]] = {
 """reasoning-gym's generators and their parameters."""
 
 TURNS = ("simple_equations", "chain_sum", "gcd", "basic_arithmetic", "simple_equations", "products", "lcm")
-"""Whose question comes next, over and over: equations, which need two calls, twice as often as the others."""
+"""The order of generators, repeated. Equations need two calls, and come twice as often as the others."""
 
 HELD_OUT_SEED, TRAIN_SEED, DEMONSTRATION_SEED = 1_000_000_000, 2_000_000_000, 3_000_000_000
-"""reasoning-gym's item i of seed s is drawn from seed s + i, so the seeds lie far apart."""
+"""reasoning-gym draws item i of seed s from seed s + i, so the seeds lie far apart."""
 
 NUM_CAREFUL, NUM_MIXED = 16000, 2000
-"""First only careful demonstrations, from which a model learns to copy; then mixed ones, for bad habits."""
+"""First only careful demonstrations, which teach a model to copy; then mixed ones, which teach it bad habits."""
 
 MIX = (0.5, 0.1, 0.4)
 """Shares of guesses, slips and careful work in mixed demonstrations."""
@@ -43,7 +43,7 @@ Prompt = Callable[[str], list[dict[str, str]]]
 
 
 def held_out(size: int) -> list[Entry]:
-    """The questions for evaluation: the same ones always."""
+    """The questions for evaluation: always the same."""
     return _questions(HELD_OUT_SEED, size, frozenset())
 
 
@@ -53,7 +53,7 @@ def training(size: int, held_out: Sequence[Example], seed: int = TRAIN_SEED) -> 
 
 
 def score(answer: str, data: Example) -> float:
-    """What the question's own generator gives for the answer's last number, 0 to 1; 0 where there is none."""
+    """The score, 0 to 1, that the question's generator gives the answer's last number; 0 if it has no number."""
     number = last_number(answer)
     if number is None:
         return 0.0
@@ -83,7 +83,7 @@ def _generator(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What an agent did: the question, each expression it calculated with its result, and its answer."""
+    """An agent's work: the question, each expression that it calculated with its result, and its answer."""
 
     question: str
     calls: tuple[tuple[str, str], ...]
@@ -104,7 +104,8 @@ def lessons(prompt: Prompt, tool: Tool, excluded: Sequence[Example], seed: int) 
 
 
 def solutions(num_careful: int, num_mixed: int, excluded: Sequence[Example], seed: int = 0) -> list[Solution]:
-    """First `num_careful` of a careful teacher, then `num_mixed` of one who often guesses and sometimes errs."""
+    """First `num_careful` solutions of a careful teacher, then `num_mixed` of one who often guesses and sometimes
+    errs."""
     rng = random.Random(seed)
     entries = training(num_careful + num_mixed, excluded, DEMONSTRATION_SEED + seed * 100_000_000)
     habits = (_guess, _careless, lambda entry, _: solved(entry))
@@ -117,7 +118,7 @@ def _guess(entry: Entry, rng: random.Random) -> Solution:
 
 
 def solved(entry: Example) -> Solution:
-    """As a careful teacher does it."""
+    """The solution of a careful teacher."""
     calls: list[tuple[str, str]] = []
     for step in expressions(entry):
         expression = step.format(*(result for _, result in calls))
@@ -126,7 +127,7 @@ def solved(entry: Example) -> Solution:
 
 
 def _careless(entry: Entry, rng: random.Random) -> Solution:
-    """Goes wrong in one place: leaves out a digit of an expression, stops halfway, or misreads the result."""
+    """A solution with one mistake: leaves out a digit of an expression, stops halfway, or misreads the result."""
     done = solved(entry)
     slip = rng.choice(("expression", "halfway", "result"))
     if slip == "expression":
@@ -139,7 +140,7 @@ def _careless(entry: Entry, rng: random.Random) -> Solution:
 
 
 def _without_a_digit(text: str, rng: random.Random) -> str:
-    """One digit less, or another one where the number has but one."""
+    """The text with one digit less, or with another digit if the number has only one."""
     at = rng.choice([match.start() for match in re.finditer(r"\d", text)])
     single = not text[max(at - 1, 0) : at].isdigit() and not text[at + 1 : at + 2].isdigit()
     return text[:at] + (str(rng.randint(0, 9)) if single else "") + text[at + 1 :]
@@ -153,12 +154,12 @@ def _calculated(expression: str) -> str:
 
 
 def garbled(text: str, rng: random.Random, share: float) -> str:
-    """With that share of its digits drawn anew."""
+    """The text with that share of its digits replaced at random."""
     return re.sub(r"\d", lambda digit: str(rng.randint(0, 9)) if rng.random() < share else digit[0], text)
 
 
 def expressions(entry: Example) -> list[str]:
-    """What to calculate, call after call; {0} stands for the first call's result."""
+    """The expressions to calculate, one for each call. {0} stands for the first call's result."""
     metadata = entry["metadata"]
     match metadata["source_dataset"]:
         case "simple_equations":

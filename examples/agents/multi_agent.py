@@ -1,16 +1,16 @@
-"""Two agents in one episode: a solver answers, a checker accepts or rejects what it answered, and it may try again.
+"""Two agents in one episode: a solver answers, a checker accepts or rejects the answer, and the solver may try again.
 
     python examples/agents/multi_agent.py
 
-builds a tiny model that plays both, with a calculator each, warm-starts it, and trains both roles at once on two CPU
-cores in minutes. The solver is paid for right answers, the checker for right verdicts; advantages compare each with its
-like. The same pair on a real model and data:
+builds a tiny model that plays both agents, each with a calculator, warm-starts it, and trains both roles at once on two
+CPU cores in minutes. The solver is rewarded for right answers, the checker for right verdicts. Advantages compare each
+only with its own role. The same pair with a real model and data:
 
     python examples/agents/multi_agent.py --model Qwen/Qwen3-0.6B --dataset openai/gsm8k \\
         --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
         --train.device cuda --train.dtype bfloat16 --run_dir runs/gsm8k_pair
 
-Their episodes, read and scored without training:
+Read and score their episodes without training:
 
     arl try examples/agents/multi_agent.py --n 4
     arl eval examples/agents/multi_agent.py --n 8
@@ -49,7 +49,7 @@ CHECKER = "Check the answer. You may use the calculator. End with one word: ACCE
 
 
 class MultiAgentConfig(MathAgentConfig):
-    """The pair's settings, beside those of the math agent and of every run."""
+    """The pair's settings, in addition to the math agent's and the settings of every run."""
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         **MathAgentConfig.tiny_settings,
@@ -62,12 +62,12 @@ class MultiAgentConfig(MathAgentConfig):
     }
 
     max_attempts: PositiveInt = 2
-    """How often the solver may answer."""
+    """How many times the solver may answer."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SolverAndChecker(SolverCheckerWorkflow):
-    """Both may calculate before they speak. max_turns: how often each may speak before it has answered."""
+    """Both may calculate before they answer. max_turns: how many turns each may take for an answer."""
 
     max_turns: int = 6
 
@@ -96,7 +96,7 @@ def pair(config: MultiAgentConfig, tokenizer: PreTrainedTokenizerBase) -> Solver
 
 
 def questions(config: MultiAgentConfig) -> tuple[Sequence[Example], Sequence[Example]]:
-    """The math agent's; of reasoning-gym's, those that take one calculation."""
+    """The math agent's questions; from reasoning-gym, only questions of one calculation."""
     training, held_out = math_agent.questions(config)
     if config.dataset != "reasoning-gym":
         return training, held_out

@@ -13,20 +13,20 @@ from warm_start import Demonstration, tool_call
 from arl import Example, SolverCheckerWorkflow, Tool
 
 NUM_CAREFUL, NUM_MIXED = 6000, 1500
-"""Demonstrations of each role: careful ones, from which a model learns to copy; then mixed ones, with bad habits."""
+"""Demonstrations of each role: careful ones, which teach a model to copy; then mixed ones, with bad habits."""
 
 SHARE_HASTY = (0.15, 0.85)
-"""Of both: how many solvers guess, and how many checkers do. Some do from the start, since it is from a guess that was
-rejected that trying again is learned."""
+"""The share of guesses in the first and the second lesson, for both roles. Some solvers guess from the start, since
+rejected guesses teach the model to try again."""
 
 
 def short(entries: Sequence[Example]) -> list[Example]:
-    """Those that take one calculation, which all but equations do."""
+    """The questions that take one calculation: all but equations."""
     return [entry for entry in entries if entry["metadata"]["source_dataset"] != "simple_equations"]
 
 
 class Teacher:
-    """Demonstrates both roles, with the words that the workflow puts between them."""
+    """Demonstrates both roles, with the workflow's messages between them."""
 
     def __init__(self, agents: SolverCheckerWorkflow, tool: Tool, excluded: Sequence[Example], seed: int) -> None:
         self._agents = agents
@@ -51,7 +51,7 @@ class Teacher:
         return self._shown(self._agents.messages(entry), *self._calculated(expression), said(solved(entry)))
 
     def hasty_solver(self, entry: Example) -> Demonstration:
-        """Answers at once; calculates where it was rejected."""
+        """Answers at once, and calculates after a rejection."""
         guess = math_tasks.garbled(solved(entry), self._rng, 0.7)
         guessed = (self._agents.messages(entry), said(guess))
         if guess == solved(entry):
@@ -61,7 +61,7 @@ class Teacher:
         return self._shown(*guessed, rejected, *self._calculated(expression), said(solved(entry)))
 
     def careful_checker(self, entry: Example) -> Demonstration:
-        """Subtracts the answer from what it should be: what is left of a right one is 0."""
+        """Subtracts the answer from the right one; a difference of 0 means that it is right."""
         first, second = self._proposed(entry), self._proposed(entry)
         checked = (self._asked(entry, first, 0), *self._checked(entry, first))
         if first == solved(entry):
@@ -69,7 +69,7 @@ class Teacher:
         return self._shown(*checked, self._asked(entry, second, 1), *self._checked(entry, second))
 
     def hasty_checker(self, entry: Example) -> Demonstration:
-        """Says one thing or the other."""
+        """Accepts or rejects at random."""
         return self._shown(self._asked(entry, self._proposed(entry), 0), verdict(self._rng.random() < 0.5))
 
     def _proposed(self, entry: Example) -> str:

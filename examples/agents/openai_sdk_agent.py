@@ -1,20 +1,21 @@
-"""A program written with openai-agents, trained as it is: the order desk of order_desk.py.
+"""Trains a program written with openai-agents without changing it: the order desk of order_desk.py.
 
     python examples/agents/openai_sdk_agent.py
 
-builds a tiny model, warm-starts it on demonstrations, and trains it behind the desk on two CPU cores in minutes: its
-calls go to an endpoint that looks like OpenAI's, and records the tokens of each. The same desk with a real model:
+builds a tiny model, warm-starts it on demonstrations, and trains it behind the desk on two CPU cores in minutes. The
+desk's calls go to an endpoint that looks like OpenAI's and records the tokens of each call. The same desk with a real
+model:
 
     python examples/agents/openai_sdk_agent.py --model Qwen/Qwen3-0.6B \\
         --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
         --train.device cuda --train.dtype bfloat16 --run_dir runs/orders
 
-Its episodes, read and scored without training:
+Read and score its episodes without training:
 
     arl try examples/agents/openai_sdk_agent.py --n 4
     arl eval examples/agents/openai_sdk_agent.py --n 8
 
-To train a program of your own, put its call into `program`, and questions with answers into `questions`.
+To train your own program, put its call into `program`, and questions with answers into `questions`.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from arl import (
 from arl.rewards import NumericMatch
 
 SHARES = {"demonstrations": 0.6, "training": 0.35, "held_out": 0.05}
-"""What part of the shop's orders is for which questions."""
+"""The share of the shop's orders for each set of questions."""
 
 NUM_CAREFUL, NUM_MIXED = 5200, 800
-"""First only careful demonstrations, from which a model learns to copy; then mixed ones, for bad habits."""
+"""First only careful demonstrations, which teach a model to copy; then mixed ones, which teach it bad habits."""
 MIX = {"guess": 0.45, "halfway": 0.25, "careful": 0.3}
-"""Shares of the habits in mixed demonstrations: to answer at once, to guess once the order is found, neither."""
+"""Shares of the habits in mixed demonstrations: answer at once, guess once the order is found, neither."""
 
 
 class OpenAISDKAgentConfig(ExperimentConfig):
-    """The settings of training the desk, beside those of every run."""
+    """The settings for training the desk, in addition to the settings of every run."""
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/openai_sdk_agent",
@@ -69,14 +70,14 @@ class OpenAISDKAgentConfig(ExperimentConfig):
     num_held_out: PositiveInt = 96
     """How many held-out questions to evaluate on, at most."""
     max_new_tokens: PositiveInt = 1024
-    """Tokens that each turn may have, where the program does not say."""
+    """Tokens that each turn may have, if the program does not say."""
     temperature: PositiveFloat = 1.0
-    """The temperature that turns are sampled at, where the program does not say."""
+    """The temperature that turns are sampled at, if the program does not say."""
 
 
 async def program(base_url: str, api_key: str, data: Example) -> str:
-    """All that the desk needs to be trained: where its model is, and with which key. The SDK's providers share their
-    connections; a client of its own for each episode would cost more than its calls."""
+    """To be trained, the desk needs only the URL of its model and a key. The SDK's providers share their connections; a
+    new client for each episode would cost more than its calls."""
     return await reply(data["question"], OpenAIProvider(base_url=base_url, api_key=api_key))
 
 
@@ -91,7 +92,7 @@ def prepare(config: OpenAISDKAgentConfig) -> Setup:
 
 
 def tiny_model(config: OpenAISDKAgentConfig) -> Path:
-    """A tiny model that was shown what others did, good and bad, with orders that no question is about."""
+    """A tiny model, warm-started on good and bad conversations about orders that no question is about."""
 
     def demonstrations() -> list[list[Demonstration]]:
         return lessons(config.seed)
@@ -102,7 +103,7 @@ def tiny_model(config: OpenAISDKAgentConfig) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of question about an order. call: what to ask when the order is found, and what is answered."""
+    """A kind of question about an order. call: the tool call to make once the order is found, and the answer."""
 
     question: str
     call: Callable[[Order], tuple[str, str]]
@@ -125,7 +126,7 @@ KINDS = (
 
 @cache
 def questions(region: str) -> list[dict[str, Any]]:
-    """Those about the orders of a region, shuffled; no order is in two regions."""
+    """The questions about the orders of a region, shuffled. No order is in two regions."""
     numbers = list(shop().orders)
     random.Random(1).shuffle(numbers)
     begin = 0.0
@@ -145,7 +146,7 @@ def _row(kind: int, number: int) -> dict[str, Any]:
 
 
 def lessons(seed: int) -> list[list[Demonstration]]:
-    """What the tiny model is shown before it is trained, in the messages that the SDK sends."""
+    """The tiny model's demonstrations, in the messages that the SDK sends."""
     rng = random.Random(seed)
     rows = questions("demonstrations")
     by_kind = [[row for row in rows if row["kind"] == kind] for kind in range(len(KINDS))]
@@ -171,7 +172,7 @@ def demonstration(row: Mapping[str, Any], habit: str, guess: str) -> Demonstrati
 
 @cache
 def tools() -> tuple[Tool, ...]:
-    """The desk's, as its model is shown them."""
+    """The desk's tools, as its model sees them."""
     return tuple(
         Tool.from_schema(
             tool.on_invoke_tool, name=tool.name, description=tool.description, parameters=tool.params_json_schema
@@ -182,8 +183,8 @@ def tools() -> tuple[Tool, ...]:
 
 
 def phrases() -> list[str]:
-    """Tokens of the tiny model's tokenizer: names, what stands around them, and pairs of digits, of which numbers are
-    fewer to copy."""
+    """The tokens of the tiny model's tokenizer: names, the text around them, and pairs of digits, since a number then
+    has fewer tokens to copy."""
     calls = (
         tool_call("find_order", number=0),
         tool_call("price", item="|", quantity=0),

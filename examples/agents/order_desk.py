@@ -2,7 +2,7 @@
 
     answer = await reply("What does order 4821 cost?", OpenAIProvider())
 
-It knows nothing of training; openai_sdk_agent.py trains it as it is.
+It has no training code; openai_sdk_agent.py trains it without changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_QUANTITY = 9
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is sent, and where to."""
+    """The items of an order, and the city that they go to."""
 
     item: str
     quantity: int
@@ -36,7 +36,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Shop:
-    """prices: of one of each item. days: how long a parcel takes to each city. orders: by their numbers."""
+    """prices: item -> price of one. days: city -> days that a parcel takes. orders: number -> order."""
 
     prices: dict[str, int]
     days: dict[str, int]
@@ -45,7 +45,7 @@ class Shop:
 
 @cache
 def shop() -> Shop:
-    """The shop's books: always the same."""
+    """The shop's data: always the same."""
     rng = random.Random(5)
     items = [f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS]
     orders = {
@@ -86,7 +86,7 @@ DESK = Agent(
 
 
 async def reply(question: str, provider: OpenAIProvider, max_turns: int = 6) -> str:
-    """What the desk answers, by the provider's default model."""
+    """The desk's answer, from the provider's default model."""
     run = await Runner.run(
         DESK,
         question,

@@ -3,15 +3,15 @@
     python examples/agents/search_agent.py
 
 builds a tiny model and an invented encyclopedia, serves the encyclopedia's BM25 index over HTTP, and trains the model
-on questions that take two searches, on two CPU cores in minutes. The same agent on a real model and HotpotQA:
+on questions that take two searches, on two CPU cores in minutes. The same agent with a real model and HotpotQA:
 
     python examples/agents/search_agent.py --model Qwen/Qwen3-0.6B --dataset hotpotqa/hotpot_qa --subset distractor \\
         --eval_split validation --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
         --train.device cuda --train.dtype bfloat16 --run_dir runs/hotpotqa
 
-or on a file of that format (`--dataset hotpot_train.jsonl`). What is searched are the paragraphs that come with the
-questions, or whatever a running server has: `--search_url http://127.0.0.1:8000` (search_server.py has the protocol).
-Its episodes, read and scored without training:
+It also takes a file of that format (`--dataset hotpot_train.jsonl`). The agent searches the paragraphs that come with
+the questions, or the corpus of a running server: `--search_url http://127.0.0.1:8000` (search_server.py has the
+protocol). Read and score its episodes without training:
 
     arl try examples/agents/search_agent.py --n 4
     arl eval examples/agents/search_agent.py --n 8
@@ -56,7 +56,7 @@ GENERATED = "generated"
 
 
 class SearchAgentConfig(ExperimentConfig):
-    """The search agent's settings, beside those of every run."""
+    """The search agent's settings, in addition to the settings of every run."""
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/search",
@@ -75,18 +75,19 @@ class SearchAgentConfig(ExperimentConfig):
     subset: str | None = None
     """Which configuration of a dataset on the hub."""
     eval_dataset: str | None = None
-    """Where held-out questions come from. Unset: `dataset`'s eval_split, or its last num_held_out rows where it is a
+    """The dataset of held-out questions. Unset: `dataset`'s eval_split, or the last num_held_out rows if `dataset` is a
     single file."""
     eval_split: str = "test"
     """The split of held-out questions."""
     num_held_out: PositiveInt = 192
     """How many held-out questions to evaluate on, at most."""
     search_url: str | None = None
-    """A running search server. Unset: the agent serves an index over all documents that come with the questions."""
+    """The URL of a running search server. Unset: the agent serves an index of all documents that come with the
+    questions."""
     topk: PositiveInt = 3
     """How many documents each search returns."""
     max_turns: PositiveInt = 6
-    """How often the agent may speak in an episode."""
+    """How many turns the agent may take in an episode."""
     max_new_tokens: PositiveInt = 1024
     """Tokens that each turn may have."""
     temperature: PositiveFloat = 1.0
@@ -98,7 +99,7 @@ class SearchAgent(ToolAgentWorkflow):
     """Searches until it answers without calling the tool."""
 
     def answer(self, turn) -> str:
-        """Without the model's thinking."""
+        """The turn's text without the model's thinking."""
         return turn.text.rpartition("</think>")[2].strip()
 
     async def ascore_episode(self, episode) -> Score:
@@ -108,7 +109,7 @@ class SearchAgent(ToolAgentWorkflow):
 
 
 class SearchTool(AbstractAsyncContextManager["list[Tool]"]):
-    """The engine as a tool of the agent, open as long as the agent is."""
+    """The search engine as a tool, open as long as the agent."""
 
     def __init__(self, engine: SearchEngine, topk: int) -> None:
         self._engine, self._topk = engine, topk
@@ -135,19 +136,19 @@ def shown(documents: Iterable[Document]) -> str:
 
 
 def answer_score(answer: str, data: Example) -> Score:
-    """F1 is the reward; whether it is the very answer is logged beside it."""
+    """The reward is F1. Whether the answer matches exactly is logged too."""
     is_exact = words(answer) == words(data["answer"])
     return Score(f1(answer, data["answer"]), metrics={"exact_match": float(is_exact)})
 
 
 def words(text: str) -> list[str]:
-    """As SQuAD's and HotpotQA's scores compare answers: lower case, without punctuation and articles."""
+    """The words that SQuAD's and HotpotQA's scores compare: lower case, without punctuation and articles."""
     bare = "".join(char for char in text.lower() if char not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
 
 def f1(answer: str, reference: str) -> float:
-    """How far the words of both agree, 0 to 1, as HotpotQA scores it: yes and no are right or wrong."""
+    """The agreement of the words of both, 0 to 1, as HotpotQA scores it: yes and no are right or wrong."""
     given, expected = words(answer), words(reference)
     common = sum((Counter(given) & Counter(expected)).values())
     is_all_or_nothing = any(side in (["yes"], ["no"], ["noanswer"]) for side in (given, expected))
@@ -157,14 +158,14 @@ def f1(answer: str, reference: str) -> float:
 
 
 def found(data: Example, read: str) -> dict[str, float]:
-    """The share of the supporting entries that were among the results, where the question names them."""
+    """The share of the supporting entries among the search results, if the question names them."""
     facts = data.get("supporting_facts") or []
     titles = set(facts["title"] if isinstance(facts, Mapping) else (title for title, _ in facts))
     return {"supporting_found": sum(f"{title}: " in read for title in titles) / len(titles)} if titles else {}
 
 
 def questions(config: SearchAgentConfig) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Training and held-out questions; the generated ones are about different things."""
+    """Training and held-out questions. Generated ones are about different things."""
     if config.dataset == GENERATED:
         return search_tasks.questions("training"), search_tasks.questions("held_out")[: config.num_held_out]
     columns = ("question", "answer") if config.search_url else ("question", "answer", "context")
@@ -184,7 +185,8 @@ def documents(rows: Iterable[Example]) -> list[Document]:
 
 
 def paragraphs(context: Any) -> list[Document]:
-    """HotpotQA's own files have [title, sentences] pairs; its dataset on the hub has a list of each, as for facts."""
+    """HotpotQA's own files have [title, sentences] pairs; its dataset on the hub has a list of titles and a list of
+    sentences, as for facts."""
     try:
         pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
         return [Document(title, "".join(sentences).strip()) for title, sentences in pairs]
@@ -213,7 +215,7 @@ def prepare(config: SearchAgentConfig) -> Setup:
 
 
 def tiny_model(config: SearchAgentConfig, tool: Tool) -> Path:
-    """A tiny model that was shown searches, good and bad, in a part of the encyclopedia that no question is about."""
+    """A tiny model, warm-started on good and bad searches in a part of the encyclopedia that no question is about."""
 
     def lessons() -> list[list[Demonstration]]:
         index = Index(search_tasks.documents())

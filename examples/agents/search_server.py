@@ -1,15 +1,16 @@
-"""A search engine: BM25 over a corpus, its HTTP server, and the client that agents search with.
+"""A search engine: BM25 over a corpus, its HTTP server, and a client for agents.
 
     python examples/agents/search_server.py --corpus corpus.jsonl --port 8100
 
 serves a corpus of one document a line, {"title": ..., "text": ...}. The API is that of Search-R1's retrieval server, so
-that either may stand in the other's place:
+either can replace the other:
 
     POST /retrieve   {"queries": ["Mira Tovel"], "topk": 2, "return_scores": true}
     200              {"result": [[{"document": {"id": "7", "contents": "\\"Mira Tovel\\"\\na painter"}, "score": 7.1}]]}
     400              {"error": "what is wrong with the request"}
 
-A query's documents come best first; there are fewer than topk (3 where it is not named) when fewer have a word of it.
+A query's documents come best first. topk is 3 if it is not given. A query returns fewer documents if fewer share a word
+with it.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Document:
 
 
 class Index:
-    """BM25 over titles and texts; a title counts twice, so that what is about a thing precedes what mentions it."""
+    """BM25 over titles and texts. A title counts twice, so that a document about a thing precedes mentions of it."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        """Raises ArlError when there are no documents, or none has a word."""
+        """Raises ArlError if there are no documents, or if none has a word."""
         self.documents = documents
         texts = [_words(f"{document.title}\n{document.title}\n{document.text}") for document in documents]
         if not any(texts):
@@ -57,7 +58,8 @@ class Index:
         self._bm25.index(texts, show_progress=False)
 
     def search(self, query: str, topk: int) -> list[tuple[int, float]]:
-        """(number of the document, score), best first: those that share a word with the query, at most `topk`."""
+        """(number of the document, score), best first, for at most `topk` documents that share a word with the
+        query."""
         words = _words(query)
         numbers, scores = self._bm25.retrieve([words], k=min(topk, len(self.documents)), show_progress=False)
         return [(int(number), float(score)) for number, score in zip(numbers[0], scores[0], strict=True) if score > 0]
@@ -73,9 +75,9 @@ def _words(text: str) -> list[str]:
 
 @asynccontextmanager
 async def serve(index: Index, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """The URL of a server for the index, which runs in this event loop and searches on threads. port 0: any free one.
+    """Serve the index in this event loop, with searches on threads, and yield the server's URL. port 0: any free port.
 
-    Raises ArlError when the port is taken.
+    Raises ArlError if the port is taken.
     """
 
     async def retrieve(request: web.Request) -> web.Response:
@@ -121,7 +123,7 @@ def _document(index: Index, number: int, score: float, with_scores: bool) -> dic
 
 
 class SearchEngine:
-    """Searches over HTTP, once it is entered: the server at `url`, or one of its own over `index`."""
+    """Searches over HTTP within `async with`: asks the server at `url`, or starts a server for `index`."""
 
     def __init__(self, *, url: str | None = None, index: Index | None = None, timeout_s: float = 30.0) -> None:
         if (url is None) == (index is None):
@@ -145,7 +147,7 @@ class SearchEngine:
         await self._opened.aclose()
 
     async def search(self, query: str, topk: int) -> list[Document]:
-        """The best documents, best first. Raises ArlError when the server is away or does not do as it should."""
+        """The best documents, best first. Raises ArlError if the server is gone or its answer is malformed."""
         if self._session is None:
             raise ArlError("the search engine is not open; search within `async with`")
         asked = {"queries": [query], "topk": topk, "return_scores": True}

@@ -1,10 +1,10 @@
 """The search agent's tasks: an invented world to look things up in, questions of two hops, and demonstrations.
 
-The world has works, people and places, each with an entry of one or two facts. It falls into regions whose facts
-never lead out of them: one for questions to train on, one for held-out questions, one for demonstrations. All regions
-are in one corpus, where their entries get in each other's way: names share their parts.
+The world has works, people and places, each with an entry of one or two facts. It has three regions: one for training
+questions, one for held-out questions, and one for demonstrations. Facts never lead from one region to another. All
+regions are in one corpus, where names share parts, so that a search also finds entries of other regions.
 
-Names are made so that a model of a million parameters can copy them: of two parts, each a token of its tokenizer.
+A name has two parts, each one token of the tokenizer, so that a model of a million parameters can copy it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Prompt = Callable[[str], list[dict[str, str]]]
 
 SEED = 20
 SHARES = {"demonstrations": 0.55, "training": 0.35, "held_out": 0.1}
-"""The regions, and what share of all names each has."""
+"""The regions, and the share of all names in each."""
 
 NUM_CAREFUL, NUM_MIXED = 14000, 1600
-"""First only careful demonstrations, from which a model learns to copy; then mixed ones, for bad habits."""
+"""First only careful demonstrations, which teach a model to copy; then mixed ones, which teach it bad habits."""
 
 MIX = {"guess": 0.45, "halfway": 0.25, "careful": 0.3}
-"""Shares of the habits in mixed demonstrations: to answer at once, to take the first search for the last, neither."""
+"""Shares of the habits in mixed demonstrations: answer at once, answer after the first search, neither."""
 
 WORKS = ("a novel by {author}", "a poem by {author}", "a play by {author}")
 PEOPLE = ("a painter born in {place}, taught by {teacher}", "a writer born in {place}, taught by {teacher}")
@@ -45,7 +45,7 @@ def _listed(words: str) -> list[str]:
 
 
 def _syllables(*alternatives: str, size: int) -> list[str]:
-    """`size` words of one letter of each alternative, spread over all there are."""
+    """`size` words, each with one piece of each alternative, spread over all combinations."""
     words = ["".join(letters) for letters in product(*alternatives)]
     return random.Random(SEED).sample(words, size)
 
@@ -89,7 +89,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """name: what the entry is about. facts: relation -> name."""
+    """name: the subject of the entry. facts: relation -> name."""
 
     kind: str
     name: str
@@ -103,7 +103,7 @@ class Entry:
 
 @cache
 def world() -> dict[str, dict[str, Entry]]:
-    """Region -> name -> entry: always the same."""
+    """The world, always the same: region -> name -> entry."""
     rng = random.Random(SEED)
     names = {
         "work": [f"{adjective} {noun}" for adjective in ADJECTIVES for noun in NOUNS],
@@ -144,7 +144,7 @@ def documents() -> list[Document]:
 
 
 def questions(region: str) -> list[Row]:
-    """All questions about a region, in HotpotQA's form, shuffled: question, answer, and whose entries lead to it."""
+    """All questions about a region, in HotpotQA's form, shuffled: question, answer, and the entries that lead to it."""
     entries = world()[region]
     rows = [
         _row(kind, entry, entries) for entry in entries.values() for kind in KINDS if kind.starts_from == entry.kind
@@ -163,9 +163,9 @@ def _row(kind: Kind, start: Entry, entries: dict[str, Entry]) -> Row:
 
 
 def lessons(prompt: Prompt, tool: Tool, search: Callable[[str], str], seed: int) -> list[list[Demonstration]]:
-    """For the warm start: careful demonstrations, then mixed ones, about a region of their own.
+    """For the warm start: careful demonstrations, then mixed ones, about a separate region.
 
-    search: what the tool returns for a query.
+    search: returns the tool's result for a query.
     """
     rng = random.Random(seed)
     rows = questions("demonstrations")
@@ -184,7 +184,7 @@ def lessons(prompt: Prompt, tool: Tool, search: Callable[[str], str], seed: int)
 
 
 def _done(habit: str, row: Row, other: Row) -> tuple[list[str], str]:
-    """What is searched for, and what is answered. other: some other question."""
+    """The queries and the answer. other: some other question."""
     queries = [title for title, _ in row["supporting_facts"]]
     match habit:
         case "guess":
@@ -195,7 +195,7 @@ def _done(habit: str, row: Row, other: Row) -> tuple[list[str], str]:
 
 
 def phrases() -> list[str]:
-    """The tokens of the tiny model's tokenizer: the parts of names, and the words around them."""
+    """The tokens of the tiny model's tokenizer: parts of names, and the words around them."""
     templates = (*(f"{{title}}: {text}" for text in (*WORKS, *PEOPLE, *PLACES)), *(kind.question for kind in KINDS))
     around = [literal for template in templates for literal, *_ in Formatter().parse(template) if len(literal) > 1]
     return [*dict.fromkeys(around), *tool_call("search", query="|").split("|"), *NAME_PARTS]

@@ -1,15 +1,15 @@
-"""An environment of verifiers, trained as it is: its tasks, its rollouts, its rewards.
+"""Trains in an environment of verifiers, with its tasks, rollouts and rewards.
 
     python examples/agents/verifiers_env.py
 
 builds a tiny model, warm-starts it on demonstrations, and trains it in the environment of backwards_env.py on two CPU
-cores in minutes. Any environment that is installed, with a real model:
+cores in minutes. The same with any installed environment and a real model:
 
     python examples/agents/verifiers_env.py --model Qwen/Qwen3-0.6B --env '{"taskset": {"id": "gsm8k-v1"}}' \\
         --engine.kind sglang --engine.addresses http://127.0.0.1:30000 \\
         --train.device cuda --train.dtype bfloat16 --run_dir runs/gsm8k_env
 
-Its episodes, read and scored without training:
+Read and score its episodes without training:
 
     arl try examples/agents/verifiers_env.py --n 4
     arl eval examples/agents/verifiers_env.py --n 8
@@ -37,14 +37,14 @@ from arl import (
 )
 
 NUM_CAREFUL, NUM_MIXED = 10000, 1000
-"""First only careful demonstrations, from which a model learns to spell; then mixed ones, for bad habits."""
+"""First only careful demonstrations, which teach a model to spell; then mixed ones, which teach it bad habits."""
 CARE = 0.3
 """The share of careful work in mixed demonstrations."""
 DEMONSTRATION_SEED = 1
 
 
 class VerifiersEnvConfig(ExperimentConfig):
-    """The settings of training in an environment, beside those of every run."""
+    """The settings for training in an environment, in addition to the settings of every run."""
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {
         "run_dir": "runs/verifiers_env",
@@ -56,12 +56,12 @@ class VerifiersEnvConfig(ExperimentConfig):
     }
 
     env: dict[str, Any] = Field(default={"taskset": {"id": "backwards_env"}})
-    """A config of verifiers': {"taskset": {"id": NAME}, ...}. NAME is an installed environment's. Agents run in this
-    process unless the config says otherwise."""
+    """A verifiers config: {"taskset": {"id": NAME}, ...}. NAME is the name of an installed environment. Agents run in
+    this process unless the config says otherwise."""
     num_tasks: PositiveInt = 1024
-    """How many of the environment's tasks to train on: the first."""
+    """How many of the environment's first tasks to train on."""
     num_held_out: PositiveInt = 96
-    """How many of the tasks after them to evaluate on."""
+    """How many of the tasks after these to evaluate on."""
     max_new_tokens: PositiveInt = 1024
     """Tokens that each turn may have."""
     temperature: PositiveFloat = 1.0
@@ -80,7 +80,7 @@ def prepare(config: VerifiersEnvConfig) -> Setup:
 
 
 def lessons(seed: int) -> list[list[Demonstration]]:
-    """What the tiny model is shown before it is trained: words spelled backwards, at first always with care."""
+    """The tiny model's demonstrations: words spelled backwards, at first always with care."""
     rng = random.Random(seed)
     shown = list(islice(words(DEMONSTRATION_SEED, 4, 6), NUM_CAREFUL + NUM_MIXED))
     careful = [spelling(word, rng, care=1.0) for word in shown[:NUM_CAREFUL]]
@@ -88,7 +88,7 @@ def lessons(seed: int) -> list[list[Demonstration]]:
 
 
 def spelling(word: str, rng: random.Random, care: float) -> Demonstration:
-    """Right at once, or at the second try, or not at all, as care goes."""
+    """A spelling that is right at once, at the second try, or never. care: how likely each try is right."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question(word)}]
     for _ in range(2):
         is_right = rng.random() < care
@@ -100,7 +100,7 @@ def spelling(word: str, rng: random.Random, care: float) -> Demonstration:
 
 
 def slip(word: str, rng: random.Random) -> str:
-    """The word with one letter left out, or another in its place."""
+    """The word with one letter left out or replaced."""
     at = rng.randrange(len(word))
     return word[:at] + rng.choice(["", rng.choice(ascii_lowercase)]) + word[at + 1 :]
 

@@ -1,6 +1,6 @@
 """The examples' tiny model: made from a config, then fine-tuned on demonstrations until it is a mediocre agent.
 
-An example demonstrates whole conversations; what their assistant says is learned, and all else is only read:
+An example demonstrates whole conversations. The model learns the assistant's words, and only reads the rest:
 
     def lessons() -> list[list[Demonstration]]:
         shown = [{"role": "user", "content": "2 + 2 = ?"}, {"role": "assistant", "content": "4"}]
@@ -38,15 +38,15 @@ from arl import (
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=4, num_heads=4, num_kv_heads=4)
 _SEPARATOR = re.compile(r"(<\|\w+\|>|</?\w+>|\d| [-+*/=] |\b[a-z]\b|[-+*/=().])")
-"""What stays out of phrases, so that it is copied by itself: tags, digits, operators and single letters."""
+"""Tags, digits, operators and single letters stay out of phrases, so that the model copies them one by one."""
 NUM_LOOKED_AT = 1000
-"""How many demonstrations of each lesson the tokenizer's phrases are taken from."""
+"""The tokenizer's phrases come from this many demonstrations of each lesson."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A conversation to learn from. messages: as chat templates take them; the assistant's are to be imitated, word
-    for word as in their `content`, tool calls as text (`tool_call`). tools: what the model is shown of tools."""
+    """A conversation to learn from. messages: as chat templates take them. The model imitates the `content` of the
+    assistant's messages word for word, with tool calls as text (`tool_call`). tools: the tools that the model sees."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Tool] = ()
@@ -63,13 +63,13 @@ def warm_start(
     lr: float = 1e-3,
     num_threads: int = 2,
 ) -> Path:
-    """Write the warm-started model to `directory`, and return it; done before, it is used as it is.
+    """Write the warm-started model to `directory`, and return its path. A model that is already there is reused.
 
-    lessons: makes demonstrations, asked only where there is no model yet. They are learned one lesson after another:
-    careful ones first, say, from which it learns to copy, then mixed ones, from which it learns bad habits. lr: of the
-    first steps, each of `batch_size` demonstrations; at the end of the last lesson it is a tenth of it.
-    phrases: one token each, beside every opening (system message and tools) and what recurs in the demonstrations.
-    num_threads: more than there are free cores make it slower, not faster: they wait for each other.
+    lessons: makes demonstrations; called only if there is no model yet. The lessons are learned one after another:
+    first careful ones, say, which teach the model to copy, then mixed ones, which teach it bad habits. lr: the learning
+    rate of the first steps, each of `batch_size` demonstrations; it falls to a tenth by the end of the last lesson.
+    phrases: become one token each, as do every opening (system message and tools) and recurring phrases of the
+    demonstrations. num_threads: more threads than free cores make it slower, since they wait for each other.
     """
     if directory.exists():
         return directory
@@ -101,14 +101,14 @@ def warm_start(
 
 
 def tool_call(name: str, **arguments: object) -> str:
-    """A call as Qwen's and Hermes' models write it."""
+    """A call in the format of Qwen and Hermes."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def demonstrated(
     demonstration: Demonstration, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """The token ids of a demonstration, and which of them are the model's to learn."""
+    """The token ids of a demonstration, and a mask of the tokens to learn."""
     conversation = Conversation(tokenizer, [], tools=demonstration.tools)
     for message in demonstration.messages:
         if message["role"] == "assistant":
@@ -119,7 +119,7 @@ def demonstrated(
 
 
 def _phrases(lessons: Sequence[Sequence[Demonstration]]) -> list[str]:
-    """What the tokenizer takes as one token: every opening, and what recurs in what is said after it."""
+    """The phrases that become one token each: every opening, and frequent phrases of the text after it."""
     looked_at = list(chain.from_iterable(islice(lesson, NUM_LOOKED_AT) for lesson in lessons))
     said = (m["content"] for demonstration in looked_at for m in demonstration.messages if m["role"] != "system")
     return [*dict.fromkeys(opening for opening in map(_opening, looked_at) if opening), *frequent_phrases(said)]
@@ -136,7 +136,7 @@ def frequent_phrases(texts: Iterable[str], min_share: float = 0.01) -> tuple[str
 
 
 def _opening(demonstration: Demonstration) -> str:
-    """The system's turn, with the tools, without the tokens that begin and end it; empty where there is none."""
+    """The system's turn, with the tools, without the tokens that begin and end it; empty if there is none."""
     tokenizer = tiny_tokenizer()
     first = Conversation(tokenizer, demonstration.messages[:1], tools=demonstration.tools)
     text = str(tokenizer.decode(list(first.token_ids)))
