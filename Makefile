@@ -9,6 +9,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 GPU_VENV ?= .venv-gpu
 GPU_STAMP := $(GPU_VENV)/.installed
 # pip's progress in a terminal; elsewhere nothing but errors.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
 .PHONY: quickstart test test-slow test-sglang test-gpu bubblewrap lint format clean

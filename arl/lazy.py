@@ -26,4 +26,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *found})
+    def names() -> list[str]:
+        return sorted({*found, *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
+
+    return get, names

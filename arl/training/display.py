@@ -121,7 +121,7 @@ class Display:
             self._live.start()
 
     def _render(self) -> Group:
-        table = Table(box=None, header_style="bold")
+        table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))  # fits into 80 columns
         for column in COLUMNS:
             table.add_column(column, justify="right")
         for row in tuple(self._rows):

@@ -59,6 +59,14 @@ def test_a_terminal_shows_the_newest_steps_and_how_many_are_left(terminal: Displ
     assert "28 of 29" in said(terminal)
 
 
+def test_the_table_fits_into_80_columns() -> None:
+    narrow = Display(1000, Console(file=StringIO(), width=80, height=24, force_terminal=True))
+    narrow.step(stats(999))
+    narrow.close()
+    assert "…" not in said(narrow)
+    assert all(column in said(narrow) for column in display.COLUMNS)
+
+
 def test_a_file_gets_a_line_about_long_work_now_and_then(file: Display, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "LINE_EVERY_S", 0.0)
     with file.work("warm start", 3) as advance:
