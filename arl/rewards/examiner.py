@@ -247,7 +247,7 @@ class Opaque:
 def number_of(value):
     if isinstance(value, Opaque):
         return value._number
-    raise TypeError(f"a test hands the answer a {type(value).__name__}, which is no data")
+    raise TypeError(f"a test hands the answer a {type(value).__name__}, which is not data")
 
 
 def changed(argument, after):

@@ -71,7 +71,7 @@ def is_equal(answer: str, reference: str) -> bool:
         return True
     gold = _parsed(reference if "$" in reference or wanted is not None else rf"\boxed{{{reference}}}")
     if not gold:
-        raise RewardError(f"the reference answer {shown(reference)} is no mathematics that math-verify can read")
+        raise RewardError(f"the reference answer {shown(reference)} cannot be read by math-verify")
     found = _parsed(rf"\boxed{{{said}}}" if said is not None else answer[-_TAIL:])
     return bool(found) and verify(gold, found, timeout_seconds=None)
 

@@ -159,7 +159,7 @@ class CallThreads:
             if self._num_hung >= self._max_hung:
                 raise ToolsHungError(
                     f"{self._num_hung} earlier calls hang in threads that cannot be stopped, so no other is begun; "
-                    "give the code a time limit of its own, make it async, or run it in a sandbox"
+                    "give the code its own time limit, make it async, or run it in a sandbox"
                 )
             self._queue.append(call)
             if self._num_idle >= len(self._queue):

@@ -148,8 +148,8 @@ def call_format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and re.search(r'\\?"parameters', template)):
         return LLAMA
     raise ModelError(
-        f"the chat template of {tokenizer.name_or_path or 'this tokenizer'} asks for tool calls in no form that is "
-        "known here (HERMES, LLAMA); pass call_format=, one of these or an object with parse(text) -> ParsedAnswer"
+        f"the chat template of {tokenizer.name_or_path or 'this tokenizer'} asks for tool calls in an unknown form "
+        "(known: HERMES, LLAMA); pass call_format=, one of these or an object with parse(text) -> ParsedAnswer"
     )
 
 

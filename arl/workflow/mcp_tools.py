@@ -176,7 +176,7 @@ class _Connection:
                 self.client = client
                 is_open.set_result(None)
                 await self._closing.wait()
-        except Exception as error:  # noqa: BLE001 - whoever opens it or calls a tool is told
+        except Exception as error:  # noqa: BLE001 - raised where the connection is opened or a tool is called
             self.error = error
         finally:
             self.client = None
@@ -263,7 +263,7 @@ async def _connect_http(url: str, headers: dict[str, str], _: _LastWords, stack:
 
     client = httpx2.AsyncClient(
         headers=headers,
-        timeout=httpx2.Timeout(30.0, read=None),  # each call has a limit of its own
+        timeout=httpx2.Timeout(30.0, read=None),  # each call has its own limit
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
         follow_redirects=True,
     )

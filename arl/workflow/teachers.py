@@ -62,7 +62,7 @@ class DistillationWorkflow(RolloutWorkflow):
         self, workflow: RolloutWorkflow, teacher: Teacher, *, coefficient: float = 1.0, keep_reward: bool = False
     ) -> None:
         if not math.isfinite(coefficient) or coefficient <= 0:
-            raise ConfigError(f"coefficient is {coefficient}; a teacher is followed with one above 0")
+            raise ConfigError(f"coefficient is {coefficient}; it must be above 0")
         if coefficient != 1.0 and not keep_reward:
             raise ConfigError(
                 f"coefficient is {coefficient}, but without keep_reward there is nothing to weigh the teacher against; "
@@ -206,9 +206,7 @@ class ModelServer(JsonClient):
         async with greeting.lock:
             if self._info is not None:
                 return self._info
-            if (
-                greeting.failure and greeting.failures > failures
-            ):  # while this one waited: the next would fare no better
+            if greeting.failure and greeting.failures > failures:  # a call failed while this one waited
                 raise type(greeting.failure)(str(greeting.failure)) from greeting.failure
             try:
                 self._info = await self._greet()
@@ -254,7 +252,7 @@ class ModelServer(JsonClient):
             answer = await self.ask("/tokenize", {"prompt": probe, "add_special_tokens": False})
         except NoSuchPathError as error:
             raise ModelError(
-                f"{self.url} has no /tokenize, by which to see whether its tokens are those of the tokenizer given"
+                f"{self.url} has no /tokenize, so its tokens cannot be compared with the given tokenizer's"
             ) from error
         if answer.get("tokens") != tokenizer.encode(probe, add_special_tokens=False):
             raise ModelError(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from arl.api.engine import Sampler
 
 HARNESS = "arl-chat"
-"""The id of arl.workflow.verifiers_harness, which runs an agent without a process of its own."""
+"""The id of arl.workflow.verifiers_harness, which runs an agent in this process."""
 _NO_KEY = "ARL_HAS_NO_API_KEY"
 """verifiers reads keys from environment variables. arl sends its key in a header, and leaves this variable unset."""
 
