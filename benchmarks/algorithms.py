@@ -38,12 +38,12 @@ from rich.console import Console
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from arl.api import Example, Sampler, SamplingParams, Trajectory
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine import Sampler
 from arl.api.errors import ArlError
 from arl.api.presets import PRESETS
-from arl.api.types import Group
+from arl.api.types import Example, Group, SamplingParams, Trajectory
 from arl.assembly import launch
 from arl.cli import load_config
 from arl.engine.fsdp.model import load_tokenizer

@@ -30,7 +30,7 @@ from calculator import calculator
 from rich.console import Console
 from rich.table import Table
 
-from arl.api import SamplingParams
+from arl.api.types import SamplingParams
 from arl.assembly import launch
 from arl.cli import load_config
 from arl.engine.fsdp.model import load_tokenizer

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from arl.api import ModelRequest, SamplingParams
 from arl.api.config import ClientConfig
+from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 

@@ -18,18 +18,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from arl.api import (
-    DiskWeights,
-    Example,
-    ModelRequest,
-    ModelResponse,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    Trajectory,
-)
 from arl.api.config import RolloutConfig
+from arl.api.engine import DiskWeights, Sampler
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner

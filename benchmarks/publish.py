@@ -24,7 +24,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arl.api import ModelRequest, SamplingParams, TokenLosses, TokenOutputs, TrainSequence, WeightTransport
 from arl.api.config import (
     ClientConfig,
     DiskWeightsConfig,
@@ -33,7 +32,8 @@ from arl.api.config import (
     SGLangProcessesConfig,
     TrainConfig,
 )
-from arl.api.engine import PackedTokens
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightTransport
+from arl.api.types import ModelRequest, SamplingParams, TrainSequence
 from arl.engine.client.processes import local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

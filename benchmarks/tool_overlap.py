@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from arl.api import Example, ModelRequest, ScriptedEngine
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import InlineReward, ThreadReward
 from arl.rollout.episode import EpisodeRunner

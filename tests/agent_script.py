@@ -2,7 +2,10 @@
 
 import sys
 
-from arl.api import Config, Example, RolloutWorkflow, Sampler, SamplingParams, Trajectory
+from arl.api.config import Config
+from arl.api.engine import Sampler
+from arl.api.types import Example, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch
 from arl.cli import run
 from arl.engine.tiny import tiny_tokenizer

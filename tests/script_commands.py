@@ -12,7 +12,8 @@ import pytest
 from scripted_launch import use_fakes
 
 from arl.__main__ import main
-from arl.api import ModelRequest, ScriptedEngine
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest
 from arl.engine.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -20,10 +21,7 @@ TOKENIZER = tiny_tokenizer()
 SCRIPT = '''
 from sibling import SYSTEM
 
-from arl.api import RolloutWorkflow, SamplingParams
-from arl.engine.fsdp.model import load_tokenizer
-from arl.experiment import Experiment, ExperimentConfig, Setup
-from arl.workflow.conversation import Conversation
+from arl import Conversation, Experiment, ExperimentConfig, RolloutWorkflow, SamplingParams, Setup, load_tokenizer
 
 
 class OwnConfig(ExperimentConfig):

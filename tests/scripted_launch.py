@@ -6,7 +6,7 @@ from typing import Self
 import pytest
 
 import arl.assembly
-from arl.api import ScriptedEngine, ScriptedTrainEngine
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 
 
 class ScriptedServers:

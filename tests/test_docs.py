@@ -19,22 +19,13 @@ from scripted_launch import use_fakes
 from arl.__main__ import main as arl_main
 from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.losses.reinforcement import ValueLoss
-from arl.api import (
-    Config,
-    Example,
-    ModelRequest,
-    PackedTokens,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    TokenLosses,
-    TokenOutputs,
-    Trajectory,
-)
 from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import LogConfig, RolloutConfig
+from arl.api.config import Config, LogConfig, RolloutConfig
+from arl.api.engine import PackedTokens, Sampler, TokenLosses, TokenOutputs
 from arl.api.presets import PRESETS
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model

@@ -13,7 +13,7 @@ import pytest
 from script_commands import TOKENIZER, Commands, commands
 
 from arl.algorithm.pass_at_k import pass_at_k
-from arl.api import ModelRequest, Trajectory
+from arl.api.types import ModelRequest, Trajectory
 from arl.commands.episodes import Run, Work
 from arl.commands.scoring import Estimate, Scores
 from arl.rollout.episode import Episode

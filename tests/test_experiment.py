@@ -14,19 +14,12 @@ from pydantic import PositiveInt
 from scripted_launch import use_fakes
 
 import arl.assembly
-from arl.api import (
-    Config,
-    Example,
-    Group,
-    ModelRequest,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    Trajectory,
-)
-from arl.api.config import LocalEngineConfig, SGLangEngineConfig
+from arl.api.config import Config, LocalEngineConfig, SGLangEngineConfig
+from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, EngineClosedError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, Group, ModelRequest, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch, serve
 from arl.cli import load_config
 from arl.engine.client.processes import local_servers

@@ -11,20 +11,12 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl.assembly
-from arl.api import (
-    Config,
-    Example,
-    ExampleRecord,
-    ModelRequest,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    StepStats,
-    Trajectory,
-    TurnSpan,
-)
+from arl.api.config import Config
+from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, PromptTooLongError, StarvedError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, SamplingParams, StepStats, Trajectory, TurnSpan
+from arl.api.workflow import ExampleRecord, RolloutWorkflow
 from arl.assembly import launch
 from arl.training.metrics import read_jsonl
 

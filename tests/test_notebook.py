@@ -18,7 +18,7 @@ import sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
 import pytest
 from scripted_launch import use_fakes
-from arl.api import ScriptedEngine
+from arl import ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
 
 use_fakes(pytest.MonkeyPatch(), ScriptedEngine(lambda request: tiny_tokenizer().encode("12345678")))

@@ -9,7 +9,9 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl
-from arl.api import Config, ModelRequest, ScriptedEngine
+from arl.api.config import Config
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest
 from arl.cli import load_config
 from arl.engine.tiny import TURN_END, tiny_tokenizer
 

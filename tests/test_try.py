@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from script_commands import TOKENIZER, Commands, commands
 
-from arl.api import ModelRequest, Trajectory
+from arl.api.types import ModelRequest, Trajectory
 from arl.commands.transcript import EngineCall, Origin, Passage, legend, passage_of, passages_of, rendered, visible
 
 script = pytest.fixture(commands)

@@ -10,7 +10,8 @@ from advantage_cases import group, trajectory
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch
 from arl.algorithm.losses import PolicyLoss
-from arl.api import PackedTokens, TokenOutputs, preset
+from arl.api.algorithm import preset
+from arl.api.engine import PackedTokens, TokenOutputs
 
 SAMPLER, TEACHER = (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4)
 ALGORITHM = preset("distillation", correction={"kind": "none"}, minibatches=2)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from arl.api import Config, preset
+from arl.api.algorithm import preset
+from arl.api.config import Config
 from arl.api.errors import ConfigError
 
 IN_REWARD = {"coefficient": 0.1, "place": "reward"}

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from arl.api import DiskWeights, ModelRequest, SamplingParams, ScriptedEngine
+from arl.api.engine import DiskWeights
 from arl.api.errors import EngineClosedError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.tiny import tiny_tokenizer
 
 REQUEST = ModelRequest(input_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3))

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from arl.api import Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.errors import TrajectoryError
+from arl.api.types import Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
 
 PROPER = {
     "token_ids": (1, 2, 3),

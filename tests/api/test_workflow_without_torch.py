@@ -1,4 +1,4 @@
-"""A user writes and tests a workflow with nothing but arl.api, in a process that never loads torch."""
+"""A user writes and tests a workflow with nothing but the face, in a process that never loads torch."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ USERS_OWN_TEST = """
 import asyncio
 import sys
 
-from arl.api import ModelRequest, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory
+from arl import ModelRequest, RolloutWorkflow, SamplingParams, ScriptedEngine, Trajectory
 
 
 class Guess(RolloutWorkflow):

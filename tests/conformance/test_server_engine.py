@@ -11,9 +11,10 @@ from protocol_client import Client
 from reference import close, logprobs_across
 from servers import Server
 
-from arl.api import DiskWeights, ModelRequest, SamplingParams
 from arl.api.config import ClientConfig, PauseMode
+from arl.api.engine import DiskWeights
 from arl.api.errors import PromptTooLongError
+from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]

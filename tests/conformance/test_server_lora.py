@@ -17,9 +17,9 @@ from protocol_client import Client, fresh_rid, spans
 from reference import Reference, close
 from servers import Server
 
-from arl.api import Config, ModelRequest, SamplingParams
-from arl.api.config import ClientConfig
+from arl.api.config import ClientConfig, Config
 from arl.api.engine import AdapterWeights
+from arl.api.types import ModelRequest, SamplingParams
 from arl.assembly import launch
 from arl.engine.client.sglang import RemoteSGLangEngine
 

@@ -19,8 +19,9 @@ from code_tasks import GIVEN_UP, fenced
 from sandbox.conftest import PATIENT, go_without
 from warm_start import warm_start
 
-from arl.api import Example, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import DatasetError, SandboxError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, SamplingParams, Trajectory
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.sandbox import BubblewrapSandbox, ProgramOutcome, Sandbox

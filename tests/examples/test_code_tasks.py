@@ -13,7 +13,7 @@ from code_formats import assignment
 from code_tasks import GIVEN_UP, Line, Task, attempts, fenced, held_out, lessons, tasks, training
 from warm_start import Demonstration
 
-from arl.api import Example
+from arl.api.types import Example
 
 STEPS = {step.words: step for of_kind in code_tasks.KINDS.values() for group in of_kind for step in group}
 

@@ -10,8 +10,9 @@ import math_tasks
 import pytest
 from math_agent import MathAgent, MathAgentConfig, answer_score, questions
 
-from arl.api import ModelRequest, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import ConfigError, DatasetError, PromptTooLongError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest, SamplingParams, Trajectory
 from arl.cli import load_config
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import InlineReward

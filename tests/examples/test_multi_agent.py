@@ -13,7 +13,8 @@ from multi_agent import MultiAgentConfig, pair, prepare, questions
 from multi_tasks import Teacher
 from warm_start import Demonstration, tool_call, warm_start
 
-from arl.api import ScriptedEngine, Trajectory
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Trajectory
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer
 from arl.workflow.tools import parse_tool_calls

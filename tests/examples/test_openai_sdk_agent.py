@@ -20,7 +20,8 @@ from openai_sdk_agent import KINDS, MIX, OpenAISDKAgentConfig, demonstration, le
 from order_desk import shop
 from warm_start import demonstrated, tool_call, warm_start
 
-from arl.api import ModelRequest, SamplingParams, ScriptedEngine, Trajectory
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest, SamplingParams, Trajectory
 from arl.cli import load_config
 from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.tiny import TinyShape, tiny_tokenizer

@@ -25,8 +25,9 @@ from search_agent import (
 from search_server import Document, Index, SearchEngine, serve
 from warm_start import tool_call, warm_start
 
-from arl.api import Example, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import ArlError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, SamplingParams, Trajectory
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 from arl.rewards import InlineReward

@@ -11,7 +11,8 @@ from backwards_env import SYSTEM, TRY_AGAIN
 from transformers import AutoTokenizer
 from verifiers_env import VerifiersEnvConfig, lessons, slip, spelling
 
-from arl.api import SamplingParams, ScriptedEngine, Trajectory
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import SamplingParams, Trajectory
 from arl.cli import load_config
 from arl.engine.tiny import tiny_tokenizer
 from arl.workflow.verifiers_workflow import VerifiersWorkflow, local_environment

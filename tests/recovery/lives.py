@@ -22,19 +22,11 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl.assembly
-from arl.api import (
-    Config,
-    Example,
-    ModelRequest,
-    ModelResponse,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    ScriptedTrainEngine,
-    TrainSequence,
-    Trajectory,
-)
+from arl.api.config import Config
+from arl.api.engine import Sampler
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, TrainSequence, Trajectory
+from arl.api.workflow import RolloutWorkflow
 
 NUM_EXAMPLES, GROUP_SIZE, BATCH_SIZE = 17, 2, 2
 

@@ -4,7 +4,7 @@ import sys
 
 from agent_script import SayDigits
 
-from arl.api import Config
+from arl.api.config import Config
 from arl.assembly import launch
 from arl.cli import run
 

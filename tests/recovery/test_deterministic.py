@@ -13,18 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import arl.assembly
-from arl.api import (
-    Config,
-    Example,
-    ModelRequest,
-    ModelResponse,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    Trajectory,
-    UpdateStats,
-    WeightUpdate,
-)
+from arl.api.config import Config
+from arl.api.engine import Sampler, UpdateStats, WeightUpdate
+from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.training.metrics import read_jsonl
 

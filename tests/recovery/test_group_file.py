@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.api import Group, Trajectory, TurnSpan
+from arl.api.types import Group, Trajectory, TurnSpan
 from arl.training.checkpoint import UNREADABLE, read_groups, write_groups
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)

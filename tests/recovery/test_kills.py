@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from arl.api import Group
+from arl.api.types import Group
 from arl.training.checkpoint import Checkpoints, read_groups
 from arl.training.metrics import read_jsonl
 

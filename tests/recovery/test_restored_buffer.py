@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arl.api import Group, Trajectory
+from arl.api.types import Group, Trajectory
 from arl.rollout.buffer import ReplayBuffer
 
 

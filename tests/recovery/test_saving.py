@@ -11,17 +11,12 @@ import pytest
 from scripted_launch import use_fakes
 
 import arl.assembly
-from arl.api import (
-    Config,
-    Example,
-    ModelRequest,
-    RolloutWorkflow,
-    Sampler,
-    ScriptedEngine,
-    ScriptedTrainEngine,
-    Trajectory,
-)
+from arl.api.config import Config
+from arl.api.engine import Sampler
 from arl.api.errors import CheckpointError, ServerError
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.types import Example, ModelRequest, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.training.checkpoint import Checkpoints
 from arl.training.trainer import Trainer
 

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from scoring import by_name, length, two_parts, until_file_exists
 
-from arl.api import Example, ModelRequest, RolloutWorkflow, Sampler, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.config import EvaluationConfig
+from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
-from arl.api.workflow import Shared
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards import (
     AsyncReward,
     InlineReward,

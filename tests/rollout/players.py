@@ -5,20 +5,11 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from arl.api import (
-    Curriculum,
-    DiskWeights,
-    Example,
-    Group,
-    ModelRequest,
-    ModelResponse,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    Trajectory,
-)
 from arl.api.config import RolloutConfig
+from arl.api.engine import DiskWeights, Sampler
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from arl.api import Group, Trajectory
+from arl.api.types import Group, Trajectory
 from arl.rollout.buffer import BufferState, ReplayBuffer, Slot
 
 

@@ -11,8 +11,9 @@ from players import Scripted, controlled, train
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api import Curriculum, ExampleRecord, Group
 from arl.api.errors import CurriculumError
+from arl.api.types import Group
+from arl.api.workflow import Curriculum, ExampleRecord
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
 

@@ -6,16 +6,10 @@ from collections.abc import Sequence
 from players import TwoTurns, controlled, examples, train
 from virtual_time import run_in_virtual_time
 
-from arl.api import (
-    Example,
-    ModelRequest,
-    ModelResponse,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    Trajectory,
-)
+from arl.api.engine import Sampler
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner, EpisodeSampler
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from simulation import trajectory
 
-from arl.api import Group, Trajectory, TurnSpan
+from arl.api.types import Group, Trajectory, TurnSpan
 from arl.rollout.group import GroupRules, has_equal_rewards, why_not_comparable
 
 ONE = trajectory((0, 0, 0), reward=1.0)

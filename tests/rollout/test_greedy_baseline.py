@@ -8,17 +8,10 @@ from players import controlled, train
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api import (
-    Example,
-    Group,
-    ModelRequest,
-    ModelResponse,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    Trajectory,
-)
+from arl.api.engine import Sampler
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.rollout.ledger import GroupOutcome
 
 

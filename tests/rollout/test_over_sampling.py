@@ -13,7 +13,9 @@ from players import Moody, Scripted, TwoTurns, controlled, engine_with_latency, 
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api import Example, Group, ModelRequest, Sampler, ScriptedEngine, Trajectory, TurnSpan
+from arl.api.engine import Sampler
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, Group, ModelRequest, Trajectory, TurnSpan
 from arl.rollout.group import most_varied
 from arl.rollout.ledger import GroupOutcome
 

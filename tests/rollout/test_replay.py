@@ -8,8 +8,8 @@ from players import TwoTurns, controlled, train
 from simulation import Schedule, Simulation, group, schedules, trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api import Group
 from arl.api.errors import StalenessError
+from arl.api.types import Group
 from arl.rollout.buffer import Replay, ReplayBuffer, Slot
 
 

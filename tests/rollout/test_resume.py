@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from players import TwoTurns, controlled, engine_with_latency, examples, runner_of, serve, train
 from virtual_time import run_in_virtual_time
 
-from arl.api import Example, Group, Sampler, Trajectory
 from arl.api.config import RolloutConfig
+from arl.api.engine import Sampler
+from arl.api.types import Example, Group, Trajectory
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.ledger import ExampleId, ExampleLedger, GroupOutcome

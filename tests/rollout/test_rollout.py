@@ -8,8 +8,8 @@ from players import Scripted, TwoTurns, controlled, engine_with_latency, example
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api import Example, Group
 from arl.api.errors import DatasetError, FailureBudgetError, StarvedError
+from arl.api.types import Example, Group
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner
 from arl.rollout.ledger import GroupOutcome

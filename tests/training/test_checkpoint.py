@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from arl.api import ScriptedTrainEngine
 from arl.api.errors import CheckpointError, DamagedCheckpointError
+from arl.api.scripted import ScriptedTrainEngine
 from arl.training.checkpoint import Checkpoints, RunState
 
 IDENTITY = {"model": "m", "seed": 0}

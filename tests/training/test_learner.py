@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from arl.api import Group, ScriptedTrainEngine, TrainSequence, Trajectory, preset
+from arl.api.algorithm import preset
 from arl.api.errors import CheckpointError
+from arl.api.scripted import ScriptedTrainEngine
+from arl.api.types import Group, TrainSequence, Trajectory
 from arl.training.learner import Learner
 
 

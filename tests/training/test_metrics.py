@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from arl.api import Group, StepStats, Trajectory, TurnSpan
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
+from arl.api.types import Group, StepStats, Trajectory, TurnSpan
 from arl.training.metrics import (
     Evaluation,
     RunLog,

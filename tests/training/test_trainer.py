@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from training.trainer_run import DirectTransport, running, trained_examples
 
-from arl.api import Group, ScriptedTrainEngine, WeightUpdate
-from arl.api.engine import Output
+from arl.api.engine import Output, WeightUpdate
 from arl.api.errors import ConfigError, ServerError
+from arl.api.scripted import ScriptedTrainEngine
+from arl.api.types import Group
 from arl.rollout.ledger import GroupOutcome
 from arl.training.checkpoint import Checkpoints
 from arl.training.learner import Learner, PreparedBatch

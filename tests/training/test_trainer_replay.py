@@ -7,13 +7,9 @@ from typing import Any
 
 from training.trainer_run import running, trained_examples
 
-from arl.api import (
-    ModelRequest,
-    ScriptedEngine,
-    ScriptedTrainEngine,
-    UpdateStats,
-    WeightUpdate,
-)
+from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.types import ModelRequest
 from arl.rollout.ledger import GroupOutcome
 from arl.training.metrics import read_jsonl
 

@@ -5,22 +5,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from arl.api import (
-    Config,
-    DiskWeights,
-    Example,
-    InferenceEngine,
-    ModelRequest,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    ScriptedTrainEngine,
-    Trajectory,
-    UpdateStats,
-    WeightUpdate,
-)
-from arl.api.engine import TrainEngine
+from arl.api.config import Config
+from arl.api.engine import DiskWeights, InferenceEngine, Sampler, TrainEngine, UpdateStats, WeightUpdate
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner

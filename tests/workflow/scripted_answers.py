@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from arl.api import ModelRequest, ModelResponse, ScriptedEngine, Trajectory
 from arl.api.errors import PromptTooLongError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest, ModelResponse, Trajectory
 from arl.engine.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -8,8 +8,8 @@ import pytest
 from rewards.scoring import length
 from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_long
 
-from arl.api import Example, SamplingParams
 from arl.api.errors import ConfigError, DatasetError, PromptTooLongError, RewardError
+from arl.api.types import Example, SamplingParams
 from arl.rewards import InlineReward, RewardPool, Score
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.conversation import Turn

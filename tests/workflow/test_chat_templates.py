@@ -13,7 +13,7 @@ from chat_templates import tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.api import ModelResponse, Trajectory
+from arl.api.types import ModelResponse, Trajectory
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.conversation import trajectories
 from arl.workflow.dialogue import Dialogue, Turn

@@ -9,8 +9,9 @@ from chat_templates import tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
 from arl.api.errors import ModelError, PromptTooLongError, RequestTimeoutError, TrajectoryError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.rollout.episode import EpisodeSampler
 from arl.workflow.conversation import Conversation

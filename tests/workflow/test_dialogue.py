@@ -11,8 +11,8 @@ import pytest
 from chat_templates import tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
-from arl.api import ModelResponse
 from arl.api.errors import ModelError
+from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate, Message
 from arl.workflow.dialogue import Dialogue, Turn
 

@@ -15,19 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from arl.api import (
-    Config,
-    Example,
-    ModelRequest,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedEngine,
-    Trajectory,
-    TurnSpan,
-)
-from arl.api.config import LogConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from arl.api.config import Config, LogConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, ServerError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory, TurnSpan
+from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch
 from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
 from arl.workflow.teachers import DistillationWorkflow, TeacherClient

@@ -7,8 +7,8 @@ import threading
 import pytest
 from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_long
 
-from arl.api import Example
 from arl.api.errors import ConfigError, PromptTooLongError
+from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards import Score
 from arl.workflow.agent import MultiTurnWorkflow

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from arl.api import ModelResponse, Trajectory
 from arl.api.errors import TrajectoryError
+from arl.api.types import ModelResponse, Trajectory
 from arl.workflow.conversation import trajectories
 from arl.workflow.dialogue import Prompt, Turn
 

@@ -8,8 +8,9 @@ import json
 import pytest
 from scripted_answers import TOKENIZER, decode, ended, exact, replying, said_in, saying, seen_by, too_long
 
-from arl.api import Example, ModelRequest, SamplingParams, ScriptedEngine
 from arl.api.errors import ConfigError, PromptTooLongError, ServerError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, SamplingParams
 from arl.rewards import Score
 from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
 from arl.workflow.tools import Tool

@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 import pytest
 from scripted_answers import TOKENIZER, cut_off, exact, said_in, saying, seen_by, too_long
 
-from arl.api import Example, ScriptedEngine
 from arl.api.errors import ConfigError, ModelError, PromptTooLongError, ServerError, ToolError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import Score
 from arl.workflow.call_formats import LLAMA

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from aiohttp import web
 
-from arl.api import ModelRequest, ModelResponse, SamplingParams
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arl.api import DiskWeights, WeightServer
+from arl.api.engine import DiskWeights, WeightServer
 
 Act = Callable[[WeightServer], Awaitable[None]]
 

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import pytest
 from protocol_server import Engines, ProtocolServer, ask, assert_seamless, letter, outcome, token_at
 
-from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams
+from arl.api.engine import DiskWeights
 from arl.api.errors import ServerError
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.continuation import PartialResponse
 from arl.engine.client.server_client import Answer
 

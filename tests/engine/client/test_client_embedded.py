@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from arl.api import DiskWeights, ModelRequest, ModelResponse, SamplingParams
 from arl.api.config import ClientConfig, LocalEngineConfig, PauseMode
+from arl.api.engine import DiskWeights
 from arl.api.errors import PromptTooLongError
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client import processes
 from arl.engine.client.processes import local_servers
 from arl.engine.client.sglang import RemoteSGLangEngine

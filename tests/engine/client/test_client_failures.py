@@ -7,8 +7,9 @@ import pytest
 from protocol_server import Engines, ProtocolServer, ask, assert_seamless, outcome
 from scripted_weights import ScriptedWeights, weights
 
-from arl.api import DiskWeights, ModelResponse, WeightServer
+from arl.api.engine import DiskWeights, WeightServer
 from arl.api.errors import RequestTimeoutError, ServerError
+from arl.api.types import ModelResponse
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 ASKING = ("model_info", "health", "server_info", "get_server_info", "v1/models", "tokenize")

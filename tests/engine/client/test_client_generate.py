@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from protocol_server import Engines, ProtocolServer, ask, assert_seamless, outcome
 
-from arl.api import DiskWeights, ModelRequest, SamplingParams
 from arl.api.config import ClientConfig
+from arl.api.engine import DiskWeights
 from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError, ServerError
+from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 

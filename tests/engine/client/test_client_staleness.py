@@ -12,18 +12,11 @@ import pytest
 from protocol_server import ProtocolServer
 
 import arl.assembly
-from arl.api import (
-    Config,
-    Example,
-    Group,
-    ModelRequest,
-    RolloutWorkflow,
-    Sampler,
-    SamplingParams,
-    ScriptedTrainEngine,
-    Trajectory,
-    new_id,
-)
+from arl.api.config import Config
+from arl.api.engine import Sampler
+from arl.api.scripted import ScriptedTrainEngine
+from arl.api.types import Example, Group, ModelRequest, SamplingParams, Trajectory, new_id
+from arl.api.workflow import RolloutWorkflow
 
 STEPS = 10
 

@@ -9,9 +9,10 @@ from train_models import MakeEngine
 from transformers import AutoModelForSequenceClassification
 
 from arl.algorithm.losses.supervised import PreferenceLoss
-from arl.api import ModelLimits, ScriptedTrainEngine
 from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine import ModelLimits
 from arl.api.errors import ConfigError, DatasetError
+from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.training.finetuning import Preference, train_preferences, train_reward_model

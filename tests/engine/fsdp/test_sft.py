@@ -9,8 +9,9 @@ import torch
 from train_models import MakeEngine
 from transformers import AutoConfig
 
-from arl.api import ModelLimits, ScriptedTrainEngine
+from arl.api.engine import ModelLimits
 from arl.api.errors import DatasetError
+from arl.api.scripted import ScriptedTrainEngine
 from arl.engine.fsdp.model import model_limits
 from arl.training.finetuning import Demonstration, finetune
 

@@ -16,19 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arl.api import (
-    ModelRequest,
-    ModelResponse,
-    SamplingParams,
-    ScriptedTrainEngine,
-    TensorSpec,
-    TokenLosses,
-    TokenOutputs,
-    TrainSequence,
-    WeightGroup,
-)
 from arl.api.config import ClientConfig, OptimizerConfig, TrainConfig
-from arl.api.engine import PackedTokens
+from arl.api.engine import PackedTokens, TensorSpec, TokenLosses, TokenOutputs, WeightGroup
+from arl.api.scripted import ScriptedTrainEngine
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.snapshot import RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

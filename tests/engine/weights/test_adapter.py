@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from arl.api import Config, ScriptedEngine, ScriptedTrainEngine, WeightUpdate
-from arl.api.config import AdapterWeightsConfig
-from arl.api.engine import UpdateStats
+from arl.api.config import AdapterWeightsConfig, Config
+from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import ServerError, TransportError
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.engine.weights.adapter import AdapterTransport, sglang_options
 
 

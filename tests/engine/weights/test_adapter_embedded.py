@@ -12,8 +12,7 @@ import torch
 from agent_script import SayDigits
 from published import EmbeddedServer, Trainee, client, request
 
-from arl.api import Config
-from arl.api.config import AdapterWeightsConfig, LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.config import AdapterWeightsConfig, Config, LoRAConfig, OptimizerConfig, TrainConfig
 from arl.assembly import launch
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import write_tiny_model

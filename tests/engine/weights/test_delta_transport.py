@@ -14,9 +14,11 @@ import torch
 from mirrors import Mirror, mirror_here
 from safetensors.torch import load_file, save_file
 
-from arl.api import ModelResponse, ScriptedEngine, ScriptedTrainEngine, UpdateStats, WeightUpdate
 from arl.api.config import DeltaWeightsConfig
+from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import ServerError, ServerFailedError, TransportError
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.types import ModelResponse
 from arl.engine.weights import delta
 from arl.engine.weights.delta import DeltaTransport, DeltaWeights, Held, MirrorClient
 from arl.engine.weights.package import PackageHeader, WrongBaseError

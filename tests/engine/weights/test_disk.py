@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from arl.api import ModelResponse, ScriptedEngine, ScriptedTrainEngine, UpdateStats, WeightUpdate
 from arl.api.config import DiskWeightsConfig
+from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import ServerError, TransportError
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.types import ModelResponse
 from arl.engine.weights import disk as module
 from arl.engine.weights.disk import DiskTransport
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from published import HookedEngine, Trainee, trainee
 from safetensors.torch import load_file
 
-from arl.api import ScriptedEngine, ScriptedTrainEngine, TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.config import DistributedWeightsConfig
+from arl.api.engine import TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.engine.weights import distributed
 from arl.engine.weights import sender as weight_sender
 from arl.engine.weights.distributed import DistributedTransport, SendableSnapshot

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arl.api import TensorSpec
+from arl.api.engine import TensorSpec
 from arl.engine.local.received_weights import WeightsError, _one_buffer
 from arl.engine.weights.layout import byte_size, ranges, rows_of, views
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from published import EmbeddedServer, Trainee, client, prompt, request, sequence
 
-from arl.api import ModelResponse, WeightTransport
 from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, PauseMode
+from arl.api.engine import WeightTransport
+from arl.api.types import ModelResponse
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 

@@ -11,7 +11,7 @@ from published import Trainee, trainee, write_model
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from arl.api import TensorSpec
+from arl.api.engine import TensorSpec
 from arl.api.errors import TransportError
 from arl.engine.fsdp import snapshot as module
 from arl.engine.fsdp.snapshot import RankSnapshot, ShardGatherer

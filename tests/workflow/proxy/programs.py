@@ -12,7 +12,8 @@ from typing import Any
 import aiohttp
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from arl.api import ModelRequest, ScriptedEngine, Trajectory
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest, Trajectory
 from arl.engine.tiny import tiny_tokenizer
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
 

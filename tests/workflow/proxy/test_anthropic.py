@@ -10,8 +10,8 @@ import pytest
 from anthropic import APIStatusError, AsyncAnthropic, AuthenticationError, BadRequestError, DefaultAsyncHttpxClient
 from programs import CERTIFICATES, calling, saying, shown, trained
 
-from arl.api import ScriptedEngine
 from arl.api.errors import ServerError
+from arl.api.scripted import ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
 

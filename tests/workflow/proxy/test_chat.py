@@ -9,7 +9,8 @@ import pytest
 from programs import ADD, ASK, CALL_ADD, TOKENIZER, opened, saying, shown, spelled
 from workflow.chat_templates import tokenizer_of
 
-from arl.api import SamplingParams, ScriptedEngine
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import SamplingParams
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
 

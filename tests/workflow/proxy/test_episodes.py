@@ -9,8 +9,9 @@ import openai
 import pytest
 from programs import ASK, TOKENIZER, client_of, opened, post, replying, saying, shown
 
-from arl.api import ModelRequest, ScriptedEngine
 from arl.api.errors import ArlError, ModelError, TrajectoryError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
 from arl.workflow.proxy.session import CallCounts
 

@@ -12,8 +12,9 @@ import pytest
 from programs import ADD, ASK, TOKENIZER, Opened, opened, post, saying, spelled
 from workflow.chat_templates import tokenizer_of
 
-from arl.api import ModelRequest, ScriptedEngine
 from arl.api.errors import EngineClosedError, PromptTooLongError, RequestTimeoutError, ServerError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest
 from arl.web.server import EventStream
 from arl.workflow.proxy import exchange
 from arl.workflow.proxy import openai_proxy as server

@@ -10,7 +10,8 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 from programs import TOKENIZER, client_of
 
-from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
 
 

@@ -11,7 +11,7 @@ from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, func
 from openai import AsyncOpenAI, BadRequestError
 from programs import calling, client_of, saying, shown, trained
 
-from arl.api import ScriptedEngine
+from arl.api.scripted import ScriptedEngine
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
 

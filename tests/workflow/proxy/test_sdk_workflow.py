@@ -12,8 +12,9 @@ import openai
 import pytest
 from programs import TOKENIZER, saying
 
-from arl.api import Example, SamplingParams, ScriptedEngine
 from arl.api.errors import ConfigError, ProgramError, PromptTooLongError, ServerError, TrajectoryError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, SamplingParams
 from arl.rewards import InlineReward
 from arl.workflow import sdk_agent
 from arl.workflow.proxy import OpenAIProxy

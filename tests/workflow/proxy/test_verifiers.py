@@ -20,8 +20,9 @@ from stock_env import StockTools
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verifiers.v1.dialects import ChatDialect
 
-from arl.api import ModelRequest, ModelResponse, SamplingParams, ScriptedEngine, Trajectory
 from arl.api.errors import ArlError, ModelError, ServerError
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.workflow.proxy import OpenAIProxy
 from arl.workflow.verifiers_workflow import EnvironmentFailedError, VerifiersWorkflow, local_environment
 
