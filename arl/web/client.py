@@ -8,7 +8,6 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -89,14 +88,12 @@ def new_session(
     *,
     api_key: str | None = None,
     max_connections: int = 0,
-    connect_timeout_s: float | None = None,
     keepalive_s: float = 15.0,
 ) -> aiohttp.ClientSession:
     """A session with a pool of connections; several clients may share it. max_connections: 0 is no limit."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keepalive_s),
         cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
     )
 
@@ -150,8 +147,7 @@ class JsonClient:
         self._api_key = api_key
         self._max_concurrent = max_concurrent
         self._gap_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
-        self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s)
         self._retries = retries
         self._shared = session
         self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _InLoop] = WeakKeyDictionary()
@@ -200,25 +196,30 @@ class JsonClient:
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
         """One request; returns the response whatever its status. Raises ServerFailedError and RequestTimeoutError."""
-        kept, shown = self._in_loop(), f"{self.url}{path}"
-        async with kept.places or nullcontext():
-            if self._gap_s:
-                await self._turn(kept)
-            try:
-                async with (
-                    asyncio.timeout(self._timeout_s),
-                    kept.session.request(method, f"{self._base}{path}", data=body, headers=headers) as response,
-                ):
-                    raw = await response.read()
-                    return Reply(url=shown, path=path, status=response.status, headers=response.headers, body=raw)
-            except aiohttp.ServerTimeoutError as error:  # of connecting: it is a TimeoutError too
-                raise self._unreached(shown, error) from error
-            except TimeoutError:
-                if self._timeout_s is None:
-                    raise
-                raise RequestTimeoutError(f"{shown} did not answer within timeout_s = {self._timeout_s:g} s") from None
-            except (aiohttp.ClientError, OSError) as error:
-                raise self._unreached(shown, error) from error
+        kept = self._in_loop()
+        if kept.places is None:
+            return await self._exchange(kept, method, path, body, headers)
+        async with kept.places:
+            return await self._exchange(kept, method, path, body, headers)
+
+    async def _exchange(
+        self, kept: _InLoop, method: str, path: str, body: Any, headers: Mapping[str, str] | None
+    ) -> Reply:
+        if self._gap_s:
+            await self._turn(kept)
+        url, shown, timeout = f"{self._base}{path}", f"{self.url}{path}", self._timeout
+        try:
+            async with kept.session.request(method, url, data=body, headers=headers, timeout=timeout) as response:
+                raw = await response.read()
+                return Reply(url=shown, path=path, status=response.status, headers=response.headers, body=raw)
+        except aiohttp.ServerTimeoutError as error:  # of connecting: it is a TimeoutError too
+            raise self._unreached(shown, error) from error
+        except TimeoutError:
+            if timeout.total is None:
+                raise
+            raise RequestTimeoutError(f"{shown} did not answer within timeout_s = {timeout.total:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreached(shown, error) from error
 
     def _unreached(self, shown: str, error: Exception) -> ServerFailedError:
         return ServerFailedError(
@@ -255,9 +256,7 @@ class JsonClient:
         kept = self._loops.get(loop)
         if kept is None:
             limit = self._max_concurrent
-            session = self._shared or new_session(
-                api_key=self._api_key, max_connections=limit or 0, connect_timeout_s=self._connect_timeout_s
-            )
+            session = self._shared or new_session(api_key=self._api_key, max_connections=limit or 0)
             kept = self._loops[loop] = _InLoop(session, asyncio.Semaphore(limit) if limit else None)
         return kept
 

@@ -26,6 +26,7 @@ _NO_ADAPTER = re.compile(r"lora adapter", re.IGNORECASE)
 """A server that refuses a request for its adapter was started again: this engine names only what it has loaded."""
 _MIXTURE = "mixture"
 """The label of weights that are of no version: a server that is left with it is given all of them again."""
+_CONNECT_TIMEOUT_S = 30.0
 _GREETING_TIMEOUT_S = 10.0
 _PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**2  # 你好"
 
@@ -69,7 +70,9 @@ class ServerClient(JsonClient):
     path_hint = "is it an SGLang server?"
 
     def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
-        super().__init__(address, max_concurrent=None, timeout_s=None, session=session)
+        super().__init__(
+            address, max_concurrent=None, timeout_s=None, connect_timeout_s=_CONNECT_TIMEOUT_S, session=session
+        )
         self.address = address
         self.num_ranks = 1
         """Until `greet` has asked."""

@@ -55,7 +55,6 @@ from arl.web.listening import allow_many_connections
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _STARTS_PER_TURN = 16
-_CONNECT_TIMEOUT_S = 30.0
 _SHARE_OF_TIMEOUT = 0.5
 """A server that had a timed-out request for more than this share of its time is fenced; else others were slow."""
 _KEEPALIVE_S = 4.0
@@ -96,7 +95,7 @@ class RemoteSGLangEngine:
 
     async def __aenter__(self) -> Self:
         allow_many_connections()
-        session = new_session(api_key=self._api_key, connect_timeout_s=_CONNECT_TIMEOUT_S, keepalive_s=_KEEPALIVE_S)
+        session = new_session(api_key=self._api_key, keepalive_s=_KEEPALIVE_S)
         try:
             await self._upkeep.start([ServerClient(session, address) for address in self._addresses])
             await self._tasks.__aenter__()
