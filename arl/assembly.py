@@ -49,8 +49,7 @@ from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
-from arl.rollout.episode import EpisodeRunner, check_workflow
-from arl.rollout.failures import FailureLog
+from arl.rollout.episode import EpisodeRunner, FailureLog, check_workflow
 from arl.rollout.group import GroupRules
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display

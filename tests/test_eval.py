@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from script_commands import TOKENIZER, Commands, commands
 
-from arl.algorithm.pass_at_k import pass_at_k
 from arl.api.types import ModelRequest, Trajectory
 from arl.commands.episodes import Run, Work
-from arl.commands.scoring import Estimate, Scores
+from arl.commands.scoring import Estimate, Scores, pass_at_k
 from arl.rollout.episode import Episode
 from arl.training.metrics import mean_rewards
 

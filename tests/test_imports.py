@@ -110,7 +110,6 @@ def test_commands_see_experiments_and_episodes_and_no_trainer() -> None:
         "arl.cli",
         "arl.training.metrics",
         "arl.training.display",
-        "arl.algorithm.pass_at_k",
     )
     assert breaches("arl.commands", allowed=("arl.api", "arl.rollout", *parts)) == []
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 
 from arl.algorithm.batch import Batch, joined
-from arl.algorithm.pass_at_k import SUCCESS, pass_at_k_advantages
 from arl.algorithm.peers import Peers, Spread, kl_penalties, peers_of, spread_of, whitened
 from arl.algorithm.returns import TrainedTokens, gae_advantages, process_rewards, returns_to_go, turn_advantages
 from arl.api.algorithm import (
@@ -26,6 +26,9 @@ from arl.api.algorithm import (
     ReturnsAdvantage,
 )
 from arl.api.errors import TrajectoryError
+
+SUCCESS = 0.5
+"""A reward above this is a success. Rewards should be 0 and 1, but penalties may have moved them."""
 
 
 def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -133,6 +136,29 @@ def _one_success(peers: Peers, k: int) -> list[float]:
     values = peers.of_episodes(peers.totals)
     known = {v > SUCCESS: a for v, a in zip(values, pass_at_k_advantages(values, k), strict=True)}
     return [known.get(total > SUCCESS, 0.0) for total in peers.totals]
+
+
+def pass_at_k_advantages(rewards: Sequence[float], k: int) -> list[float]:
+    """Each answer's advantage for the chance that one of k is right: the paper's analytic form.
+
+    Of n answers c are right. A subgroup of k answers has reward 1 if one of them is right. Over all subgroups the mean
+    reward is rho and the standard deviation sigma. An answer's advantage is the mean advantage of its subgroups:
+
+        rho = 1 - C(n - c, k) / C(n, k)       sigma = sqrt(rho (1 - rho))
+        right: (1 - rho) / sigma              wrong: (1 - rho - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / sigma
+
+    All are 0 if all subgroups have the same reward: with n <= k, if all are wrong, and if fewer than k are wrong. The
+    computation is in whole numbers up to the last division. k = 1 is GRPO with the population's standard deviation.
+    """
+    n, num_right = len(rewards), sum(reward > SUCCESS for reward in rewards)
+    num_wrong = n - num_right
+    if n <= k or num_right == 0 or num_wrong < k:
+        return [0.0] * n
+    all_wrong = Fraction(math.comb(num_wrong, k), math.comb(n, k))
+    all_wrong_beside = Fraction(math.comb(num_wrong - 1, k - 1), math.comb(n - 1, k - 1))
+    sigma = math.sqrt(all_wrong * (1 - all_wrong))
+    right, wrong = float(all_wrong) / sigma, float(all_wrong - all_wrong_beside) / sigma
+    return [right if reward > SUCCESS else wrong for reward in rewards]
 
 
 # One number for each trajectory, from its reward and the rewards of its peers' episodes.

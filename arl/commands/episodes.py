@@ -176,7 +176,7 @@ def _say(doing: str) -> None:
 @contextmanager
 def _failures_shown_once() -> Iterator[None]:
     """The commands show failures themselves; without a handler, logging would show them a second time."""
-    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.failures")
+    silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.episode")
     logger.addHandler(silent)
     try:
         yield

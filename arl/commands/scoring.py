@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,14 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from arl.algorithm.pass_at_k import pass_at_k
 from arl.api.config import Config
 from arl.api.errors import ConfigError
 from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.experiment import Experiment
 from arl.rollout.episode import Episode, rewards_by_role
-from arl.rollout.failures import FailureBudget
+from arl.rollout.watches import FailureBudget
 from arl.training.display import Advance, Display
 from arl.training.metrics import mean_rewards
 
@@ -303,3 +303,14 @@ def _number(text: str) -> float:
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
     return number
+
+
+def pass_at_k(num_episodes: int, num_right: int, k: int) -> float:
+    """The chance that at least one of k episodes is right: the unbiased estimate from n >= k episodes, c of them right.
+
+    pass@k = 1 - C(n - c, k) / C(n, k), eq. 1 of "Evaluating Large Language Models Trained on Code" (2107.03374), in
+    whole numbers up to the division. Raises ValueError for fewer than k episodes.
+    """
+    if not 0 <= num_right <= num_episodes or not 1 <= k <= num_episodes:
+        raise ValueError(f"pass@{k} of {num_right} right among {num_episodes} episodes; it needs at least k of them")
+    return float(1 - Fraction(math.comb(num_episodes - num_right, k), math.comb(num_episodes, k)))

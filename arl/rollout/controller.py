@@ -31,11 +31,9 @@ from arl.api.types import Example, Group
 from arl.api.workflow import Curriculum
 from arl.rollout.buffer import ReplayBuffer
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
-from arl.rollout.failures import FailureBudget
-from arl.rollout.group import GREEDY, GroupRules, GroupRun
+from arl.rollout.group import GREEDY, Fruitless, GroupRules, GroupRun
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
-from arl.rollout.totals import RolloutTotals
-from arl.rollout.watches import Fruitless, LagMonitor, StarvationWatch
+from arl.rollout.watches import FailureBudget, LagMonitor, RolloutTotals, StarvationWatch
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
 from itertools import accumulate
 from statistics import fmean
@@ -15,7 +16,6 @@ from arl.api.types import Group, Trajectory
 from arl.rollout.buffer import Slot
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.ledger import GroupOutcome, Issue
-from arl.rollout.watches import Fruitless, Reason
 
 GREEDY = -1
 """The index of the episode that is decoded greedily, as a baseline."""
@@ -37,6 +37,53 @@ class GroupRules:
     """Advantages are token_rewards alone (distillation)."""
     has_baseline: bool = False
     """One more episode of each group is decoded greedily, for its reward alone (ReMax)."""
+
+
+class Reason(Enum):
+    """Why a group is not trained: a description of such groups, and what to do about them."""
+
+    RETURNED_NONE = (
+        "too many of their episodes returned None",
+        "see why arun_episode returns None: it is for examples that turn out useless, not for wrong answers",
+    )
+    FAILED = (
+        "too many of their episodes failed",
+        "see the errors above; rollout.min_group_size and rollout.extra_episodes say how many of a group may fail",
+    )
+    NO_BASELINE = (
+        "their greedy episode failed or returned None",
+        "see why greedy episodes do not finish, which algorithm.advantage.baseline needs",
+    )
+    NOT_COMPARABLE = (
+        "advantages cannot compare them",
+        "let arun_episode return what algorithm.advantage needs, or choose another algorithm",
+    )
+    EQUAL_REWARDS = (
+        "the rewards of each, process rewards included, are equal",
+        "take examples that are sometimes solved, raise rollout.group_size, or unset algorithm.dynamic_sampling",
+    )
+    FILTERED = ("the filter given as keep refused them", "see what keep refuses")
+    STRAGGLED = (
+        "they kept the trainer waiting",
+        "see whether rollout.drop_stragglers_after_s is shorter than a usual episode",
+    )
+
+    def __init__(self, description: str, advice: str) -> None:
+        self.description = description
+        self.advice = advice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fruitless:
+    """A group that is not trained."""
+
+    outcome: GroupOutcome
+    """Of its example."""
+    reason: Reason
+    detail: str = ""
+    """More about the reason, if more is known."""
+    reward: float | None = None
+    """The mean over its episodes that finished."""
 
 
 class GroupRun:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from arl.api.errors import StarvedError
+from arl.api.errors import FailureBudgetError, StarvedError
+from arl.api.types import Group
+from arl.rollout.episode import Episode
+from arl.rollout.group import Fruitless, GroupRun, Reason
 from arl.rollout.ledger import GroupOutcome
 
 log = logging.getLogger(__name__)
@@ -79,53 +81,6 @@ _MOSTLY = 0.9
 """A window is worth a warning if this share of its groups was fruitless."""
 
 
-class Reason(Enum):
-    """Why a group is not trained: a description of such groups, and what to do about them."""
-
-    RETURNED_NONE = (
-        "too many of their episodes returned None",
-        "see why arun_episode returns None: it is for examples that turn out useless, not for wrong answers",
-    )
-    FAILED = (
-        "too many of their episodes failed",
-        "see the errors above; rollout.min_group_size and rollout.extra_episodes say how many of a group may fail",
-    )
-    NO_BASELINE = (
-        "their greedy episode failed or returned None",
-        "see why greedy episodes do not finish, which algorithm.advantage.baseline needs",
-    )
-    NOT_COMPARABLE = (
-        "advantages cannot compare them",
-        "let arun_episode return what algorithm.advantage needs, or choose another algorithm",
-    )
-    EQUAL_REWARDS = (
-        "the rewards of each, process rewards included, are equal",
-        "take examples that are sometimes solved, raise rollout.group_size, or unset algorithm.dynamic_sampling",
-    )
-    FILTERED = ("the filter given as keep refused them", "see what keep refuses")
-    STRAGGLED = (
-        "they kept the trainer waiting",
-        "see whether rollout.drop_stragglers_after_s is shorter than a usual episode",
-    )
-
-    def __init__(self, description: str, advice: str) -> None:
-        self.description = description
-        self.advice = advice
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fruitless:
-    """A group that is not trained."""
-
-    outcome: GroupOutcome
-    """Of its example."""
-    reason: Reason
-    detail: str = ""
-    """More about the reason, if more is known."""
-    reward: float | None = None
-    """The mean over its episodes that finished."""
-
-
 class StarvationWatch:
     """Looks at groups as they end, in windows, and warns of a window that was mostly fruitless.
 
@@ -189,3 +144,106 @@ def _told(reason: Reason, groups: list[Fruitless]) -> str:
     more = [f"mean reward {fmean(rewards):.3g}"] if rewards and reason is Reason.EQUAL_REWARDS else []
     more += [f"the last one: {groups[-1].detail}"] if groups[-1].detail else []
     return f"{len(groups)} {ended}, as {reason.description}" + (f" ({'; '.join(more)})" if more else "")
+
+
+class FailureBudget:
+    """Ends the run when too many of the last `window` episodes failed."""
+
+    def __init__(self, max_failure_rate: float, window: int = 64) -> None:
+        self._max_failure_rate = max_failure_rate
+        self._recent: deque[Exception | None] = deque(maxlen=window)
+
+    def record(self, error: Exception | None) -> None:
+        """Count an episode, which failed with `error` or did not. Raises FailureBudgetError from the window's first."""
+        self._recent.append(error)
+        if len(self._recent) != self._recent.maxlen:
+            return
+        failures = [error for error in self._recent if error is not None]
+        if len(failures) > self._max_failure_rate * len(self._recent):
+            first = failures[0]
+            raise FailureBudgetError(
+                f"{len(failures)} of the last {len(self._recent)} episodes failed, and rollout.max_failure_rate is "
+                f"{self._max_failure_rate:g}. The first failed with {type(first).__name__}: {first}"
+            ) from first
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutTotals:
+    """Episodes by how they ended, counted since the beginning of the run: trained, rejected, dropped or surplus.
+
+    Times are sums, in seconds. Greedy episodes (baselines) count only in `episodes_retried` and in their own two.
+    """
+
+    episodes_trained: int = 0
+    episodes_rejected: int = 0
+    """Returned None, or belonged to a group that was rejected."""
+    episodes_dropped: int = 0
+    """Failed, or belonged to a group that was dropped."""
+    episodes_surplus: int = 0
+    """Over-sampled: neither rejected nor failed, and not kept."""
+    episodes_failed: int = 0
+    """Those among the dropped that raised or timed out."""
+    episodes_retried: int = 0
+    """Attempts that failed and were followed by another."""
+    groups_finished: int = 0
+    """Groups handed to the buffer."""
+    groups_returned: int = 0
+    """Finished groups of a checkpoint that ran again, as no batch of changed settings could hold them in time."""
+    straggler_groups: int = 0
+    """Groups cut because they kept the trainer waiting."""
+    straggler_episodes: int = 0
+    """Their episodes that were cut while running."""
+    straggler_s: float = 0.0
+    """How long these had run by then."""
+    overtaken_episodes: int = 0
+    """Episodes cut while running because enough others of their group had finished."""
+    overtaken_s: float = 0.0
+    finished_episodes: int = 0
+    """Episodes that returned trajectories."""
+    finished_s: float = 0.0
+    baselines_finished: int = 0
+    baselines_missing: int = 0
+    """Greedy episodes that failed or were rejected, and their groups with them."""
+
+    def count_episode(self, episode: Episode) -> None:
+        self.episodes_retried += episode.attempts - 1
+        self.episodes_failed += episode.error is not None
+        if episode.is_finished:
+            self.finished_episodes += 1
+            self.finished_s += episode.elapsed_s
+
+    def count_baseline(self, episode: Episode) -> None:
+        self.episodes_retried += episode.attempts - 1
+        self.baselines_finished += episode.is_finished
+        self.baselines_missing += not episode.is_finished
+
+    def count_cancelled(self, run: GroupRun, elapsed_s: float) -> None:
+        """Count an episode that was cancelled after `elapsed_s`, if its group is the reason."""
+        if run.is_cut:
+            self.straggler_episodes += 1
+            self.straggler_s += elapsed_s
+        elif run.is_full:
+            self.overtaken_episodes += 1
+            self.overtaken_s += elapsed_s
+
+    def count_group(self, run: GroupRun, judged: Group | Fruitless) -> None:
+        """Count the episodes that will not be trained; those that a cut group never ended are dropped."""
+        num_kept = len(run.kept)
+        surplus = 0 if run.is_cut else len(run.episodes) - num_kept - run.num_rejected - run.num_failed
+        is_group = isinstance(judged, Group)
+        is_rejected = not is_group and judged.outcome is GroupOutcome.REJECTED
+        rejected = run.num_rejected + (num_kept if is_rejected else 0)
+        trained = num_kept if is_group else 0
+        self.groups_finished += is_group
+        self.episodes_surplus += surplus
+        self.episodes_rejected += rejected
+        self.episodes_dropped += len(run.episodes) - trained - rejected - surplus
+
+    def counters(self) -> dict[str, float]:
+        """For logs: sums of seconds become means over their episodes, where there are any."""
+        totals = asdict(self)
+        counters = {name: value for name, value in totals.items() if not name.endswith("_s")}
+        for kind in ("finished", "straggler", "overtaken"):
+            if number := totals[f"{kind}_episodes"]:
+                counters[f"{kind}_episode_s"] = totals[f"{kind}_s"] / number
+        return counters

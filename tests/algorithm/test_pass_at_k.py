@@ -6,7 +6,7 @@ import statistics
 import pytest
 from advantage_cases import group, of_rewards, one_each, trajectory
 
-from arl.algorithm.pass_at_k import pass_at_k_advantages
+from arl.algorithm.advantages import pass_at_k_advantages
 
 
 @pytest.mark.parametrize("k", range(1, 8))

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from arl.api.errors import FailureBudgetError, PromptTooLongError, RunFileError
-from arl.rollout.failures import FailureBudget, FailureLog
+from arl.rollout.episode import FailureLog
+from arl.rollout.watches import FailureBudget
 
 
 def raised(error: Exception) -> Exception:

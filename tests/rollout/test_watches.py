@@ -10,8 +10,9 @@ from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
 from arl.api.errors import StarvedError
+from arl.rollout.group import Fruitless, Reason
 from arl.rollout.ledger import GroupOutcome
-from arl.rollout.watches import Fruitless, LagMonitor, Reason, StarvationWatch
+from arl.rollout.watches import LagMonitor, StarvationWatch
 
 
 def told(caplog: pytest.LogCaptureFixture, *blocks: tuple[float, float]) -> list[str]:
