@@ -7,7 +7,7 @@ sections of both engines are in engine_config.py, those of the algorithm in algo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 from pydantic import (
     Field,
@@ -83,10 +83,8 @@ class RolloutConfig(Section):
     drop_stragglers_after_s: PositiveFloat | None = None
     """How long a running group may keep the trainer waiting before it is aborted and dropped. Unset: for ever."""
     extra_episodes: NonNegativeInt = 0
-    """Over-sampling: start this many episodes more than group_size for each example."""
-    keep_episodes: Literal["first", "max_variance"] = "first"
-    """Which group_size of the episodes are trained. first: those that finish first; the others are aborted, which
-    favours short episodes. max_variance: all finish, and those whose rewards vary most are kept (PODS)."""
+    """Over-sampling: start this many episodes more than group_size for each example. The first group_size that finish
+    are trained and the others are aborted, which favours short episodes."""
     replay_groups: NonNegativeInt = 0
     """How many groups that were trained before are added to each batch, within max_staleness."""
     replay_min_reward: float = 0.0
@@ -104,18 +102,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"min_group_size is {self.min_group_size}; it must be at most group_size {self.group_size}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _over_sampling_makes_sense(self) -> Self:
-        if self.keep_episodes == "first":
-            return self
-        if self.extra_episodes == 0:
-            raise ValueError(
-                f"keep_episodes is {self.keep_episodes}, but extra_episodes is 0, so all are kept; set extra_episodes"
-            )
-        if self.group_size == 1:
-            raise ValueError("keep_episodes is max_variance, but group_size is 1, and one reward alone does not vary")
         return self
 
     @model_validator(mode="after")

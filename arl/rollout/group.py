@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
-from fractions import Fraction
-from itertools import accumulate
 from statistics import fmean
 
 from arl.api.config import RolloutConfig
@@ -117,10 +114,10 @@ class GroupRun:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, take: Callable[[GroupRun, Group | Fruitless], Awaitable[None]]) -> None:
-        """Run the episodes; call `take` with the group, or with why there is none, as soon as that is decided.
+        """Run the episodes. As soon as it is decided, call `take` with the group, or with why there is none.
 
-        Episodes that are no longer needed are cancelled then; the call returns when all have ended. `launched` is set
-        once no episode of the group waits for a place.
+        Returns when all episodes have ended; those that are no longer needed are cancelled. `launched` is set once no
+        episode of the group waits for a place.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._run_episodes())
@@ -135,7 +132,7 @@ class GroupRun:
     @property
     def is_full(self) -> bool:
         """Whether enough sampled episodes have finished, so that it waits for no other."""
-        return self._config.keep_episodes == "first" and len(self._in_order) >= self._config.group_size
+        return len(self._in_order) >= self._config.group_size
 
     @property
     def num_failed(self) -> int:
@@ -147,13 +144,8 @@ class GroupRun:
 
     @property
     def kept(self) -> list[int]:
-        """The indices of the episodes to train, ascending: at most group_size of those that finished."""
-        size = self._config.group_size
-        if self._config.keep_episodes == "first" or len(self._in_order) <= size:
-            return sorted(self._in_order[:size])
-        finished = sorted(self._in_order)
-        rewards = [_return(self._finished(index)) for index in finished]
-        return [finished[position] for position in most_varied(rewards, size)]
+        """The indices of the episodes to train, ascending: the first group_size that finished."""
+        return sorted(self._in_order[: self._config.group_size])
 
     @property
     def reward(self) -> float | None:
@@ -175,16 +167,16 @@ class GroupRun:
         self._decided.set()
 
     async def _run_episode(self, index: int) -> None:
-        """Run it and note how it ended; the one that makes the group full cancels those that still run."""
+        """Run it and note how it ended. The one that makes the group full cancels those that still run."""
         episode = await self._play(self, index)
         if index == GREEDY:
             self._greedy = episode
         else:
             self.episodes[index] = episode
-        if index != GREEDY and episode.is_finished:
-            self._in_order.append(index)
-            if self.is_full and len(self._in_order) == self._config.group_size:
-                self._cancel_all_but(index, GREEDY)
+            if episode.is_finished:
+                self._in_order.append(index)
+                if len(self._in_order) == self._config.group_size:
+                    self._cancel_all_but(index, GREEDY)
         if self.is_full and (self._greedy or not self._rules.has_baseline):
             self._decided.set()
 
@@ -275,37 +267,3 @@ def has_equal_rewards(group: Group, rules: GroupRules) -> bool:
 
 def _has_process_rewards(trajectory: Trajectory) -> bool:
     return any(trajectory.token_rewards or ()) or any(turn.reward for turn in trajectory.turns)
-
-
-# Which episodes are kept, where more have finished than are wanted.
-
-
-def most_varied(rewards: Sequence[float], count: int) -> list[int]:
-    """The indices, ascending, of `count` of the rewards with the largest variance among them (PODS, 2504.13818).
-
-    The best choice takes the k lowest and the count - k highest, for some k: the variance is convex in each member, so
-    exchanging one for its outer neighbour, on one side or the other, never makes it smaller. Arithmetic is exact, so
-    that equal rewards are equal: of those the smaller index counts as the lower, and of equally good choices the one
-    with the most low rewards wins.
-    """
-    ascending = sorted(range(len(rewards)), key=lambda i: (rewards[i], i))
-    exact = [Fraction(rewards[i]) for i in ascending]
-    sums = [Fraction(0), *accumulate(exact)]
-    squares = [Fraction(0), *accumulate(value * value for value in exact)]
-
-    def spread(num_lowest: int) -> Fraction:
-        """count^2 times the variance."""
-        high = len(exact) - (count - num_lowest)
-        total = sums[num_lowest] + sums[-1] - sums[high]
-        return count * (squares[num_lowest] + squares[-1] - squares[high]) - total * total
-
-    best = max(range(count, -1, -1), key=spread)
-    high = len(ascending) - (count - best)
-    return sorted(ascending[:best] + ascending[high:])
-
-
-def _return(episode: Episode) -> float:
-    """Its reward and process rewards: each turn has them in one trajectory of its role alone."""
-    trajectories = episode.trajectories
-    process = math.fsum(t.total_reward - t.reward for t in trajectories)
-    return episode.reward + process / len({t.role for t in trajectories})

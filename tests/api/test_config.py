@@ -15,12 +15,6 @@ IMPOSSIBLE = [
     ({"rollout": {"episode_timeout_s": "long"}}, "rollout.episode_timeout_s", "valid number"),
     ({"rollout": {"bach_size": 3}}, "rollout.bach_size", "Extra inputs are not permitted"),
     ({"rollout": {"min_group_size": 9}}, "rollout", "min_group_size is 9; it must be at most group_size 8"),
-    ({"rollout": {"keep_episodes": "max_variance"}}, "rollout", "extra_episodes is 0, so all are kept"),
-    (
-        {"rollout": {"keep_episodes": "max_variance", "extra_episodes": 1, "group_size": 1}},
-        "rollout",
-        "group_size is 1, and one reward alone does not vary",
-    ),
     ({"rollout": {"replay_groups": 1, "max_staleness": 0}}, "rollout", "Allow a staleness of 1 or more"),
     ({"rollout": {"replay_min_reward": 0.5}}, "rollout", "replay_groups is 0, so none is replayed"),
     (

@@ -2,11 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import combinations
-from statistics import pvariance
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import Moody, Scripted, TwoTurns, controlled, engine_with_latency, train
@@ -15,11 +11,8 @@ from virtual_time import run_in_virtual_time
 
 from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, Group, ModelRequest, Trajectory, TurnSpan
-from arl.rollout.group import most_varied
+from arl.api.types import Example, Group, ModelRequest, Trajectory
 from arl.rollout.ledger import GroupOutcome
-
-few_values = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0]), min_size=1, max_size=9)
 
 
 def sampled(
@@ -60,7 +53,6 @@ def fails() -> object:
 
 
 FIRST = {"group_size": 2, "extra_episodes": 2}
-VARIED = {**FIRST, "keep_episodes": "max_variance"}
 
 
 def test_the_first_to_finish_are_kept_and_the_group_does_not_wait_for_the_others() -> None:
@@ -152,9 +144,8 @@ def test_a_place_that_is_not_needed_any_more_goes_to_the_next_group() -> None:
     run_in_virtual_time(main())
 
 
-@pytest.mark.parametrize("options", [FIRST, VARIED])
-def test_extra_episodes_make_up_for_failed_and_rejected_ones(options: dict[str, object]) -> None:
-    group, counters, _ = sampled(fails, after(1), lambda: None, after(2), **options)
+def test_extra_episodes_make_up_for_failed_and_rejected_ones() -> None:
+    group, counters, _ = sampled(fails, after(1), lambda: None, after(2), **FIRST)
     assert group.episode_indices == (1, 3)
     assert (counters["episodes_failed"], counters["episodes_dropped"]) == (1, 1)
     assert (counters["episodes_rejected"], counters["episodes_surplus"]) == (1, 0)
@@ -164,22 +155,6 @@ def test_a_group_too_small_in_spite_of_extra_episodes_is_dropped() -> None:
     group, counters, _ = sampled(fails, fails, fails, after(1), after(1), after(1), **FIRST)
     assert group.group_id == 1
     assert (counters["episodes_dropped"], counters["episodes_surplus"]) == (4, 2)
-
-
-def test_the_most_varied_are_kept_of_all_that_finish() -> None:
-    group, counters, took = sampled(after(1, 0.5), after(2, 1.0), after(3, 0.4), after(4, 0.0), **VARIED)
-    assert [t.reward for t in group.trajectories] == [1.0, 0.0]
-    assert group.episode_indices == (1, 3)
-    assert took == 4
-    assert (counters["episodes_surplus"], counters["overtaken_episodes"], counters["finished_episodes"]) == (2, 0, 4)
-
-
-def test_rewards_on_the_way_vary_too() -> None:
-    def with_process(reward: float) -> Callable[[], object]:
-        return lambda: replace(trajectory((9,)), turns=(TurnSpan(start=1, stop=2, reward=reward),))
-
-    group, _, _ = sampled(*map(with_process, (0.5, 1.0, 0.0, 0.5)), **VARIED)
-    assert group.episode_indices == (1, 2)
 
 
 def test_a_cut_group_drops_all_of_its_episodes() -> None:
@@ -202,37 +177,16 @@ def test_a_cut_group_drops_all_of_its_episodes() -> None:
     run_in_virtual_time(main())
 
 
-@given(rewards=few_values, data=st.data())
-@settings(deadline=None)
-def test_no_other_choice_varies_more(rewards: list[float], data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, len(rewards)))
-    chosen = most_varied(rewards, count)
-    best = max(pvariance([rewards[i] for i in some]) for some in combinations(range(len(rewards)), count))
-    assert len(set(chosen)) == count
-    assert pvariance([rewards[i] for i in chosen]) == pytest.approx(best)
-
-
-def test_among_equal_rewards_the_first_episodes_are_kept() -> None:
-    assert most_varied([1.0] * 5, 3) == [0, 1, 2]
-    assert most_varied([0.0, 1.0, 0.0, 1.0, 0.0], 2) == [0, 3]
-
-
-def test_rewards_of_any_size_are_compared_exactly() -> None:
-    assert most_varied([1e308, -1e308, 1e308, 0.0], 2) == [1, 2]
-    assert most_varied([0.1 + 0.2, 0.3, 0.3], 2) == [0, 1]
-
-
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),
     extra=st.integers(0, 4),
-    keep=st.sampled_from(["first", "max_variance"]),
     cap=st.integers(8, 30),  # with fewer, each group may take longer than stragglers are given, and the run starves
     has_baseline=st.booleans(),
 )
 @settings(max_examples=12, deadline=None)
 def test_every_episode_of_every_group_has_one_end_and_tokens_are_fresh(
-    seed: int, max_staleness: int, extra: int, keep: str, cap: int, has_baseline: bool
+    seed: int, max_staleness: int, extra: int, cap: int, has_baseline: bool
 ) -> None:
     async def main() -> None:
         controller, buffer, engine = controlled(
@@ -243,7 +197,6 @@ def test_every_episode_of_every_group_has_one_end_and_tokens_are_fresh(
             batch_size=2,
             group_size=3,
             extra_episodes=extra,
-            keep_episodes=keep if extra else "first",
             max_staleness=max_staleness,
             max_concurrent_episodes=cap,
             max_failure_rate=1.0,

@@ -106,25 +106,20 @@ def test_every_example_ends_exactly_once_however_often_the_run_is_killed(seed: i
     check(disk, controller.ledger)
 
 
-MORE_EPISODES = st.fixed_dictionaries(
-    {"extra_episodes": st.just(2), "keep_episodes": st.sampled_from(["first", "max_variance"])}
-)
-
-
 @given(
     seed=st.integers(0, 2**32),
     kills=st.lists(lives, min_size=1, max_size=4),
-    more_episodes=st.one_of(st.just({}), MORE_EPISODES),
+    extra_episodes=st.sampled_from([0, 2]),
     replay_groups=st.sampled_from([0, 2]),
 )
 @settings(max_examples=25, deadline=None)
 def test_also_when_it_goes_on_with_another_batch_size_or_bound_with_over_sampling_and_replay(
-    seed: int, kills: list[tuple[float, int, int]], more_episodes: dict[str, object], replay_groups: int
+    seed: int, kills: list[tuple[float, int, int]], extra_episodes: int, replay_groups: int
 ) -> None:
     disk, seeds = Disk(), random.Random(seed)
     for killed_at_s, batch_size, max_staleness in [*kills, (10**6, 2, 1 if replay_groups else 0)]:
         sizes = {"batch_size": batch_size, "max_staleness": max_staleness, "replay_groups": replay_groups}
-        config = CONFIG.model_copy(update={**more_episodes, **sizes})
+        config = CONFIG.model_copy(update={"extra_episodes": extra_episodes, **sizes})
         controller = run_in_virtual_time(live(disk, seeds.randrange(2**32), killed_at_s, config))
     check(disk, controller.ledger)
 
