@@ -125,9 +125,10 @@ class GroupRun:
             await take(self, self._judged())
 
     def cut(self) -> None:
-        """Cancel every episode and start no other."""
+        """Cancel every episode and start no other. The group is decided, although episodes may be slow to end."""
         self.is_cut = True
         self._cancel_all_but()
+        self._decided.set()
 
     @property
     def is_full(self) -> bool:

@@ -177,6 +177,32 @@ def test_a_cut_group_drops_all_of_its_episodes() -> None:
     run_in_virtual_time(main())
 
 
+def test_a_cut_group_settles_its_example_before_its_episodes_have_ended() -> None:
+    """One of its episodes is slow to end, and another waits for its place all the while."""
+
+    async def stubborn() -> object:
+        try:
+            await asyncio.sleep(10**6)
+        finally:
+            await asyncio.sleep(500)
+
+    async def main() -> None:
+        controller, buffer, _ = controlled(
+            Scripted(lambda _: stubborn()), 3, max_concurrent_episodes=1, shuffle=False, drop_stragglers_after_s=5
+        )
+        async with asyncio.TaskGroup() as tasks:
+            rollout = tasks.create_task(controller.run())
+            taking = tasks.create_task(buffer.take_batch(0))
+            await asyncio.sleep(6)
+            assert controller.ledger.outcomes(0)[GroupOutcome.DROPPED] == [0]
+            assert controller.counters()["episodes_dropped"] == 2
+            assert buffer.state.charged == 0
+            taking.cancel()
+            rollout.cancel()
+
+    run_in_virtual_time(main())
+
+
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),
