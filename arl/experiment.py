@@ -9,12 +9,10 @@ if __name__ == "__main__":
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import logging
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=Config)
-T = TypeVar("T")
 
 TINY = "tiny"
 TRAINED = "trained"
@@ -102,7 +99,8 @@ class Experiment(Generic[ConfigT]):
     """The class of its settings."""
     prepare: Callable[[ConfigT], Setup | Awaitable[Setup]]
     """Makes everything from the settings; run_dir exists by then. A plain function runs on a thread, since it may take
-    minutes (fine-tuning a tiny model, say); a coroutine function is awaited."""
+    minutes (fine-tuning a tiny model, say); a first Ctrl-C waits for its end, a second one does not. A coroutine
+    function is awaited."""
 
     def main(self, argv: Sequence[str] | None = None) -> None:
         """Train with the settings of the command line: the last line of a script. Ends as `arl.cli.run` does.
@@ -142,9 +140,19 @@ class Experiment(Generic[ConfigT]):
         made, and whatever `prepare` raises."""
         await asyncio.to_thread(make_run_dir, config.run_dir)
         await asyncio.to_thread(_hide_progress_bars)
-        prepared = await _stoppable(lambda: self.prepare(config))
+        try:
+            prepared = await asyncio.to_thread(self._prepared, config)
+        except asyncio.CancelledError:
+            log.warning("the preparation goes on to its end, as a thread cannot be stopped; Ctrl-C once more ends it")
+            raise
         setup = await prepared if inspect.isawaitable(prepared) else prepared
         return config.model_copy(update={"model": setup.model}), setup
+
+    def _prepared(self, config: ConfigT) -> Setup | Awaitable[Setup]:
+        try:
+            return self.prepare(config)
+        except StopIteration as error:  # a future does not take it: its awaiter would wait for ever
+            raise RuntimeError(f"prepare raised {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,30 +181,6 @@ class TrainingResult:
         if ipython is not None and ipython.get_ipython() is not None:
             ipython.display.display(ipython.display.Image(filename=str(path)))
         return path
-
-
-class _Stopped(BaseException):
-    """Raised within a preparation to end it. Not an Exception, so that user code does not catch it."""
-
-
-async def _stoppable(prepare: Callable[[], T]) -> T:
-    """Call `prepare` on a thread. A cancellation stops the thread before its next instruction of Python code."""
-    threads: list[int] = []
-
-    def call() -> T:
-        threads.append(threading.get_ident())
-        try:
-            return prepare()
-        except StopIteration as error:  # a future does not take it: its awaiter would wait for ever
-            raise RuntimeError(f"prepare raised {error!r}") from error
-
-    try:
-        return await asyncio.to_thread(call)
-    except asyncio.CancelledError:
-        log.warning("stopping the preparation, which takes a moment; Ctrl-C once more ends it at once")
-        for thread in threads:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stopped))
-        raise
 
 
 async def _evaluated(trainer: Trainer, version: int) -> Evaluation | None:

@@ -1,4 +1,4 @@
-"""Makes rewards that workflows can await from users' functions; and weighted sums of rewards."""
+"""as_reward makes of a user's function a reward that workflows await; WeightedReward adds several up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, Generic, ParamSpec
+from typing import Any, Generic, ParamSpec, cast
 
 from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.api.types import Example
 from arl.api.workflow import Shared
 from arl.rewards.pool import RewardPool, is_typed_in
-from arl.rewards.score import ResultT, Reward, Score, checked, name_of, score_of
+from arl.rewards.score import ResultT, Reward, Score, check_limits, checked, name_of, ran_too_long, score_of
 from arl.rewards.threads import ThreadReward, together
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,7 @@ class AsyncReward(Generic[P, ResultT]):
     """Awaits a coroutine function for at most timeout_s seconds. Raises RewardTimeoutError and RewardError."""
 
     def __init__(self, function: Callable[P, Awaitable[ResultT]], *, timeout_s: float = 30.0) -> None:
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s is {timeout_s}; it must be above 0")
+        check_limits(timeout_s)
         self._function = function
         self._name = name_of(function)
         self._timeout_s = timeout_s
@@ -42,8 +41,7 @@ class AsyncReward(Generic[P, ResultT]):
                 result = await self._function(*args, **kwargs)
         except Exception as error:
             if limit.expired():
-                message = f"reward function {self._name} ran longer than {self._timeout_s:g} s"
-                raise RewardTimeoutError(message) from error
+                raise ran_too_long(self._name, self._timeout_s) from error
             raise RewardError(f"reward function {self._name} failed: {error}") from error
         return checked(result, self._name)
 
@@ -64,10 +62,7 @@ class InlineReward(Generic[P, ResultT]):
 
 
 class WorkflowReward(Shared):
-    """A reward as workflows use it: opened with the workflow, awaited with an answer and its example, returns a Score.
-
-    Made by as_reward.
-    """
+    """What as_reward makes: opened with the workflow, awaited with an answer and its example, returns a Score."""
 
     def __init__(self, reward: Reward, name: str) -> None:
         super().__init__()
@@ -78,13 +73,9 @@ class WorkflowReward(Shared):
         """Raises RewardError, RewardTimeoutError, and the errors of a user's own reward class."""
         return score_of(await self._reward(answer, data), f"reward {self.name}")
 
-    async def _open(self) -> None:
+    async def _open(self, opened: AsyncExitStack) -> None:
         if isinstance(self._reward, Shared):
-            await self._reward.__aenter__()
-
-    async def _close(self) -> None:
-        if isinstance(self._reward, Shared):
-            await self._reward.__aexit__()
+            await opened.enter_async_context(self._reward)
 
 
 def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: int | None = None) -> WorkflowReward:
@@ -92,24 +83,22 @@ def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: in
 
     reward: a function `(answer, data)`, or an object with an async `__call__` of these arguments.
 
-    - A synchronous function runs in a RewardPool, so it must be importable. A function typed into a notebook is not
-      importable: it runs in a ThreadReward, with a warning.
-    - A coroutine function runs in an AsyncReward.
-    - arl's own rewards (RewardPool, WeightedReward, a judge) stay open until everybody who entered them has left. So a
-      reward that the user opened stays open when the workflow leaves it.
+    - A synchronous function runs in a RewardPool, so it must be importable. One typed into a notebook is not: it runs
+      in a ThreadReward, with a warning. A coroutine function runs in an AsyncReward.
+    - arl's own rewards (RewardPool, WeightedReward, a judge) stay open until everybody who entered them has left.
     - An object of another class with an async `__call__` is awaited as it is, and neither opened nor closed.
 
     timeout_s, workers: of the RewardPool, ThreadReward or AsyncReward made here; unset, 30 s and 2 workers.
 
-    Raises ConfigError for anything else, and for timeout_s or workers if the reward does not take them; RewardError for
-    a function that no worker can import.
+    Raises ConfigError for anything else, and for limits that the reward does not take; RewardError for a function that
+    no worker can import.
     """
     if isinstance(reward, type) or not callable(reward):
         raise ConfigError(f"reward is {reward!r}; give a function (answer, data), or an instance of a reward")
     if is_ready(reward):
         if timeout_s is not None or workers is not None:
             raise ConfigError(f"{name_of(reward)} has limits of its own; set timeout_s and workers where it is made")
-        return reward if isinstance(reward, WorkflowReward) else WorkflowReward(_awaitable(reward), name_of(reward))
+        return reward if isinstance(reward, WorkflowReward) else WorkflowReward(cast("Reward", reward), name_of(reward))
     return WorkflowReward(_made(reward, 30.0 if timeout_s is None else timeout_s, workers), name_of(reward))
 
 
@@ -148,21 +137,13 @@ def check_signature(function: Any) -> None:
         return
 
 
-def _awaitable(reward: Any) -> Reward:
-    return reward
-
-
-# A weighted sum of named rewards.
-
-
 class WeightedReward(Shared):
     """Runs several rewards at once and adds them up. The Score has each as a named part, before weighting.
 
         reward = WeightedReward({"correct": (1.0, math_reward()), "format": (0.1, Tags("think", "answer"))})
 
     parts: name -> (weight, reward); a reward is anything that as_reward takes. A negative weight makes a penalty. A
-    part of weight 0 is not rewarded, only logged among the episode's metrics. A part's own parts and metrics are logged
-    as `NAME/...`.
+    part of weight 0 is only logged, among the episode's metrics; a part's own parts and metrics, as `NAME/...`.
 
     If a part fails, the sum fails: RewardTimeoutError or RewardError, with the part's name in front.
     """
@@ -176,16 +157,10 @@ class WeightedReward(Shared):
                 raise ConfigError(f"the part {name!r} is {part!r}; it must be (weight, reward) with a finite weight")
         self._weights = {name: float(weight) for name, (weight, _) in parts.items()}
         self._rewards = {name: as_reward(reward) for name, (_, reward) in parts.items()}
-        self._opened = AsyncExitStack()
 
-    async def _open(self) -> None:
-        async with AsyncExitStack() as stack:
-            for reward in self._rewards.values():
-                await stack.enter_async_context(reward)
-            self._opened = stack.pop_all()
-
-    async def _close(self) -> None:
-        await self._opened.aclose()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        for reward in self._rewards.values():
+            await opened.enter_async_context(reward)
 
     async def __call__(self, answer: str, data: Example) -> Score:
         given = await together(_part(name, reward, answer, data) for name, reward in self._rewards.items())

@@ -10,6 +10,7 @@ import re
 import string
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +172,8 @@ class ChatServer(Shared, JsonClient):
             raise ServerError(f"{self.url}{path} answered without a message: {shown(answer)}")
         return content
 
-    async def _open(self) -> None:
-        """Opens nothing: connections open when they are needed."""
-
-    async def _close(self) -> None:
-        await self.aclose()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        opened.push_async_callback(self.aclose)  # connections open when they are needed
 
 
 class JudgeReward(Shared):
@@ -218,11 +216,8 @@ class JudgeReward(Shared):
         self._parameters = {"temperature": 0.0, "max_tokens": 1024} if parameters is None else dict(parameters)
         self._cache = None if cache is None else AnswerCache(cache)
 
-    async def _open(self) -> None:
-        await self._server.__aenter__()
-
-    async def _close(self) -> None:
-        await self._server.__aexit__()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        await opened.enter_async_context(self._server)
 
     async def __call__(self, answer: str, data: Example) -> Score:
         prompt = self._filled(answer, data)

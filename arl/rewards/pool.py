@@ -14,22 +14,22 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AsyncExitStack
 from multiprocessing import spawn
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Generic, ParamSpec, cast
 
 from pebble import ProcessExpired, ProcessPool
 
-from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutError
+from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.workflow import Shared
-from arl.rewards.score import ResultT, name_of, score_of
+from arl.rewards.score import ResultT, check_limits, name_of, ran_too_long, score_of
 
 # Worker processes are forked from a clean server process. They import the user's script only if they need it.
 
 
 class _WithoutScript(str):
-    """The name of a process that does not import the script. It is a str, equal to the plain name, since
-    multiprocessing passes only the name to the place where this is decided."""
+    """The name of a process that does not import the script: multiprocessing decides this, and knows only the name."""
 
     __slots__ = ()
 
@@ -38,7 +38,6 @@ def context_for(*functions: Callable[..., Any] | None) -> Any:
     """The multiprocessing context for workers that call these functions."""
     if any(_module_of(function) == "__main__" for function in functions):
         return multiprocessing.get_context("forkserver")
-    _install()
     return _Context()
 
 
@@ -51,7 +50,7 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when arl's process ends in any way: a worker in a long call would not notice.
+    """Have the kernel end this process with arl's, also during a long call.
 
     multiprocessing's sentinel is a pipe that only the parent holds open for writing. When it is closed, the kernel
     sends SIGIO, which ends a process that does not handle the signal.
@@ -77,19 +76,18 @@ class _Context(ForkServerContext):
     Process = _Process  # pyright: ignore[reportAssignmentType]
 
 
-@functools.cache
-def _install() -> None:
-    """Make multiprocessing decide by a process's name whether to import the script. Other processes start as before."""
-    prepare = spawn.get_preparation_data
+_preparation_data = spawn.get_preparation_data
 
-    def preparation_data(name: str) -> dict[str, Any]:
-        data = prepare(name)
-        if isinstance(name, _WithoutScript):
-            data.pop("init_main_from_path", None)
-            data.pop("init_main_from_name", None)
-        return data
 
-    spawn.get_preparation_data = preparation_data
+def _prepared_by_name(name: str) -> dict[str, Any]:
+    data = _preparation_data(name)
+    if isinstance(name, _WithoutScript):
+        data.pop("init_main_from_path", None)
+        data.pop("init_main_from_name", None)
+    return data
+
+
+spawn.get_preparation_data = _prepared_by_name  # other processes start as before
 
 
 def _module_of(function: Any) -> str | None:
@@ -115,14 +113,13 @@ class _WorkerDiedError(RewardError):
 
 
 class RewardPool(Shared, Generic[P, ResultT]):
-    """Calls a synchronous function in worker processes, and kills a worker when its call hangs.
+    """Calls a synchronous function in worker processes, and kills a worker when its call hangs or is cancelled.
 
         async with RewardPool(score, timeout_s=5, workers=4) as reward:
             value = await reward(answer, data)
 
     Raises RewardTimeoutError; RewardError if the function raises, returns no finite number, or its worker dies. The
-    pool then goes on with a new worker. Cancelling a call kills its worker. Workers are forked from a clean server
-    process, never from this one. Arguments are pickled.
+    pool then goes on with a new worker. Arguments are pickled.
     """
 
     def __init__(
@@ -142,8 +139,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         the result of a call that ran too long or killed its worker; unset, such a call raises.
         """
         super().__init__()
-        if timeout_s <= 0 or workers < 1:
-            raise ConfigError(f"timeout_s is {timeout_s} and workers is {workers}; they must be above 0 and at least 1")
+        check_limits(timeout_s, workers)
         self._name = name_of(function)
         if inspect.iscoroutinefunction(function):
             raise RewardError(f"reward function {self._name} is async; use AsyncReward for it")
@@ -157,10 +153,11 @@ class RewardPool(Shared, Generic[P, ResultT]):
         self._calls: set[concurrent.futures.Future[_Outcome]] = set()
         self._replacing = asyncio.Lock()
 
-    async def _open(self) -> None:
+    async def _open(self, opened: AsyncExitStack) -> None:
         self._pool = await asyncio.to_thread(self._start)
+        opened.push_async_callback(self._end)
 
-    async def _close(self) -> None:
+    async def _end(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             await self._stop(pool)
@@ -197,7 +194,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         try:
             return await asyncio.wrap_future(call)
         except TimeoutError as timeout:
-            raise RewardTimeoutError(f"reward function {self._name} ran longer than {self._timeout_s:g} s") from timeout
+            raise ran_too_long(self._name, self._timeout_s) from timeout
         except ProcessExpired as death:
             raise _WorkerDiedError(
                 f"the worker that ran reward function {self._name} died with exit code {death.exitcode}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar, cast
 
-from arl.api.errors import RewardError
+from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.api.types import Example
 
 
@@ -74,6 +74,18 @@ def name_of(function: Any) -> str:
 
 def _named(field_name: str, numbers: Mapping[str, float]) -> dict[str, float]:
     return {f"{field_name}[{name!r}]": number for name, number in numbers.items()}
+
+
+def check_limits(timeout_s: float, workers: int = 1) -> None:
+    """Raise ConfigError for limits that no call can keep."""
+    if timeout_s <= 0:
+        raise ConfigError(f"timeout_s is {timeout_s}; it must be above 0")
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}; it must be at least 1")
+
+
+def ran_too_long(name: str, timeout_s: float) -> RewardTimeoutError:
+    return RewardTimeoutError(f"reward function {name} ran longer than {timeout_s:g} s")
 
 
 def checked(result: ResultT, name: str) -> ResultT:

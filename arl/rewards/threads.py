@@ -5,8 +5,8 @@
                        hangs: acall stops waiting, the thread counts as hung, and its place is free for others
                        is cancelled: it counts as hung only after its time limit
 
-A thread cannot be killed. A hung thread keeps its resources (memory, a lock, a CPU it spins on) until it returns, so no
-new call begins while `max_hung` threads hang. Threads are daemons: a hung thread does not keep the process from ending.
+A thread cannot be stopped. A hung one keeps its resources (memory, a lock, a CPU it spins on) until it returns, so no
+new call begins while `max_hung` threads hang. Threads are daemons: a hung one does not keep the process from ending.
 Run untrusted code in a sandbox.
 """
 
@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import ctypes
 import functools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
-from arl.api.errors import ArlError, ConfigError, RewardError, RewardTimeoutError, ToolsHungError, first_error
-from arl.rewards.score import ResultT, checked, name_of
+from arl.api.errors import ArlError, RewardError, ToolsHungError, first_error
+from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +34,10 @@ _IDLE_S = 10.0
 """How long a thread waits for another call before it ends."""
 _PATIENCE_S = 30.0
 """How long a cancelled call without a time limit may run on before it counts as hung."""
-_INTERRUPT_S = 1.0
-"""How long a thread waits for an interrupt that is on its way."""
 
 
 class CallTimeoutError(ArlError, TimeoutError):
     """A call in a thread took longer than its time limit."""
-
-
-class _Interrupted(BaseException):
-    """Raised within a call that must end. Not an Exception, so that the function does not catch it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,69 +47,30 @@ class _Call:
     loop: asyncio.AbstractEventLoop
     began: asyncio.Future[None]
     ended: asyncio.Future[tuple[Any, BaseException | None]]
-    state: Literal["queued", "running", "left", "hung", "done"] = "queued"
-    """left: nobody awaits the call, and its place is free for others. hung: left, and past its time."""
-    thread: int = 0
-    """The identifier of its thread, once it runs."""
-    last_word: deque[None] = field(default_factory=deque[None])
-    """Has one entry once `run` has begun. Either the thread takes it and returns, or the interrupter takes it: never
-    both. So no interrupt comes before `run`, where it would end the thread."""
+    state: Literal["queued", "running", "hung", "done"] = "queued"
+    """hung: it ran past its time, nobody awaits it, and its place is free for others."""
 
     def run(self) -> tuple[Any, BaseException | None]:
-        """Runs in the thread. Returns the function's result or error. No interrupt comes before this call, or after."""
-        try:
-            self.last_word.append(None)
-            was_left = self.state != "running"  # read after the append: an earlier _leave sent no interrupt
-            outcome = (None, RuntimeError("it was interrupted")) if was_left else self._outcome()
-            if self._takes_last_word():
-                return outcome
-            deadline = time.monotonic() + _INTERRUPT_S  # the interrupt comes now, unless the function caught it
-            while time.monotonic() < deadline:
-                time.sleep(0.001)
-        except _Interrupted:
-            pass
-        return None, RuntimeError("it was interrupted")
-
-    def interrupt(self) -> None:
-        """Raise _Interrupted in the thread, before its next instruction of Python code, while the call runs."""
-        if self._takes_last_word():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(_Interrupted))
-
-    def _outcome(self) -> tuple[Any, BaseException | None]:
+        """The function's result, or its error."""
         try:
             return self.context.run(self.function), None
-        except _Interrupted:
-            raise
         except KeyboardInterrupt as error:  # the function's own: Ctrl-C reaches the main thread alone
             return None, RuntimeError(f"it raised {error!r}")
         except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
             return None, error
 
-    def _takes_last_word(self) -> bool:
-        try:
-            self.last_word.pop()
-        except IndexError:
-            return False
-        return True
-
 
 class CallThreads:
     """Threads for blocking calls. The event loop goes on while calls run, and while one hangs."""
 
-    def __init__(self, *, max_threads: int = 512, max_hung: int = 64, interrupts: bool = False) -> None:
-        """max_threads: calls that run at once; others wait. max_hung: calls past their time that may still run.
-
-        interrupts: raise an exception within a call that was cancelled or took too long. This ends Python code, but not
-        a call into C that never returns. It may come while the code holds a lock, so use it for pure functions only.
-        """
+    def __init__(self, *, max_threads: int = 512, max_hung: int = 64) -> None:
+        """max_threads: calls that run at once; others wait. max_hung: calls past their time that may still run."""
         self._max_threads = max_threads
         self._max_hung = max_hung
-        self._interrupts = interrupts
         self._changed = threading.Condition()
         self._queue: deque[_Call] = deque()
         self._num_threads = 0
         self._num_idle = 0
-        self._num_left = 0
         self._num_hung = 0
 
     @property
@@ -164,7 +117,7 @@ class CallThreads:
             self._queue.append(call)
             if self._num_idle >= len(self._queue):
                 self._changed.notify()
-            elif self._num_threads - self._num_left < self._max_threads:
+            elif self._num_threads - self._num_hung < self._max_threads:
                 try:
                     self._start_thread()
                 except ToolsHungError:
@@ -179,44 +132,33 @@ class CallThreads:
                 self._queue.remove(call)
             elif call.state == "running":
                 call.loop.call_later(patience_s, self._give_up, call)
-                if self._interrupts:
-                    self._leave(call)
 
     def _give_up(self, call: _Call) -> None:
-        """Count the call as hung, unless it has ended."""
+        """Count the call as hung, unless it has ended, and give its place to the next in the queue."""
         with self._changed:
-            if call.state == "running":
-                self._leave(call)
-            if call.state != "left":
+            if call.state != "running":
                 return
             call.state = "hung"
             self._num_hung += 1
+            if self._queue and not self._num_idle:
+                try:
+                    self._start_thread()
+                except ToolsHungError as error:
+                    first = self._queue.popleft()
+                    _tell(first, first.began, None)
+                    _tell(first, first.ended, (None, error))
         log.warning(
             "a call hangs, and its thread is left behind: %d do now, and from %d on no other is begun",
             self._num_hung,
             self._max_hung,
         )
 
-    def _leave(self, call: _Call) -> None:
-        """Give the running call's place to the next in the queue."""
-        call.state = "left"
-        self._num_left += 1
-        if self._interrupts:
-            call.interrupt()
-        if self._queue and not self._num_idle:
-            try:
-                self._start_thread()
-            except ToolsHungError as error:
-                first = self._queue.popleft()
-                _tell(first, first.began, None)
-                _tell(first, first.ended, (None, error))
-
     def _start_thread(self) -> None:
         """Start a thread for a queued call. If the system has no more threads, the call waits for an existing one."""
         try:
             threading.Thread(target=self._work, name="arl-call", daemon=True).start()
         except RuntimeError as error:
-            if self._num_threads > self._num_left:
+            if self._num_threads > self._num_hung:
                 return
             raise ToolsHungError(f"no thread could be started ({error})") from error
         self._num_threads += 1
@@ -226,7 +168,6 @@ class CallThreads:
             _tell(call, call.began, None)
             outcome = call.run()
             with self._changed:
-                self._num_left -= call.state in ("left", "hung")
                 self._num_hung -= call.state == "hung"
                 call.state = "done"
             _tell(call, call.ended, outcome)
@@ -241,7 +182,6 @@ class CallThreads:
                 self._num_threads -= 1
                 return None
             call = self._queue.popleft()
-            call.thread = threading.get_ident()
             call.state = "running"
             return call
 
@@ -272,14 +212,14 @@ class ThreadReward(Generic[P, ResultT]):
     def __init__(self, function: Callable[P, ResultT], *, timeout_s: float = 30.0, workers: int = 2) -> None:
         """timeout_s: the longest a call may run, counted from its start. workers: calls that run at once.
 
-        A call that takes longer is interrupted. Once `workers` calls hang in spite of this, all further calls fail.
+        A call that takes longer raises, and its thread is left behind: a thread cannot be stopped. While `workers`
+        threads hang, all further calls raise.
         """
-        if timeout_s <= 0 or workers < 1:
-            raise ConfigError(f"timeout_s is {timeout_s} and workers is {workers}; they must be above 0 and at least 1")
+        check_limits(timeout_s, workers)
         self._function = function
         self._name = name_of(function)
         self._timeout_s = timeout_s
-        self.threads = CallThreads(max_threads=workers, max_hung=workers, interrupts=True)
+        self.threads = CallThreads(max_threads=workers, max_hung=workers)
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """Raises RewardTimeoutError; RewardError if the function raises or returns no finite number."""
@@ -287,7 +227,7 @@ class ThreadReward(Generic[P, ResultT]):
             call = functools.partial(_call, self._function, args, kwargs)
             result = await self.threads.acall(call, self._timeout_s)
         except CallTimeoutError as error:
-            raise RewardTimeoutError(f"reward function {self._name} ran longer than {self._timeout_s:g} s") from error
+            raise ran_too_long(self._name, self._timeout_s) from error
         except ToolsHungError as error:
             raise RewardError(
                 f"reward function {self._name}: {error}; defined in a module, it could have a RewardPool, which kills "

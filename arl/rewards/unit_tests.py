@@ -152,13 +152,9 @@ class UnitTestsReward(Shared):
         self._grade = grade
         self._limits = limits
         self._timeout_s = timeout_s
-        self._opened = AsyncExitStack()
 
-    async def _open(self) -> None:
-        await self._opened.enter_async_context(self._sandbox)
-
-    async def _close(self) -> None:
-        await self._opened.aclose()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        await opened.enter_async_context(self._sandbox)
 
     async def __call__(self, answer: str, data: Example) -> Score:
         """Raises DatasetError for an example without tests, RewardError if the sandbox fails."""

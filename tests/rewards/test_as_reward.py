@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,10 @@ class Counted(Shared):
         super().__init__()
         self.log: list[str] = []
 
-    async def _open(self) -> None:
+    async def _open(self, opened: AsyncExitStack) -> None:
         await asyncio.sleep(0)
         self.log.append("opened")
-
-    async def _close(self) -> None:
-        self.log.append("closed")
+        opened.callback(self.log.append, "closed")
 
     async def __call__(self, answer: str, data: Example) -> float:
         assert self.log == ["opened"]
@@ -183,35 +182,10 @@ def test_numbers_of_other_libraries_are_numbers_and_mappings_are_pointed_to_scor
         Score(1.0, {"a": float("nan")})
 
 
-async def test_a_thread_that_runs_too_long_is_stopped() -> None:
-    ended, caught = threading.Event(), threading.Event()
-
-    def score(answer: str, data: Example) -> float:
-        try:
-            while answer == "hang":
-                try:
-                    pass
-                except Exception:  # noqa: BLE001 - as a user's function might
-                    caught.set()
-            return 1.0
-        finally:
-            ended.set()
-
-    reward = ThreadReward(score, timeout_s=0.1, workers=1)
-    with pytest.raises(RewardTimeoutError, match=r"score ran longer than 0\.1 s"):
-        await reward("hang", {})
-    assert await asyncio.to_thread(ended.wait, 10)
-    assert not caught.is_set()
-    ended.clear()
-    with pytest.raises(TimeoutError):  # a cancelled call is stopped as well
-        await asyncio.wait_for(ThreadReward(score)("hang", {}), 0.1)
-    assert await asyncio.to_thread(ended.wait, 10)
-
-
-async def test_threads_that_cannot_be_stopped_are_an_error_until_they_end() -> None:
+async def test_a_thread_that_runs_too_long_is_left_behind_and_an_error_until_it_ends() -> None:
     go = threading.Event()
     reward = ThreadReward(lambda answer, data: go.wait() if answer == "hang" else 1.0, timeout_s=0.05, workers=1)
-    with pytest.raises(RewardTimeoutError):
+    with pytest.raises(RewardTimeoutError, match=r"<lambda> ran longer than 0\.05 s"):
         await reward("hang", {})
     with pytest.raises(RewardError, match="1 earlier calls hang in threads"):
         await reward("", {})
@@ -220,15 +194,6 @@ async def test_threads_that_cannot_be_stopped_are_an_error_until_they_end() -> N
         while reward.threads.num_hung:  # noqa: ASYNC110 - a thread changes it
             await asyncio.sleep(0.001)
     assert await reward("", {}) == 1.0
-
-
-async def test_calls_that_are_cancelled_within_their_time_do_not_count_as_hung() -> None:
-    go = threading.Event()
-    reward = ThreadReward(lambda answer, data: go.wait(60) if answer == "slow" else 1.0, workers=1)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(reward("slow", {}), 0.05)
-    assert await reward("", {}) == 1.0
-    go.set()
 
 
 async def test_a_thread_that_finds_nothing_more_is_an_error() -> None:

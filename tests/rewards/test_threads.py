@@ -7,12 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from arl.api.errors import ToolsHungError
-from arl.rewards import threads as threads_module
 from arl.rewards.threads import CallThreads, CallTimeoutError
 
 
@@ -134,30 +132,6 @@ async def test_a_call_that_is_cancelled_in_the_queue_is_not_begun(release: threa
     release.set()
     assert await first
     assert await threads.acall(lambda: list(began)) == []
-
-
-async def test_a_call_that_is_cancelled_just_as_a_thread_takes_it_does_not_end_the_thread(
-    monkeypatch: pytest.MonkeyPatch, release: threading.Event
-) -> None:
-    tell, is_taken = threads_module._tell, threading.Event()
-
-    def tell_slowly(*args: Any) -> None:
-        if not is_taken.is_set():
-            is_taken.set()
-            assert release.wait(10)
-        tell(*args)
-
-    monkeypatch.setattr(threads_module, "_tell", tell_slowly)
-    threads, ran = CallThreads(max_threads=1, max_hung=1, interrupts=True), list[str]()
-    call = asyncio.create_task(threads.acall(lambda: ran.append("cancelled"), timeout_s=0.01))
-    await asyncio.to_thread(is_taken.wait, 10)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    release.set()
-    await threads.acall(lambda: ran.append("next"))
-    await asyncio.sleep(0.05)
-    assert (ran, threads.num_hung) == (["next"], 0)
 
 
 def test_a_call_that_hangs_does_not_keep_the_process_from_ending() -> None:
