@@ -17,8 +17,7 @@ from typing import Any
 
 from arl.engine.local.__main__ import application, load_scheduler, parse_arguments
 from arl.engine.local.endpoint import Inflight
-from arl.web.listening import bind
-from arl.web.server import serving
+from arl.web.server import bind, serving
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -85,11 +86,18 @@ class Shared(ABC):
     def __init__(self) -> None:
         self._num_users = 0
         self._entering = asyncio.Lock()
+        self._closes = AsyncExitStack()
+
+    @property
+    def is_open(self) -> bool:
+        return self._num_users > 0
 
     async def __aenter__(self) -> Self:
         async with self._entering:
             if not self._num_users:
-                await self._open()
+                async with AsyncExitStack() as opened:
+                    await self._open(opened)
+                    self._closes = opened.pop_all()
             self._num_users += 1
         return self
 
@@ -97,10 +105,12 @@ class Shared(ABC):
         async with self._entering:
             self._num_users -= 1
             if not self._num_users:
-                await self._close()
+                await self._closes.aclose()
 
     @abstractmethod
-    async def _open(self) -> None: ...
+    async def _open(self, opened: AsyncExitStack) -> None:
+        """Open what is needed, and enter it in `opened`: that closes it at the end, and if the rest cannot be opened.
 
-    @abstractmethod
-    async def _close(self) -> None: ...
+        await opened.enter_async_context(self._server)
+        opened.push_async_callback(self._connection.aclose)
+        """

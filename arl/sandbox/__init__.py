@@ -3,12 +3,11 @@
 | module | holds |
 |---|---|
 | contract | the interface of a sandbox, its limits, and how a program ended |
-| find | finds the first sandbox that runs programs on this machine |
-| bubblewrap, docker, unsafe, remote | the kinds of sandboxes |
-| serve | the command that serves this machine's sandbox to others |
-| keeper, streams | the process beside arl that runs programs, in a bare Python: it imports nothing else of arl |
-| keeping, seccomp | arl's side of the keeper; the filter of system calls |
-| container | process 1 of a container; arl sends it there as text |
+| find | the first sandbox that runs programs on this machine; the one that isolates nothing |
+| bubblewrap, seccomp | namespaces, and a filter of system calls; keeper is the process beside arl that runs programs |
+| docker, container | containers; container is their process 1, and arl sends it there as text |
+| remote | a sandbox on another machine, and the command that serves it |
+| streams | bytes in and out. keeper and streams run in a bare Python, and import nothing else of arl |
 
 May import arl.api and arl.web. Loads each module only when it is needed.
 """
@@ -21,17 +20,15 @@ if TYPE_CHECKING:
     from arl.sandbox.bubblewrap import BubblewrapSandbox
     from arl.sandbox.contract import EndedBy, Files, Limits, ProgramOutcome, Sandbox
     from arl.sandbox.docker import DockerSandbox
-    from arl.sandbox.find import Kind, find_sandbox
+    from arl.sandbox.find import Kind, UnsafeSandbox, find_sandbox
     from arl.sandbox.remote import RemoteSandbox
-    from arl.sandbox.unsafe import UnsafeSandbox
 
 _HOMES = {
     "arl.sandbox.bubblewrap": "BubblewrapSandbox",
     "arl.sandbox.contract": "EndedBy Files Limits ProgramOutcome Sandbox",
     "arl.sandbox.docker": "DockerSandbox",
-    "arl.sandbox.find": "Kind find_sandbox",
+    "arl.sandbox.find": "Kind UnsafeSandbox find_sandbox",
     "arl.sandbox.remote": "RemoteSandbox",
-    "arl.sandbox.unsafe": "UnsafeSandbox",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

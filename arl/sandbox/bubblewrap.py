@@ -7,22 +7,27 @@ no environment variable. keeper.py starts, watches and kills programs; docs/sand
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
 from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, ProgramOutcome, laid_out, not_open
 from arl.sandbox.keeper import STAGE
-from arl.sandbox.keeping import Ended, Keeping
 from arl.sandbox.seccomp import seccomp_filter
+from arl.sandbox.streams import Frames, Header, frame
+
+log = logging.getLogger(__name__)
 
 _ASK = """
 import json, site, sys
@@ -41,12 +46,8 @@ class Interpreter:
     """Directories of installed packages that programs may not see, as the caller did not choose this interpreter."""
 
 
-async def interpreter_at(path: str | None) -> Interpreter:
-    """The interpreter at `path` with its packages, or this process's interpreter without any. Raises SandboxError."""
-    return await asyncio.to_thread(_interpreter_at, path)
-
-
 def _interpreter_at(path: str | None) -> Interpreter:
+    """The interpreter at `path` with its packages, or this process's interpreter without any. Raises SandboxError."""
     # No symlink is resolved: the interpreter of a virtual environment is one.
     chosen = os.path.abspath(path or Path(sys.base_exec_prefix, "bin", "python{}.{}".format(*sys.version_info)))
     try:
@@ -134,55 +135,47 @@ class BubblewrapSandbox(Shared):
         self._limits = limits or Limits()
         self._concurrency = concurrency or len(os.sched_getaffinity(0))
         self._filter = seccomp_filter()
-        self._opened = AsyncExitStack()
-        self._bwrap: list[str] = []
-        self._tree: list[str] = []
-        self._interpreter: Interpreter | None = None
-        self._keeping: Keeping | None = None
 
-    async def _open(self) -> None:
+    async def _open(self, opened: AsyncExitStack) -> None:
         bwrap, prlimit = shutil.which("bwrap"), shutil.which("prlimit", path="/usr/bin:/bin")
         if bwrap is None:
             raise SandboxError(f"bwrap is not installed; {INSTALL}")
         if prlimit is None:
             raise SandboxError("prlimit is not installed; install util-linux")
-        self._interpreter = await interpreter_at(self._python)
-        shown = [*self._interpreter.prefixes, *map(os.path.abspath, self._read_only)]
+        interpreter = await asyncio.to_thread(_interpreter_at, self._python)
+        shown = [*interpreter.prefixes, *map(os.path.abspath, self._read_only)]
         staged = [path for path in shown if os.geteuid() == 0 and not _is_open_to_all(path)]
         sources = {path: f"{STAGE}/{staged.index(path)}" if path in staged else path for path in shown}
         self._bwrap = [bwrap, *_namespaces()]
-        self._tree = _tree(sources, self._interpreter.packages)
-        self._keeping = await self._opened.enter_async_context(Keeping(places=self._concurrency, staged=staged))
-        try:
-            await self._probe()
-        except BaseException:
-            await self._opened.aclose()
-            raise
-
-    async def _close(self) -> None:
-        await self._opened.aclose()
+        self._tree = _tree(sources, interpreter.packages)
+        self._interpreter = interpreter.path
+        self._keeping = Keeping(places=self._concurrency, staged=staged)
+        opened.push_async_callback(self._keeping.aclose)
+        await self._keeping.start()
+        await self._probe()
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
     ) -> ProgramOutcome:
         """As Sandbox.run."""
-        if self._keeping is None or self._interpreter is None:
+        if not self.is_open:
             raise not_open()
-        limits = limits or self._limits
-        ended = await self._keeping.run(
+        return await self._run(program, stdin, files, limits or self._limits)
+
+    async def _run(self, program: str, stdin: str, files: Files, limits: Limits) -> ProgramOutcome:
+        return await self._keeping.run(
             [*self._bwrap, "--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK, *self._tree],
-            ["--", *_rlimits(limits), self._interpreter.path, "-I", "-u", f"{WORK}/{MAIN}"],
+            ["--", *_rlimits(limits), self._interpreter, "-I", "-u", f"{WORK}/{MAIN}"],
             self._filter,
             stdin.encode(errors="surrogatepass"),
             {f"{WORK}/{path}": content for path, content in laid_out(program, files).items()},
             limits,
         )
-        return _outcome(ended)
 
     async def _probe(self) -> None:
         """Run a program: only that shows whether namespaces work here."""
         try:
-            outcome = await self.run(_PROBE, limits=Limits(wall_s=60))
+            outcome = await self._run(_PROBE, "", NO_FILES, Limits(wall_s=60))
         except SandboxError as failure:
             raise SandboxError(
                 f"bubblewrap is installed, but cannot be used: {failure}; {_advice(str(failure))}"
@@ -191,13 +184,105 @@ class BubblewrapSandbox(Shared):
             raise SandboxError(f"Python does not run in bubblewrap: {outcome}")
 
 
-def _outcome(ended: Ended) -> ProgramOutcome:
-    code, ended_by = ended.code, ended.ended_by
+START = """
+import sys, types
+*packages, directory = sys.argv.pop(1).split("|")
+for depth in range(len(packages)):
+    package = types.ModuleType(".".join(packages[: depth + 1]))
+    package.__path__ = ["/".join([directory, *packages[: depth + 1]])]
+    sys.modules[package.__name__] = package
+from arl.sandbox.keeper import main
+main()
+"""
+"""Imports the keeper from packages without running their `__init__`, whose imports take a second."""
+
+
+class Keeping:
+    """arl's side of the keeper: starts it, sends it programs, and hands each answer to the call that waits for it."""
+
+    def __init__(self, *, places: int, staged: Sequence[str]) -> None:
+        """places: programs that run at once. staged: directories that a keeper started by root cannot reach as nobody;
+        they appear at keeper.STAGE/0 and so on."""
+        self._places = places
+        self._staged = staged
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[tuple[Header, list[bytes]]]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        ours, keepers = socket.socketpair()
+        names = __name__.split(".")[:-1]
+        packages = "|".join([*names, str(Path(__file__).parents[len(names)])])
+        with keepers:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", START, packages),
+                *(str(keepers.fileno()), str(self._places), str(os.getpid()), *self._staged),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                pass_fds=[keepers.fileno()],
+                start_new_session=True,  # Ctrl-C is for arl, which then ends the keeper
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+            )
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(lambda: Frames(self._received, self._lost), sock=ours)
+
+    async def aclose(self) -> None:
+        """End every program. When this returns, they and the keeper are gone."""
+        if self._transport is not None and self._process is not None:
+            transport, self._transport = self._transport, None
+            transport.close()
+            await self._process.wait()
+
+    async def run(
+        self, command: Sequence[str], program: Sequence[str], confined: bytes, stdin: bytes,
+        files: Mapping[str, bytes], limits: Limits,
+    ) -> ProgramOutcome:  # fmt: skip
+        """Run `command`, then the keeper's options, then `program`, as one command line. Raises SandboxError."""
+        async with self._starting:
+            if self._transport is not None and self._transport.is_closing():
+                log.warning("the keeper of the sandbox died, maybe for want of memory; another is started")
+                await self.start()
+            transport = self._transport
+        if transport is None:
+            raise not_open()
+        number = next(self._numbers)
+        request: Header = {"id": number, "command": [*command], "program": [*program], "files": [*files]}
+        request["limits"] = asdict(limits)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        transport.write(frame(request, [stdin, confined, *files.values()]))
+        try:
+            header, blobs = await answer
+        except asyncio.CancelledError:
+            if not transport.is_closing():
+                transport.write(frame({"id": number, "stop": True}))
+            raise
+        finally:
+            del self._answers[number]
+        if "error" in header:
+            raise SandboxError(f"a program could not be run: {header['error']}")
+        return _outcome(header, *blobs)
+
+    def _received(self, header: Header, blobs: list[bytes]) -> None:
+        answer = self._answers.get(header["id"])  # nobody waits for a program that was stopped
+        if answer is not None and not answer.done():
+            answer.set_result((header, blobs))
+
+    def _lost(self) -> None:
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(SandboxError("the sandbox was closed, or its keeper died, during a call"))
+
+
+def _outcome(header: Header, stdout: bytes, stderr: bytes) -> ProgramOutcome:
+    """As in shells, an exit code of 129 and more means a signal."""
+    ended_by, code = header["ended_by"], header["code"]
     if ended_by == "exit" and code > 128:
         code, ended_by = 128 - code, "signal"
     if ended_by == "signal" and code == -24:  # SIGXCPU, of RLIMIT_CPU
         ended_by = "cpu"
-    return ProgramOutcome.of(ended_by, code, ended.wall_s, ended.stdout, ended.stderr)
+    return ProgramOutcome.of(ended_by, code, header["wall_s"], stdout, stderr)
 
 
 def _namespaces() -> list[str]:

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ class DockerSandbox(Shared):
         self._limits = limits or Limits()
         self._runtime = runtime
         self._places = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
-        self._docker: str | None = None
+        self._docker = ""
 
-    async def _open(self) -> None:
+    async def _open(self, opened: AsyncExitStack) -> None:
         docker = shutil.which("docker")
         if docker is None:
             raise SandboxError("docker is not installed; see https://docs.docker.com/engine/install/")
@@ -70,32 +71,32 @@ class DockerSandbox(Shared):
             if code != 0:
                 raise SandboxError(f"docker cannot pull the image {self._image}: {complaint}")
         self._docker = docker
-        outcome = await self.run("print('ready')")
+        outcome = await self._run("print('ready')", "", NO_FILES, self._limits)
         if outcome.stdout != "ready\n":
             raise SandboxError(f"Python does not run in a container of {self._image}: {outcome}")
-
-    async def _close(self) -> None:
-        self._docker = None
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
     ) -> ProgramOutcome:
         """As Sandbox.run."""
-        if self._docker is None:
+        if not self.is_open:
             raise not_open()
-        contents, limits = laid_out(program, files), limits or self._limits
+        return await self._run(program, stdin, files, limits or self._limits)
+
+    async def _run(self, program: str, stdin: str, files: Files, limits: Limits) -> ProgramOutcome:
+        contents = laid_out(program, files)
         token = secrets.token_hex(16)
         header = {"files": {path: len(content) for path, content in contents.items()}, "token": token}
         header |= {"wall_s": limits.wall_s, "main": MAIN}
         sent = [json.dumps(header).encode(), b"\n", *contents.values(), stdin.encode(errors="surrogatepass")]
         async with self._places:
-            return await self._run(self._docker, b"".join(sent), token, limits)
+            return await self._run_container(b"".join(sent), token, limits)
 
-    async def _run(self, docker: str, sent: bytes, token: str, limits: Limits) -> ProgramOutcome:
+    async def _run_container(self, sent: bytes, token: str, limits: Limits) -> ProgramOutcome:
         name = f"arl-{secrets.token_hex(8)}"
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
-            *(docker, "run", "--name", name, *_options(limits, self._runtime), self._image),
+            *(self._docker, "run", "--name", name, *_options(limits, self._runtime), self._image),
             *("python", "-I", "-S", "-c", _FIRST_PROCESS),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -106,7 +107,7 @@ class DockerSandbox(Shared):
         async def remove(is_over: bool) -> None:
             if not is_over and process.returncode is None:
                 process.kill()
-                await _call(docker, "rm", "--force", name)
+                await _call(self._docker, "rm", "--force", name)
 
         ended_by, stdout, stderr = await finish(
             process,
@@ -147,16 +148,8 @@ def _options(limits: Limits, runtime: str | None) -> list[str]:
         *("--cpus", "1"),  # so that all processes together have no more processor seconds than wall_s
         *("--ulimit", f"cpu={cpu_s}:{cpu_s + 1}", "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0"),
         *("--ulimit", f"fsize={limits.disk_bytes}", "--tmpfs", f"/sandbox:{tmpfs}", "--tmpfs", f"/tmp:{tmpfs}"),
-        *(
-            "--shm-size",
-            str(limits.disk_bytes),
-            "--workdir",
-            "/sandbox",
-            "--env",
-            "HOME=/sandbox",
-            "--env",
-            "LANG=C.UTF-8",
-        ),
+        *("--shm-size", str(limits.disk_bytes), "--workdir", "/sandbox"),
+        *("--env", "HOME=/sandbox", "--env", "LANG=C.UTF-8"),
         *(() if runtime is None else ("--runtime", runtime)),
     ]
 

@@ -1,43 +1,107 @@
-"""Finds a sandbox that runs programs on this machine."""
+"""find_sandbox, which finds a sandbox on this machine; and UnsafeSandbox, which isolates nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Literal
 
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
 from arl.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
-from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbox, not_open
+from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, ProgramOutcome, Sandbox, laid_out, not_open
 from arl.sandbox.docker import DockerSandbox
-from arl.sandbox.unsafe import UnsafeSandbox
+from arl.sandbox.streams import finish
 
-Kind = Literal["auto", "bubblewrap", "docker", "unsafe"]
+_LAUNCH = """
+import json, os, resource, sys
+for name, value in json.loads(sys.argv[1]).items():
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value + (name == "CPU")))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_log = logging.getLogger(__name__)
 
 
-def find_sandbox(kind: Kind = "auto", *, limits: Limits | None = None, concurrency: int | None = None) -> Sandbox:
-    """A sandbox, to enter by `async with`.
+class UnsafeSandbox(Shared):
+    """No sandbox at all: for programs that you would run by hand, on a machine that you could lose.
 
-    kind: "auto" is bubblewrap if it can run a program, else Docker if an engine can. It is never "unsafe", because
-        "unsafe" isolates nothing.
-    limits: for runs that name none.
-    concurrency: programs at once; one per processor by default.
-
-    If neither works, entering raises SandboxError, which says what to install or allow.
+    A program is a plain process, which may read, write and reach whatever this process may. Limits: each process's
+    memory, processor seconds and largest file, and the run's wall time and output. A program that leaves its process
+    group lives on. It warns once per process.
     """
-    match kind:
-        case "auto":
-            return FirstSandbox([find_sandbox("bubblewrap", limits=limits, concurrency=concurrency),
-                                 find_sandbox("docker", limits=limits, concurrency=concurrency)])  # fmt: skip
-        case "bubblewrap":
-            return BubblewrapSandbox(limits=limits, concurrency=concurrency)
-        case "docker":
-            return DockerSandbox(limits=limits, concurrency=concurrency)
-        case "unsafe":
-            return UnsafeSandbox(limits=limits, concurrency=concurrency)
-        case _:
-            raise SandboxError(f"there is no sandbox of kind {kind!r}; it is auto, bubblewrap, docker or unsafe")
+
+    _warned = False
+
+    def __init__(
+        self, *, python: str | None = None, limits: Limits | None = None, concurrency: int | None = None
+    ) -> None:
+        super().__init__()
+        self._python = python or sys.executable
+        self._limits = limits or Limits()
+        self._places = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
+
+    async def _open(self, opened: AsyncExitStack) -> None:
+        if not UnsafeSandbox._warned:
+            UnsafeSandbox._warned = True
+            _log.warning("programs run without any isolation (kind='unsafe'): they can read and delete what you can")
+
+    async def run(
+        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
+    ) -> ProgramOutcome:
+        """As Sandbox.run, except as the class says."""
+        if not self.is_open:
+            raise not_open()
+        contents = laid_out(program, files)
+        async with self._places:
+            with tempfile.TemporaryDirectory(prefix="arl-unsafe-", ignore_cleanup_errors=True) as directory:
+                await asyncio.to_thread(_write, Path(directory), contents)
+                return await self._run(directory, stdin.encode(errors="surrogatepass"), limits or self._limits)
+
+    async def _run(self, directory: str, stdin: bytes, limits: Limits) -> ProgramOutcome:
+        started = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_rlimits(limits))),
+            *(self._python, "-I", "-u", MAIN),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=directory,
+            env={"PATH": os.defpath, "HOME": directory, "LANG": "C.UTF-8"},
+            start_new_session=True,
+        )
+
+        async def kill(_: bool) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        ended_by, stdout, stderr = await finish(
+            process, stdin, output_bytes=limits.output_bytes, wall_s=limits.wall_s, kill=kill
+        )
+        code = process.returncode
+        if ended_by == "exit" and code is not None and code < 0:
+            ended_by = "cpu" if code == -signal.SIGXCPU else "signal"
+        return ProgramOutcome.of(ended_by, code, time.monotonic() - started, stdout, stderr)
+
+
+def _rlimits(limits: Limits) -> dict[str, int]:
+    own = {"AS": limits.memory_bytes, "FSIZE": limits.disk_bytes, "NOFILE": limits.open_files}
+    return {**own, "CPU": int(limits.cpu_s) + 1, "CORE": 0}
+
+
+def _write(directory: Path, contents: dict[str, bytes]) -> None:
+    for path, content in contents.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(content)
 
 
 class FirstSandbox(Shared):
@@ -46,14 +110,12 @@ class FirstSandbox(Shared):
     def __init__(self, candidates: Sequence[Sandbox]) -> None:
         super().__init__()
         self._candidates = candidates
-        self._opened = AsyncExitStack()
-        self._found: Sandbox | None = None
 
-    async def _open(self) -> None:
+    async def _open(self, opened: AsyncExitStack) -> None:
         reasons: list[str] = []
         for candidate in self._candidates:
             try:
-                self._found = await self._opened.enter_async_context(candidate)
+                self._found = await opened.enter_async_context(candidate)
             except SandboxError as reason:
                 reasons.append(f"\n- {reason}")
             else:
@@ -63,14 +125,35 @@ class FirstSandbox(Shared):
             "isolation, on a machine that you could lose, ask for kind='unsafe'."
         )
 
-    async def _close(self) -> None:
-        self._found = None
-        await self._opened.aclose()
-
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
     ) -> ProgramOutcome:
         """As Sandbox.run."""
-        if self._found is None:
+        if not self.is_open:
             raise not_open()
         return await self._found.run(program, stdin=stdin, files=files, limits=limits)
+
+
+Kind = Literal["auto", "bubblewrap", "docker", "unsafe"]
+_KINDS: dict[Kind, Callable[..., Sandbox]] = {
+    "bubblewrap": BubblewrapSandbox,
+    "docker": DockerSandbox,
+    "unsafe": UnsafeSandbox,
+}
+
+
+def find_sandbox(kind: Kind = "auto", *, limits: Limits | None = None, concurrency: int | None = None) -> Sandbox:
+    """A sandbox, to enter by `async with`.
+
+    kind: "auto" is bubblewrap if it can run a program, else Docker if an engine can. It is never "unsafe".
+    limits: for runs that name none.
+    concurrency: programs at once; one per processor by default.
+
+    If neither works, entering raises SandboxError, which says what to install or allow.
+    """
+    if kind == "auto":
+        either: list[Kind] = ["bubblewrap", "docker"]
+        return FirstSandbox([find_sandbox(each, limits=limits, concurrency=concurrency) for each in either])
+    if kind not in _KINDS:
+        raise SandboxError(f"there is no sandbox of kind {kind!r}; it is auto, bubblewrap, docker or unsafe")
+    return _KINDS[kind](limits=limits, concurrency=concurrency)

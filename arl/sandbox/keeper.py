@@ -1,6 +1,6 @@
 """The process beside arl's own that starts programs, watches them and ends them.
 
-Imports only streams.py of arl: see START in keeping.py.
+Imports only streams.py of arl: see START in bubblewrap.py.
 
 It forks from a small memory, goes on watching while arl computes, and ends everything when arl ends, however arl ends.
 If root starts it, it first becomes nobody, because root's processes escape RLIMIT_NPROC.

@@ -1,24 +1,39 @@
-"""Programs on another machine, which serves its own sandbox: `python -m arl.sandbox.serve`."""
+"""Programs on another machine: RemoteSandbox, and the server that it speaks to.
+
+    ARL_SANDBOX_KEY=... python -m arl.sandbox.remote --host 10.0.0.7 --port 8090
+
+Anybody with the key can run programs, within the sandbox and its limits. The server has no TLS: put it behind a proxy
+that has it, or on a private network.
+"""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import os
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import AsyncExitStack
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
+from aiohttp import web
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from arl.api.errors import RequestTimeoutError, SandboxError, ServerError
 from arl.api.workflow import Shared
-from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, not_open
-from arl.web.bodies import BodyError, RequestBody, must_be
+from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbox, not_open
+from arl.sandbox.find import find_sandbox
+from arl.web.bodies import BodyError, RequestBody, RequestError, must_be, parse
 from arl.web.client import JsonClient
+from arl.web.server import answer_until, bind, boundary, json_response, require_key, run_server, stop_event
 
 KEY_VARIABLE = "ARL_SANDBOX_KEY"
 """The environment variable that holds the API key, on both sides."""
 _OUTCOME = TypeAdapter(ProgramOutcome)
+_BODY_BYTES = 64 << 20
+_MOST = Limits(wall_s=600.0, cpu_s=600.0)
+"""The most that a request may ask for, unless flags say otherwise: enough for all unit tests of an answer."""
 
 # The JSON of a remote sandbox: POST /run, as docs/sandbox.md describes it.
 
@@ -99,25 +114,16 @@ class RemoteSandbox(Shared):
             raise SandboxError(f"a remote sandbox needs the API key of its server: pass api_key= or set {KEY_VARIABLE}")
         self._server = JsonClient(url, api_key=key, max_concurrent=concurrency, timeout_s=timeout_s, retries=0)
         self._limits = limits
-        self._is_open = False
 
-    async def _open(self) -> None:
-        try:
-            await self._ask("/health")
-        except BaseException:
-            await self._server.aclose()
-            raise
-        self._is_open = True
-
-    async def _close(self) -> None:
-        self._is_open = False
-        await self._server.aclose()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        opened.push_async_callback(self._server.aclose)
+        await self._ask("/health")
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
     ) -> ProgramOutcome:
         """As Sandbox.run."""
-        if not self._is_open:
+        if not self.is_open:
             raise not_open()
         asked: dict[str, Any] = {"program": program, "stdin": stdin}
         asked["files"] = {path: _as_json(content) for path, content in files.items()}
@@ -138,3 +144,58 @@ class RemoteSandbox(Shared):
 
 def _as_json(content: str | bytes) -> dict[str, str]:
     return {"text": content} if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
+
+
+# The server.
+
+
+def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Application:
+    """The server's routes. sandbox: already open. limits: the most that a request may ask for.
+
+    Raises SandboxError for an empty key.
+    """
+    if not api_key:
+        raise SandboxError(f"a sandbox is served only with an API key; set {KEY_VARIABLE}")
+
+    async def run(request: web.Request) -> web.Response:
+        asked = parse(RunRequest, await request.read())
+        within = asked.limits_within(limits)
+        outcome = await sandbox.run(asked.program, stdin=asked.stdin, files=asked.files, limits=within)
+        return json_response(asdict(outcome))
+
+    async def health(_: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    middlewares = [boundary(_shape, {SandboxError: 500}), require_key(api_key, open_paths=frozenset())]
+    app = web.Application(middlewares=middlewares, client_max_size=_BODY_BYTES)
+    app.add_routes([web.post("/run", run), web.get("/health", health)])
+    return app
+
+
+def _shape(error: RequestError) -> Any:
+    return {"error": error.message}
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    stop = stop_event()
+    limits = Limits(**{field.name: getattr(arguments, field.name) for field in fields(Limits)})
+    async with find_sandbox(arguments.kind, limits=limits, concurrency=arguments.concurrency) as sandbox:
+        app = application(sandbox, api_key=os.environ.get(KEY_VARIABLE, ""), limits=limits)
+        sock = bind(arguments.host, arguments.port)
+        await answer_until(stop, app, sock, lambda port: f"serving a sandbox on http://{arguments.host}:{port}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8090, help="0 takes a free one and prints it")
+    parser.add_argument("--kind", choices=("auto", "bubblewrap", "docker", "unsafe"), default="auto")
+    parser.add_argument("--concurrency", type=int, help="programs at once; one per processor unless given")
+    for name, most in asdict(_MOST).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(most), default=most, help="the most for a request")
+    arguments = parser.parse_args()
+    return run_server(lambda: _serve(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

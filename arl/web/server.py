@@ -4,23 +4,32 @@ app = web.Application(middlewares=[boundary(shape), require_key(key)])
 app.router.add_post("/run", run)
 async with serving(app, bind(host, port)) as port:
     await stop_event().wait()
+
+The second half is the frame of a server process: its socket, signals and limits.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
+import ipaddress
 import json
 import logging
+import os
+import resource
+import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 
+from arl.api.errors import ArlError, ConfigError
 from arl.web.bodies import RequestError
-from arl.web.listening import BACKLOG
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +42,10 @@ Statuses = Mapping[type[Exception], int]
 PROBES = frozenset(("/health", "/health_generate"))
 DONE = "data: [DONE]\n\n"
 """The last event of an OpenAI stream."""
+BACKLOG = 4096
+"""Most connections that wait for acceptance: thousands of clients may start at once."""
+_PARENT_POLL_S = 1.0
+_BAD_START = 2
 
 
 @asynccontextmanager
@@ -143,3 +156,102 @@ def require_key(api_key: str, *, open_paths: frozenset[str] = PROBES, shape: Err
         return await handler(request)
 
     return check
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_address(host: str, port: int, api_key: str | None) -> None:
+    """Raise ConfigError for a port out of range, and for an address open to other machines without a key."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port is {port}; it must be between 0 (any free port) and 65535")
+    if not api_key and not is_loopback(host):
+        raise ConfigError(
+            f"--host is {host}, which other machines can reach; give --api-key KEY too, or listen on 127.0.0.1"
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; the caller closes it. Raises ConfigError if the address is not free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as opened:
+            sock = opened.enter_context(socket.socket(family, kind, protocol))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+            opened.pop_all()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return sock
+
+
+def stop_event(parent_pid: int | None = None) -> asyncio.Event:
+    """An event of the running loop that SIGTERM, SIGINT or the end of process `parent_pid` sets."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if parent_pid is not None:
+        _watch_parent(parent_pid, loop, stop)
+    return stop
+
+
+def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def ended(descriptor: int) -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        stop.set()
+
+    def look() -> None:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            stop.set()
+        else:
+            loop.call_later(_PARENT_POLL_S, look)
+
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # it is gone, or this system has no such call
+        look()
+    else:
+        loop.add_reader(descriptor, ended, descriptor)
+
+
+async def answer_until(
+    stop: asyncio.Event, app: web.Application, sock: socket.socket, ready: Callable[[int], str]
+) -> None:
+    """Answer on a socket of `bind` until `stop` is set. Prints the line `ready(port)` once it answers."""
+    async with serving(app, sock) as port:
+        sys.stdout.write(ready(port) + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+def run_server(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
+    """Run the main coroutine of a server process with a log on stderr. Returns the process's exit code.
+
+    An ArlError becomes one line on stderr, and exit code 2.
+    """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return asyncio.run(main()) or 0
+    except ArlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _BAD_START
+
+
+def allow_many_connections() -> None:
+    """Raise this process's soft limit of open files, often 1,024 or less, as far as allowed.
+
+    Every request in flight holds a connection, and each connection is an open file here and in the server. Child
+    processes inherit the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -53,16 +53,10 @@ class AgentWorkflow(Shared, RolloutWorkflow):
         Shared.__init__(self)
         self._score = as_reward(self.reward)
         self._rewards = [self._score]
-        self._open_rewards = AsyncExitStack()
 
-    async def _open(self) -> None:
-        async with AsyncExitStack() as stack:
-            for reward in self._rewards:
-                await stack.enter_async_context(reward)
-            self._open_rewards = stack.pop_all()
-
-    async def _close(self) -> None:
-        await self._open_rewards.aclose()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        for reward in self._rewards:
+            await opened.enter_async_context(reward)
 
     def messages(self, data: Example) -> Sequence[Message]:
         """The messages that an episode begins with. Raises DatasetError for an example without any."""

@@ -178,16 +178,10 @@ class SDKWorkflow(Shared, RolloutWorkflow):
         self._program = program
         self._proxy = proxy
         self._score = as_reward(reward)
-        self._opened = contextlib.AsyncExitStack()
 
-    async def _open(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._proxy)
-            await stack.enter_async_context(self._score)
-            self._opened = stack.pop_all()
-
-    async def _close(self) -> None:
-        await self._opened.aclose()
+    async def _open(self, opened: contextlib.AsyncExitStack) -> None:
+        await opened.enter_async_context(self._proxy)
+        await opened.enter_async_context(self._score)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         async with self._proxy.episode(engine) as session:

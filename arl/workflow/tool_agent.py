@@ -93,27 +93,17 @@ class ToolAgentWorkflow(AgentWorkflow):
         self._shared = [Tool.of(tool) for tool in self.tools if not isinstance(tool, AbstractAsyncContextManager)]
         self._sources = [tool for tool in self.tools if isinstance(tool, AbstractAsyncContextManager)]
         self._opened: list[Tool] = []
-        self._stack = AsyncExitStack()
         tools_by_name(self._shared)
 
-    async def _open(self) -> None:
-        async with AsyncExitStack() as stack:
-            await super()._open()
-            stack.push_async_callback(super()._close)
-            self._opened = [
-                Tool.of(tool) for source in self._sources for tool in await stack.enter_async_context(source)
-            ]
-            tools_by_name([*self._shared, *self._opened])
-            self._stack = stack.pop_all()
-
-    async def _close(self) -> None:
-        self._opened = []
-        await self._stack.aclose()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        await super()._open(opened)
+        self._opened = [Tool.of(tool) for source in self._sources for tool in await opened.enter_async_context(source)]
+        tools_by_name([*self._shared, *self._opened])
 
     @asynccontextmanager
     async def episode_tools(self, data: Example) -> AsyncIterator[list[Tool]]:
         """All tools of one episode, closed at its end."""
-        if self._sources and not self._opened:
+        if self._sources and not self.is_open:
             raise ConfigError(
                 f"the tools of {type(self).__name__} are not open; run episodes within `async with workflow`"
             )

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -106,11 +107,8 @@ class Grader(Shared):
         self._num_kept = num_kept
         self._examined: OrderedDict[tuple[str, CallTests], Examination] = OrderedDict()
 
-    async def _open(self) -> None:
-        await self._sandbox.__aenter__()
-
-    async def _close(self) -> None:
-        await self._sandbox.__aexit__()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        await opened.enter_async_context(self._sandbox)
 
     def assignment(self, data: Example) -> Assignment:
         return assignment(data, self._num_shown)

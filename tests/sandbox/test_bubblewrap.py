@@ -15,7 +15,8 @@ from guides import python_blocks
 from sandbox.conftest import PATIENT, go_without, once_running, sleeper
 
 from arl.api.errors import SandboxError
-from arl.sandbox import BubblewrapSandbox, Limits, ProgramOutcome, keeper, keeping
+from arl.sandbox import BubblewrapSandbox, Limits, ProgramOutcome, keeper
+from arl.sandbox.bubblewrap import START
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -189,7 +190,7 @@ keeper.Namespace.exceeded = exceeded
 async def test_a_program_that_cannot_be_watched_is_ended_and_its_place_is_free(
     bubblewrap: BubblewrapSandbox, pipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "START", keeping.START.removesuffix("main()\n") + BLINDFOLD + "main()\n")
+    monkeypatch.setattr("arl.sandbox.bubblewrap.START", START.removesuffix("main()\n") + BLINDFOLD + "main()\n")
     before = descendants(os.getpid())
     async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
         (pid,) = descendants(os.getpid()) - before

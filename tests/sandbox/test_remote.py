@@ -13,11 +13,9 @@ import pytest
 from arl.api.errors import SandboxError
 from arl.sandbox import BubblewrapSandbox, Files, Limits, ProgramOutcome, RemoteSandbox
 from arl.sandbox.contract import NO_FILES
-from arl.sandbox.remote import RunRequest
-from arl.sandbox.serve import application
+from arl.sandbox.remote import RunRequest, application
 from arl.web.bodies import parse
-from arl.web.listening import bind
-from arl.web.server import serving
+from arl.web.server import bind, serving
 
 KEY = "key-of-this-test"
 MOST = Limits(wall_s=30, processes=8)
@@ -146,7 +144,7 @@ async def test_a_server_that_is_none_of_ours_is_told_of() -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_command_serves_a_sandbox(bubblewrap: BubblewrapSandbox) -> None:
     server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "arl.sandbox.serve", "--port", "0", "--wall-s", "20"),
+        *(sys.executable, "-m", "arl.sandbox.remote", "--port", "0", "--wall-s", "20"),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "ARL_SANDBOX_KEY": KEY},
     )

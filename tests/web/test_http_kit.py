@@ -12,8 +12,7 @@ from pydantic import Field
 from arl.api.errors import ConfigError, NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
 from arl.web.bodies import BodyError, Integers, RequestBody, RequestError, Strings, parse
 from arl.web.client import JsonClient, new_session
-from arl.web.listening import bind, check_address
-from arl.web.server import DONE, EventStream, boundary, event, json_response, require_key, serving
+from arl.web.server import DONE, EventStream, bind, boundary, check_address, event, json_response, require_key, serving
 
 
 class Part(RequestBody):

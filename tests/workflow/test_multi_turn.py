@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AsyncExitStack
 
 import pytest
 from scripted_answers import TOKENIZER, exact, said_in, saying, seen_by, too_long
@@ -60,19 +61,16 @@ class Opened(Shared):
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
-        self.is_open = False
+        self.was_closed = False
         self._error = error
 
     async def __call__(self, answer: str, data: Example) -> float:
         return 0.0
 
-    async def _open(self) -> None:
+    async def _open(self, opened: AsyncExitStack) -> None:
         if self._error:
             raise self._error
-        self.is_open = True
-
-    async def _close(self) -> None:
-        self.is_open = False
+        opened.callback(setattr, self, "was_closed", True)
 
 
 async def test_when_one_of_its_rewards_cannot_be_opened_the_other_is_closed() -> None:
@@ -80,7 +78,7 @@ async def test_when_one_of_its_rewards_cannot_be_opened_the_other_is_closed() ->
     workflow = MultiTurnWorkflow(TOKENIZER, reward, feedback=try_again, turn_reward=Opened(ValueError("no disk")))
     with pytest.raises(ValueError, match="no disk"):
         await workflow.__aenter__()
-    assert not reward.is_open
+    assert reward.was_closed
 
 
 async def test_each_retry_discounts_the_reward_and_its_parts() -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arl.api.errors import ArlError, ConfigError, ModelError
-from arl.web.listening import bind, check_address, stop_event
+from arl.web.server import bind, check_address, run_server, serving, stop_event
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("arl.engine.local")
 
 _DIED = 1
-_BAD_START = 2
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -103,7 +102,6 @@ def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
 async def run(args: argparse.Namespace, sock: socket.socket) -> int:
     """Load the model, answer until told to stop, and leave nothing running. Returns the exit code."""
     from arl.engine.local.endpoint import Inflight
-    from arl.web.server import serving
 
     loop, died = asyncio.get_running_loop(), asyncio.Event()
     inflight = Inflight(loop)
@@ -149,14 +147,13 @@ def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflig
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    try:
+
+    async def bind_and_run() -> int:
         check_arguments(args)
         with bind(args.host, args.port) as sock:
-            return asyncio.run(run(args, sock))
-    except ArlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _BAD_START
+            return await run(args, sock)
+
+    return run_server(bind_and_run)
 
 
 if __name__ == "__main__":

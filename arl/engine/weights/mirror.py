@@ -29,11 +29,9 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -45,7 +43,7 @@ from typing import Any, Protocol, Self
 
 from aiohttp import web
 
-from arl.api.errors import ArlError, ConfigError
+from arl.api.errors import ConfigError
 from arl.engine.weights import package as delta
 from arl.engine.weights.package import (
     DeltaError,
@@ -58,8 +56,16 @@ from arl.engine.weights.package import (
     survey,
 )
 from arl.web.bodies import RequestError
-from arl.web.listening import bind, check_address, stop_event
-from arl.web.server import boundary, json_response, require_key, serving
+from arl.web.server import (
+    answer_until,
+    bind,
+    boundary,
+    check_address,
+    json_response,
+    require_key,
+    run_server,
+    stop_event,
+)
 
 _STALL_S = 60.0
 """The longest silence of a sender; then its update is given up, so that another can begin."""
@@ -237,7 +243,6 @@ def _lock_directory(path: Path) -> int:
     return lock
 
 
-_BAD_START = 2
 _RAM = Path("/dev/shm")
 
 
@@ -298,16 +303,15 @@ def _held(store: MirrorStore) -> dict[str, Any]:
     return {"version": replica_version(directory), "checksum": newest.checksum, "directory": str(directory)}
 
 
-async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
-    """Answer until told to stop, and leave nothing behind."""
-    stop = stop_event(args.parent_pid)
+async def serve(args: argparse.Namespace) -> None:
+    """Answer until told to stop, and leave nothing behind. Raises ConfigError."""
+    check_arguments(args)
+    stop, sock = stop_event(args.parent_pid), bind(args.host, args.port)
     directory = args.directory or _default_directory(sock.getsockname()[1])
     with MirrorStore(directory, args.num_threads) as store:
-        async with serving(build_app(store, args.api_key), sock) as port:
-            ready = {"event": "ready", "host": args.host, "port": port, "pid": os.getpid()}
-            sys.stdout.write(json.dumps({**ready, "directory": str(store.home)}) + "\n")
-            sys.stdout.flush()
-            await stop.wait()
+        ready = {"event": "ready", "host": args.host, "pid": os.getpid(), "directory": str(store.home)}
+        app = build_app(store, args.api_key)
+        await answer_until(stop, app, sock, lambda port: json.dumps({**ready, "port": port}))
 
 
 def _default_directory(port: int) -> Path:
@@ -317,14 +321,7 @@ def _default_directory(port: int) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        check_arguments(args)
-        asyncio.run(serve(args, bind(args.host, args.port)))
-    except ArlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _BAD_START
-    return 0
+    return run_server(lambda: serve(args))
 
 
 if __name__ == "__main__":

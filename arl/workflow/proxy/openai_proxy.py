@@ -24,8 +24,7 @@ from arl.api.engine import Sampler
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
 from arl.api.workflow import Shared
-from arl.web.listening import bind
-from arl.web.server import json_response, serving
+from arl.web.server import bind, json_response, serving
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
@@ -160,25 +159,23 @@ class OpenAIProxy(Shared):
         )
         self._sessions: dict[str, EpisodeSession] = {}
         self._shared: dict[str, SharedURL] = {}
-        self._opened = AsyncExitStack()
         self._url = ""
 
-    async def _open(self) -> None:
+    async def _open(self, opened: AsyncExitStack) -> None:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._dispatch)
         server = serving(app, bind("127.0.0.1", 0), shutdown_timeout_s=_SHUTDOWN_S)
-        self._url = f"http://127.0.0.1:{await self._opened.enter_async_context(server)}"
+        self._url = f"http://127.0.0.1:{await opened.enter_async_context(server)}"
+        opened.push_async_callback(self._end_sessions)
 
-    async def _close(self) -> None:
-        self._url = ""
+    async def _end_sessions(self) -> None:
         for session in tuple(self._sessions.values()):
             await session.aclose()
-        await self._opened.aclose()
 
     @asynccontextmanager
     async def episode(self, engine: Sampler) -> AsyncIterator[EpisodeSession]:
         """An episode; `engine` answers its calls. Its URL and key are valid within the block."""
-        if not self._url:
+        if not self.is_open:
             raise ArlError("this OpenAIProxy is not open; enter it by `async with`, or the workflow that has it")
         name = secrets.token_hex(8)
         session = self._sessions[name] = EpisodeSession(f"{self._url}/e/{name}", engine, self._policy)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arl.engine.weights.mirror import MirrorStore, build_app
-from arl.web.listening import bind
-from arl.web.server import serving
+from arl.web.server import bind, serving
 
 
 @dataclass
