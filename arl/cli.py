@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -34,7 +34,7 @@ from pydantic_settings.exceptions import SettingsError
 
 from arl.api.config import Config
 from arl.api.errors import ArlError, ConfigError, FailureBudgetError
-from arl.api.settings import REQUIRED, TAGS, Setting, config_error, settings_of, whole_section
+from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -72,23 +72,6 @@ def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path |
             f"--algorithm.preset is {flag}, but {path} sets algorithm.{', algorithm.'.join(others)} for {preset}; "
             "change the preset there, or leave these out"
         )
-
-
-def _over_defaults(config_class: type[Config], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` over the defaults of `config_class`, so that a section given in part keeps what a subclass set in it."""
-    defaults = {name: field.default for name, field in config_class.model_fields.items()}
-    return {name: laid_over(defaults.get(name), value) for name, value in given.items()}
-
-
-def laid_over(default: object, given: Any) -> Any:
-    """A section over its default. A section of another kind or preset than its default's stands alone."""
-    if not isinstance(default, BaseModel) or not isinstance(given, dict):
-        return given
-    tags = {tag: getattr(default, tag) for tag in ("preset", *TAGS) if hasattr(default, tag)}
-    if any(given.get(tag, value) != value for tag, value in tags.items()):
-        return given
-    said = {name: getattr(default, name) for name in default.model_fields_set}
-    return {**tags, **said, **{name: laid_over(getattr(default, name, None), value) for name, value in given.items()}}
 
 
 def run(
@@ -150,11 +133,6 @@ def _settings_class(config_class: type[Config], flags: Sequence[str], from_file:
 
     class Settings(BaseSettings, config_class):  # pyright: ignore[reportIncompatibleVariableOverride]
         model_config = SettingsConfigDict(frozen=True, extra="forbid")
-
-        @model_validator(mode="before")
-        @classmethod
-        def _complete_sections(cls, given: dict[str, Any]) -> dict[str, Any]:
-            return _over_defaults(config_class, given)
 
         @classmethod
         def settings_customise_sources(

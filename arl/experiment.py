@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 from pydantic import model_validator
 
 from arl.api.config import Config
-from arl.api.settings import TAGS
+from arl.api.settings import laid_over
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
@@ -65,14 +65,7 @@ class ExperimentConfig(Config):
         if not isinstance(given, dict):
             return given
         settings = cast("dict[str, Any]", given)
-        return _merged(cls.tiny_settings, settings) if settings.get("model", TINY) == TINY else settings
-
-
-def _merged(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    if any(given.get(tag, defaults.get(tag)) != defaults.get(tag) for tag in ("preset", *TAGS)):
-        return dict(given)
-    both = {key for key in defaults if isinstance(defaults[key], Mapping) and isinstance(given.get(key), dict)}
-    return {**defaults, **given, **{key: _merged(defaults[key], given[key]) for key in both}}
+        return laid_over(cls.tiny_settings, settings) if settings.get("model", TINY) == TINY else settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

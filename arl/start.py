@@ -20,10 +20,9 @@ from pydantic import ValidationError
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config, LocalEngineConfig
 from arl.api.errors import ConfigError, DatasetError
-from arl.api.settings import config_error
+from arl.api.settings import config_error, laid_over
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
-from arl.cli import laid_over
 from arl.data import load_dataset
 from arl.experiment import Experiment, Setup, TrainingResult
 from arl.rewards.adapt import RewardLike, ThreadReward, WeightedReward, check_signature

@@ -37,7 +37,7 @@ from arl.api.objective import (
     TOPRLossConfig,
 )
 from arl.api.presets import BASE, PRESETS, unknown_preset
-from arl.api.settings import Section, config_error
+from arl.api.settings import Section, config_error, laid_over
 
 __all__ = [
     "AdvantageConfig",
@@ -65,7 +65,6 @@ __all__ = [
     "SecondMomentSelection",
     "SelectionConfig",
     "TOPRLossConfig",
-    "over",
     "preset",
 ]
 
@@ -124,7 +123,7 @@ class AlgorithmConfig(Section):
         name = settings.get("preset", cls.model_fields["preset"].default)
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(unknown_preset(name))
-        config = handler(over(PRESETS[name].settings, settings))
+        config = handler(laid_over({"preset": name, **PRESETS[name].settings}, settings))
         # The preset's fields do not count as given: another preset may fill them in differently.
         object.__setattr__(config, "__pydantic_fields_set__", set(settings))
         return config
@@ -280,14 +279,3 @@ def preset(name: str, **changes: Any) -> AlgorithmConfig:
         return AlgorithmConfig.model_validate({"preset": name, **changes})
     except ValidationError as error:
         raise config_error(AlgorithmConfig, error) from None
-
-
-def over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `given` into `base`, section by section. A section of another kind than the base's replaces it whole."""
-    merged = {**base, **given}
-    for name in base.keys() & given.keys():
-        below, above = base[name], given[name]
-        if isinstance(below, Mapping) and isinstance(above, Mapping):
-            below, above = cast("Mapping[str, Any]", below), cast("Mapping[str, Any]", above)
-            merged[name] = over(below, above) if above.get("kind", below.get("kind")) == below.get("kind") else above
-    return merged

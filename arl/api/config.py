@@ -14,8 +14,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
@@ -37,7 +35,7 @@ from arl.api.engine_config import (
     WeightsConfig,
     check_fused,
 )
-from arl.api.settings import Section
+from arl.api.settings import Section, laid_over
 
 __all__ = [
     "AdapterWeightsConfig",
@@ -168,15 +166,14 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
-    @field_validator("engine", "weights", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _kind_of_the_default(cls, section: Any, info: ValidationInfo) -> object:
-        """A section without a kind is of the default kind."""
-        if not isinstance(section, dict) or info.field_name is None:
-            return cast("object", section)
-        tag = {"engine": "kind", "weights": "transport"}[info.field_name]
-        default = cls.model_fields[info.field_name].default
-        return {tag: getattr(default, tag), **cast("dict[str, Any]", section)}
+    def _over_the_defaults(cls, given: Any) -> object:
+        """A section given in part keeps what the class set in its default, its kind first of all."""
+        if not isinstance(given, dict):
+            return given
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        return {name: laid_over(defaults.get(name), value) for name, value in cast("dict[str, Any]", given).items()}
 
     @model_validator(mode="after")
     def _mirrors_have_servers(self) -> Self:

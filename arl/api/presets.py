@@ -11,7 +11,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
+
+from arl.api.settings import laid_over
 
 BASE: Mapping[str, Any] = {
     "advantage": {"kind": "returns", "baseline": "group_mean", "scale": "group_std"},
@@ -47,16 +49,7 @@ class Preset:
 
 
 def _preset(paper: str, about: str, **changes: Any) -> Preset:
-    settings = dict(BASE)
-    for name, value in changes.items():
-        below = BASE[name]
-        if isinstance(value, dict) and isinstance(below, dict):
-            above = cast("dict[str, Any]", value)
-            below = cast("dict[str, Any]", below)
-            settings[name] = {**below, **above} if above.get("kind", below.get("kind")) == below.get("kind") else above
-        else:
-            settings[name] = value
-    return Preset(paper=paper, about=about, settings=settings)
+    return Preset(paper=paper, about=about, settings=laid_over(BASE, changes))
 
 
 _OF_PPO: Mapping[str, Preset] = {

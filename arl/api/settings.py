@@ -6,9 +6,9 @@ A section is a class of settings. Some come in variants, a class for each, told 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from arl.api.errors import ConfigError
 
-TAGS = ("kind", "transport")
-"""The names of tags."""
+TAGS = ("preset", "kind", "transport")
+"""What tells the variants of a section apart."""
 
 REQUIRED = PydanticUndefined
 """The default of a setting that has none."""
@@ -31,6 +31,21 @@ class Section(BaseModel):
     def _changed(self, *names: str) -> list[str]:
         """Which of these fields are not at their defaults."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
+
+def laid_over(default: object, given: object) -> Any:
+    """`given` over `default`, section by section; a section of another kind or preset than its default's stands alone.
+
+    default: a section, of which the fields that were set count, or a mapping.
+    """
+    if not isinstance(default, BaseModel | Mapping) or not isinstance(given, Mapping):
+        return given
+    known, above = dict(cast("Mapping[str, Any]", default)), dict(cast("Mapping[str, Any]", given))
+    if any(above.get(tag, known.get(tag)) != known.get(tag) for tag in TAGS):
+        return above
+    said = {*TAGS, *default.model_fields_set} if isinstance(default, BaseModel) else known.keys()
+    merged = {name: laid_over(known.get(name), value) for name, value in above.items()}
+    return {**{name: value for name, value in known.items() if name in said}, **merged}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +110,7 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
 def whole_section(name: str, field: FieldInfo, given: object) -> str:
     """What to say to someone who gave one value for all of a section."""
     first = sections(field.annotation)[0]
-    choice = next((tag for tag in ("preset", *TAGS) if tag in first.model_fields), None)
+    choice = next((tag for tag in TAGS if tag in first.model_fields), None)
     if isinstance(given, str) and choice is not None:
         return f"{given!r} was given for a whole section; write --{name}.{choice} {given}"
     example = next(inner for inner, field in first.model_fields.items() if not sections(field.annotation))
