@@ -53,8 +53,8 @@ class Prompt:
     messages: tuple[Message, ...]
     """Everything said so far, as messages."""
     tools: ToolSpecs
-    shown: Fingerprint | None
-    """Of the rendered messages; None if a program sent tokens."""
+    shown: Fingerprint
+    """Of the rendered messages."""
     key: bytes
     """Equal for equal histories of messages and tools."""
 
@@ -231,7 +231,7 @@ class Dialogue:
         """The turn, up to `said`, after which the text goes on, and the tokens of the rest of the text."""
         for turn in reversed(said.path if said else ()):
             shown = turn.prompt.shown
-            if shown is None or not shown.begins(text):
+            if not shown.begins(text):
                 continue
             after = self.template.after_words(turn.text, text[shown.length :], has_calls="tool_calls" in turn.message)
             if after is not None:

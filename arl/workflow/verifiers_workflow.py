@@ -4,9 +4,8 @@
     workflow = VerifiersWorkflow(env, tokenizer, sampling=SamplingParams(max_new_tokens=1024))
     dataset = workflow.rows(env.taskset.take(1000))
 
-verifiers runs the rollout, renders prompts and scores the result. Its training client asks an OpenAIProxy for tokens
-(`/inference/v1/generate`), so the trajectories have the tokens that the model sampled, with logprobs and versions. All
-of it runs in this process and event loop, and uses only loopback, unless the environment itself does otherwise.
+verifiers runs the rollout and scores the result. Its calls of the model go to an OpenAIProxy, which records the tokens.
+All of it runs in this process and event loop, and uses only loopback, unless the environment itself does otherwise.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-from arl.api.errors import ArlError, ModelError
+from arl.api.errors import ArlError
 from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.workflow.conversation import trajectories
-from arl.workflow.proxy.openai_proxy import MODEL, OpenAIProxy, SharedURL
+from arl.workflow.proxy.openai_proxy import KEY_HEADER, MODEL, OpenAIProxy, SharedURL
 from arl.workflow.proxy.session import EpisodeSession
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
-    from renderers import RendererConfig
     from transformers import PreTrainedTokenizerBase
 
     from arl.api.engine import Sampler
+    from arl.workflow.call_formats import CallFormat
 
 HARNESS = "arl-chat"
 """The id of arl.workflow.verifiers_harness, which runs an agent in this process."""
 _NO_KEY = "ARL_HAS_NO_API_KEY"
-"""verifiers reads keys from environment variables. arl sends its key in a header, and leaves this variable unset."""
+"""verifiers reads keys from environment variables. arl sends its key in KEY_HEADER, and leaves this variable unset."""
 
 
 class EnvironmentFailedError(ArlError):
@@ -67,10 +66,10 @@ class VerifiersWorkflow(RolloutWorkflow):
     """Runs a task of `env` in each episode. Each agent that the environment trains returns its own trajectories, with
     its reward, the reward's named parts, its metrics, and its name as their role.
 
-    env: an environment of verifiers, or a config for local_environment. tokenizer: must be loaded from a directory or
-    by name, since verifiers' renderers load it again. sampling: for agents whose config sets none. renderer: how to
-    render prompts; None: as the `renderers` package does for a model of that name, or by the chat template, without
-    tools. context_length: the model's context in tokens; a rollout that outgrows it ends.
+    env: an environment of verifiers, or a config for local_environment. sampling: for agents whose config sets none.
+    context_length: the model's context in tokens; a rollout that outgrows it ends. call_format: how the model writes
+    tool calls; by default as its chat template says. Where the template would rewrite an earlier turn, the model keeps
+    seeing the turn as it was sampled.
     """
 
     def __init__(
@@ -79,19 +78,14 @@ class VerifiersWorkflow(RolloutWorkflow):
         tokenizer: PreTrainedTokenizerBase,
         *,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
-        renderer: RendererConfig | None = None,
         context_length: int | None = None,
+        call_format: CallFormat | None = None,
     ) -> None:
-        if not tokenizer.name_or_path:
-            raise ModelError(
-                "the tokenizer was not loaded from a directory or by name, so verifiers' renderers cannot load it too; "
-                "save it (save_pretrained), and load it from there"
-            )
         self.env = local_environment(env) if isinstance(env, Mapping) else env
-        self._model = tokenizer.name_or_path
         self._sampling = sampling
-        self._renderer = renderer
-        self._proxy = OpenAIProxy(tokenizer, sampling=sampling, context_length=context_length)
+        self._proxy = OpenAIProxy(
+            tokenizer, sampling=sampling, context_length=context_length, call_format=call_format, rewriting="keep"
+        )
         self._tasks: list[vf.Task] = []
         self._stack = AsyncExitStack()
         self._context: vf.ModelContext | None = None
@@ -144,12 +138,8 @@ class VerifiersWorkflow(RolloutWorkflow):
         params = vf.SamplingConfig(
             temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_new_tokens
         )
-        client = vf.TrainClientConfig(
-            base_url=shared.base_url,
-            api_key_var=_NO_KEY,
-            headers={"Authorization": f"Bearer {shared.api_key}"},
-            renderer=self._renderer,
-            renderer_model_name=self._model,
+        client = vf.EvalClientConfig(
+            base_url=shared.base_url, api_key_var=_NO_KEY, headers={KEY_HEADER: shared.api_key}
         )
         return vf.ModelContext(model=MODEL, client=client, sampling=params)
 

@@ -1,6 +1,6 @@
 """The OpenAI endpoint: it trains programs that call a model over HTTP. Give the program its URL and key.
 
-Each protocol has a module (chat, responses, anthropic, vllm_generate) that turns a request into a call and answers into
+Each protocol has a module (chat, responses, anthropic) that turns a request into a call and answers into
 the protocol's shape. Import only the two names below. The package never imports `arl.engine`.
 """
 

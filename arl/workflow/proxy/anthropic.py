@@ -13,10 +13,8 @@ from arl.api.types import new_id
 from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, parse, shown, validated
 from arl.web.server import event
 from arl.workflow.chat_template import Message
-from arl.workflow.proxy.calls import CallAnswer, ChatCall, refused, wrong
-from arl.workflow.proxy.chat import pieces
-from arl.workflow.proxy.exchange import completing
-from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.calls import CallAnswer, ChatCall, joined, pieces, refused, tool_call, wrong
+from arl.workflow.proxy.exchange import Exchange, completing
 
 _HARMLESS = ("cache_control",)
 """Fields that any block, tool or request may have without effect on the answer."""
@@ -165,19 +163,13 @@ def _assistants(where: str, blocks: list[Any]) -> Message:
             case ThinkingBlock() as block:
                 message["reasoning_content"] = block.thinking
             case CallBlock() as block:
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                call = {"id": block.id, "type": "function", "function": function}
+                call = tool_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
                 message.setdefault("tool_calls", []).append(call)
     return {**message, "content": " ".join(said)}
 
 
 def _text(where: str, content: Any) -> str:
-    """A string, or blocks of text joined by spaces."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(where, content, "a string or a list of text blocks")
-    return " ".join(_block(f"{where}[{i}]", given, {"text": TextBlock}).text for i, given in enumerate(content))
+    return joined(where, content, lambda at, block: _block(at, block, {"text": TextBlock}).text, " ")
 
 
 def _block(where: str, given: Any, kinds: Mapping[str, type[B]]) -> B:
@@ -284,27 +276,24 @@ def _event(kind: str, **fields: Any) -> str:
     return event({"type": kind, **fields}, kind)
 
 
-def read(raw: bytes, policy: CallPolicy) -> MessagesWire:
-    """The call in a request. Raises RequestError for a field that is wrong or cannot be honoured."""
-    asked = parse(MessagesRequest, raw)
+def read(exchange: Exchange) -> MessagesWire:
+    asked = parse(MessagesRequest, exchange.body)
     if (kind := asked.thinking.type) not in ("adaptive", "disabled"):
         raise refused(
             "thinking",
             f"is {shown(kind)}; the model cannot be held to a budget of thought, so it must be adaptive, which tells "
             "what it thinks, or disabled",
         )
-    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
-    call = ChatCall(
-        messages=_messages(asked),
-        tools=tools if _may_call(asked.tool_choice) else (),
-        sampling=policy.sampling_of(
-            max_new_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            stop=tuple(asked.stop_sequences) or None,
-        ),
+    call = exchange.policy.call(
+        _messages(asked),
+        [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
+        asked.tool_choice.type,
         one_tool_call=asked.tool_choice.disable_parallel_tool_use,
+        max_new_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        stop=tuple(asked.stop_sequences) or None,
     )
     return MessagesWire(asked=asked, call=call)
 
@@ -320,14 +309,6 @@ def _tool(where: str, tool: Any) -> Mapping[str, Any]:
     given = validated(CustomTool, tool, where)
     function = {"name": given.name, "description": given.description, "parameters": given.input_schema}
     return {"type": "function", "function": function}
-
-
-def _may_call(choice: ToolChoice) -> bool:
-    if choice.type not in ("auto", "none"):
-        raise refused(
-            "tool_choice", f"is {shown(choice.type)}; a call cannot be forced here, so it must be auto or none"
-        )
-    return choice.type == "auto"
 
 
 def error_of(error: RequestError) -> dict[str, Any]:

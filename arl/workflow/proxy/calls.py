@@ -1,21 +1,23 @@
-"""The records between the protocols and the model: a call, its answers, and its refusal.
+"""A call of the model, its answers, and the settings that all calls of an endpoint share.
 
-request --protocol--> ChatCall --EpisodeSession.acomplete--> Answers --protocol--> response or stream
+request --protocol--> ChatCall --EpisodeSession.acomplete--> CallAnswers --protocol--> response or stream
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from arl.api.errors import ArlError
-from arl.api.types import ModelResponse, SamplingParams
+from arl.api.errors import ArlError, PromptTooLongError
+from arl.api.types import ModelResponse, SamplingParams, StopReason
 from arl.web.bodies import BodyError, RequestError, shown
-from arl.workflow.chat_template import Message, ToolSpecs
-from arl.workflow.dialogue import Turn
+from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of
+from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs
+from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 MAX_SEED = (1 << 31) - 1
@@ -27,7 +29,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """A program's call of the model with messages."""
+    """A program's call of the model."""
 
     messages: Sequence[Message]
     """The whole history, as chat templates take it."""
@@ -38,15 +40,6 @@ class ChatCall:
     """How many answers to sample at once."""
     one_tool_call: bool = False
     """Cut an answer that calls several tools to the first call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenCall:
-    """A call from a program that makes its prompts itself: the model gets exactly these tokens."""
-
-    input_ids: Sequence[int]
-    sampling: SamplingParams
-    n: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +62,17 @@ class Spoken:
     tool_calls: tuple[CalledTool, ...]
     finish_reason: FinishReason
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as an assistant's message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in self.tool_calls]
+        return message
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallAnswer:
@@ -77,7 +81,6 @@ class CallAnswer:
     turn: Turn
     spoken: Spoken
     num_prompt_tokens: int
-    """How many tokens the prompt had."""
 
     @property
     def response(self) -> ModelResponse:
@@ -94,6 +97,13 @@ class RefusedCallError(RequestError, ArlError):
         self.code = code
 
 
+class EpisodeOverError(RefusedCallError):
+    """The episode ended before the call was answered."""
+
+    def __init__(self) -> None:
+        super().__init__("the episode that this key was made for is over", status=401, code="invalid_api_key")
+
+
 def wrong(where: str, value: Any, described: str) -> BodyError:
     return BodyError(f"{where} is {shown(value)}; it must be {described}", param=where)
 
@@ -103,8 +113,164 @@ def refused(where: str, reason: str) -> BodyError:
     return BodyError(f"{where} {reason}", param=where, code="unsupported_value")
 
 
-class EpisodeOverError(RefusedCallError):
-    """The episode ended before the call was answered."""
+def joined(where: str, content: Any, part: Callable[[str, Any], str], separator: str) -> str:
+    """Content as one text: a string, or parts that `part` reads, given the place and the value of each."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, content, "a string or a list of text parts")
+    return separator.join(part(f"{where}[{i}]", one) for i, one in enumerate(content))
 
-    def __init__(self) -> None:
-        super().__init__("the episode that this key was made for is over", status=401, code="invalid_api_key")
+
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in OpenAI's form. arguments: JSON."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+_SHORTEST_PIECE = 4
+_PIECES = 16
+"""The most pieces of a streamed text. All come at once: new weights may interrupt a turn, so the endpoint sends it
+only when it is complete."""
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text in a few parts; an empty text has none."""
+    size = max(_SHORTEST_PIECE, -(-len(text) // _PIECES))
+    for start in range(0, len(text), size):
+        yield text[start : start + size]
+
+
+_THINK, _END_OF_THINK = "<think>", "</think>"
+
+Reasoning = Literal["apart", "inline"]
+"""The place of the model's thinking in an answer: `reasoning_content`, or `content` with the tags."""
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first stop string in it."""
+    found = [at for string in stop if (at := text.find(string)) >= 0]
+    return text[: min(found)] if found else text
+
+
+def _split_reasoning(text: str, *, is_thinking: bool) -> tuple[str | None, str]:
+    """The thinking and the rest of a text. is_thinking: the prompt has opened <think> already."""
+    head, tag, rest = text.partition(_THINK)
+    if tag and not head.strip():
+        text, is_thinking = rest, True
+    if not is_thinking:
+        return None, text
+    thought, _, said = text.partition(_END_OF_THINK)
+    return thought.strip("\n"), said.lstrip("\n")
+
+
+def _finish_reason_of(stop_reason: StopReason) -> Literal["stop", "length"]:
+    """An aborted answer is as incomplete as one that ran out of tokens."""
+    return "stop" if stop_reason == "stop" else "length"
+
+
+_TAIL = 8
+"""This many of a prompt's last tokens hold a <think> at its end."""
+_CLIENTS_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CallPolicy:
+    """The settings of one endpoint: how it samples, renders prompts and reads answers."""
+
+    template: ChatTemplate
+    sampling: SamplingParams
+    """The parameters that a call does not name."""
+    overrides: bool
+    """Take temperature, top_p, top_k, min_p and seed from `sampling` whatever calls ask for."""
+    rewriting: Rewriting
+    reasoning: Reasoning
+    context_length: int | None
+    """Tokens that the model can hold; None: unknown."""
+    call_format: CallFormat | None = None
+    """How the model writes tool calls; None: as its chat template says."""
+
+    def new_dialogue(self) -> Dialogue:
+        return Dialogue(self.template, rewriting=self.rewriting)
+
+    def call(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSpecs,
+        tool_choice: Any,
+        *,
+        n: int = 1,
+        one_tool_call: bool = False,
+        **sampling: Any,
+    ) -> ChatCall:
+        """A call. sampling: fields of SamplingParams; None stands for a field that the program did not name.
+
+        Raises BodyError for values out of range, and for a tool_choice but "auto" and "none".
+        """
+        if tool_choice not in ("auto", "none"):
+            reason = f'is {shown(tool_choice)}; a call cannot be forced here, so it must be "auto" or "none"'
+            raise refused("tool_choice", reason)
+        return ChatCall(
+            messages=messages,
+            tools=tools if tool_choice == "auto" else (),
+            sampling=self._sampling_of(sampling),
+            n=n,
+            one_tool_call=one_tool_call,
+        )
+
+    def _sampling_of(self, asked: dict[str, Any]) -> SamplingParams:
+        given = {name: value for name, value in asked.items() if value is not None}
+        try:
+            sampling = replace(self.sampling, **given)
+        except ValueError as error:
+            param = str(error).partition(" ")[0]
+            raise BodyError(str(error), param=param) from error
+        if not self.overrides:
+            return sampling
+        return replace(sampling, **{name: getattr(self.sampling, name) for name in _CLIENTS_FIELDS})
+
+    def within_context(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Ask for no more tokens than fit. Raises PromptTooLongError if none fits."""
+        if self.context_length is None:
+            return sampling
+        room = self.context_length - num_prompt_tokens
+        if room < 1:
+            raise PromptTooLongError(
+                f"the messages are {num_prompt_tokens} tokens, and the model's context is {self.context_length}"
+            )
+        return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
+
+    def opens_thinking(self, prompt: Prompt) -> bool:
+        """Whether the prompt ends with <think>, so that the answer begins with thinking."""
+        if self.reasoning == "inline" or _THINK not in str(self.template.tokenizer.chat_template):
+            return False
+        return str(self.template.tokenizer.decode(list(prompt.given_ids[-_TAIL:]))).rstrip().endswith(_THINK)
+
+    def spoken(self, text: str, response: ModelResponse, call: ChatCall, *, is_thinking: bool) -> Spoken:
+        """The parts of a sampled text, as the program receives them."""
+        said, reasoning = _before_stop(text, call.sampling.stop), None
+        if self.reasoning == "apart":
+            reasoning, said = _split_reasoning(said, is_thinking=is_thinking)
+        said, calls = self._calls(said, call) if call.tools else (said, ())
+        return Spoken(
+            content=said,
+            reasoning=reasoning,
+            tool_calls=calls,
+            finish_reason="tool_calls" if calls else _finish_reason_of(response.stop_reason),
+        )
+
+    def check_tools(self, call: ChatCall) -> None:
+        """Raise ModelError if the model's call format is unknown."""
+        if call.tools and self.call_format is None:
+            call_format_of(self.template.tokenizer)
+
+    def _calls(self, said: str, call: ChatCall) -> tuple[str, tuple[CalledTool, ...]]:
+        """The text outside tool calls, and the calls. An answer with an unreadable call stays text."""
+        parsed = (self.call_format or call_format_of(self.template.tokenizer)).parse(said)
+        read = [one for one in parsed.calls if isinstance(one, ToolCall)]
+        if len(read) < len(parsed.calls) or not read:
+            return said, ()
+        called = [
+            CalledTool(id=one.id, name=one.name, arguments=json.dumps(one.arguments, ensure_ascii=False))
+            for one in read
+        ]
+        return parsed.content, tuple(called[:1] if call.one_tool_call else called)

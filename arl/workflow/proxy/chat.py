@@ -12,18 +12,13 @@ from pydantic import Field
 from arl.api.types import new_id
 from arl.web.bodies import Integers, RequestBody, Strings, parse, shown
 from arl.web.server import DONE, event
-from arl.workflow.proxy.calls import CallAnswer, ChatCall, Count, Seed, refused, wrong
-from arl.workflow.proxy.exchange import completing, openai_error, openai_error_event
-from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.calls import CallAnswer, CallPolicy, ChatCall, Count, Seed, joined, pieces, refused, wrong
+from arl.workflow.proxy.exchange import Exchange, completing, openai_error, openai_error_event
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 """Kinds of text content -> the field that holds the text."""
 _MAX_SAMPLES = 128
-_SHORTEST_PIECE = 4
-_PIECES = 16
-"""The most pieces of a streamed text. All come at once: new weights may interrupt a turn, so the endpoint sends it
-only when it is complete."""
 
 
 class ChatStreamOptions(RequestBody, ignored=("include_obfuscation",)):
@@ -82,23 +77,14 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if message.get("function_call"):
         raise refused(where, "function_call is the older form of calls; use tools")
     calls = message.get("tool_calls")
-    content = _text(f"{where}.content", message.get("content"), may_be_empty=role == "assistant")
+    content = message.get("content")
+    if content is not None or role != "assistant":
+        content = joined(f"{where}.content", content, _part, "\n")
     made = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
-    made |= {"role": _ROLES[role], "content": content}
+    made |= {"role": _ROLES[role], "content": content or ""}
     if calls:
         made["tool_calls"] = _calls(f"{where}.tool_calls", calls)
     return made
-
-
-def _text(where: str, content: Any, *, may_be_empty: bool = False) -> str:
-    """Content as one text, its parts joined by line breaks."""
-    if isinstance(content, str):
-        return content
-    if content is None and may_be_empty:
-        return ""
-    if not isinstance(content, list):
-        raise wrong(where, content, "a string or a list of text parts")
-    return "\n".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
 
 
 def _part(where: str, part: Any) -> str:
@@ -118,15 +104,6 @@ def _calls(where: str, calls: Any) -> list[Mapping[str, Any]]:
                 continue
         raise wrong(f"{where}[{i}]", call, 'a call: {"id", "type": "function", "function": {"name", "arguments"}}')
     return calls
-
-
-def _tools(asked: ChatRequest) -> Sequence[Mapping[str, Any]]:
-    """The tools to show to the model: none if tool_choice is "none". Raises BodyError."""
-    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
-    if asked.tool_choice not in ("auto", "none"):
-        reason = f'is {shown(asked.tool_choice)}; a call cannot be forced here, so it must be "auto" or "none"'
-        raise refused("tool_choice", reason)
-    return tools if asked.tool_choice == "auto" else ()
 
 
 def _tool(where: str, tool: Any) -> Mapping[str, Any]:
@@ -156,7 +133,7 @@ class ChatWire:
         choices = [
             {
                 "index": i,
-                "message": _answered(answer),
+                "message": {**answer.spoken.message, "refusal": None},
                 "logprobs": self._logprobs(answer),
                 "finish_reason": answer.spoken.finish_reason,
             }
@@ -205,30 +182,8 @@ class ChatWire:
         }
 
 
-def _answered(answer: CallAnswer) -> dict[str, Any]:
-    spoken = answer.spoken
-    message: dict[str, Any] = {"role": "assistant", "content": spoken.content or None, "refusal": None}
-    if spoken.reasoning is not None:
-        message["reasoning_content"] = spoken.reasoning
-    if spoken.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in spoken.tool_calls
-        ]
-    else:
-        message["content"] = spoken.content
-    return message
-
-
 def _chunk(delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
     return {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def pieces(text: str) -> Iterator[str]:
-    """The text in a few parts; an empty text has none."""
-    size = max(_SHORTEST_PIECE, -(-len(text) // _PIECES))
-    for start in range(0, len(text), size):
-        yield text[start : start + size]
 
 
 def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
@@ -238,25 +193,23 @@ def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
     return {"prompt_tokens": shown, "completion_tokens": sampled, "total_tokens": shown + sampled}
 
 
-def read(raw: bytes, policy: CallPolicy) -> ChatWire:
-    """The call in a request. Raises RequestError for a field that is wrong or cannot be honoured."""
-    asked = parse(ChatRequest, raw)
-    call = ChatCall(
-        messages=tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),
-        tools=_tools(asked),
-        sampling=policy.sampling_of(
-            max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            stop=tuple(asked.stop) or None,
-            stop_token_ids=tuple(asked.stop_token_ids) or None,
-            ignore_eos=asked.ignore_eos or None,
-            seed=asked.seed,
-        ),
+def read(exchange: Exchange) -> ChatWire:
+    asked, policy = parse(ChatRequest, exchange.body), exchange.policy
+    call = policy.call(
+        tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),
+        [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
+        asked.tool_choice,
         n=asked.n,
         one_tool_call=not asked.parallel_tool_calls,
+        max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        stop=tuple(asked.stop) or None,
+        stop_token_ids=tuple(asked.stop_token_ids) or None,
+        ignore_eos=asked.ignore_eos or None,
+        seed=asked.seed,
     )
     return ChatWire(asked=asked, call=call, policy=policy)
 

@@ -21,8 +21,7 @@ from arl.api.errors import (
 )
 from arl.web.bodies import RequestError
 from arl.web.server import EventStream, event, json_response, request_error
-from arl.workflow.proxy.calls import CallAnswer, ChatCall, RefusedCallError, TokenCall
-from arl.workflow.proxy.policy import CallPolicy
+from arl.workflow.proxy.calls import CallAnswer, CallPolicy, ChatCall, RefusedCallError
 from arl.workflow.proxy.session import EpisodeSession
 
 KEEP_ALIVE_S = 10.0
@@ -34,7 +33,7 @@ class Wire(Protocol):
     """A call in one protocol, and the way to write its answers."""
 
     @property
-    def call(self) -> ChatCall | TokenCall: ...
+    def call(self) -> ChatCall: ...
 
     @property
     def streams(self) -> bool: ...
@@ -151,14 +150,15 @@ class Endpoint:
 
 def completing(
     path: str,
-    read: Callable[[bytes, CallPolicy], Wire],
+    read: Callable[[Exchange], Wire],
     error: Callable[[RequestError], Any],
     error_event: Callable[[RequestError], str],
 ) -> Endpoint:
-    """A path that calls the model by POST. read: gives the call in a body, or raises RequestError."""
+    """A path that calls the model by POST. read: gives the call in a body. It raises RequestError for a field that is
+    wrong or cannot be honoured."""
 
     async def answer(exchange: Exchange) -> web.StreamResponse:
-        return await exchange.complete(read(exchange.body, exchange.policy))
+        return await exchange.complete(read(exchange))
 
     return Endpoint(method="POST", path=path, answer=answer, error=error, error_event=error_event)
 

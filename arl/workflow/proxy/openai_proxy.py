@@ -29,10 +29,8 @@ from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
 from arl.workflow.proxy import anthropic, chat, responses
-from arl.workflow.proxy import vllm_generate as generate
-from arl.workflow.proxy.calls import RefusedCallError
+from arl.workflow.proxy.calls import CallPolicy, Reasoning, RefusedCallError
 from arl.workflow.proxy.exchange import Endpoint, Exchange, openai_error, openai_error_event, refusal_of
-from arl.workflow.proxy.policy import CallPolicy, Reasoning
 from arl.workflow.proxy.session import AGENT, EpisodeSession, is_role
 
 if TYPE_CHECKING:
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
 
 HEADER = "X-Session-ID"
 """Verifiers' clients send the id of the rollout that a call belongs to in this header."""
+KEY_HEADER = "X-ARL-Key"
+"""A URL's key, for clients that fill the usual headers themselves."""
 MODEL = "arl"
 """The only model in GET /v1/models. Calls may name any model."""
 
@@ -88,7 +88,7 @@ async def _models(exchange: Exchange) -> web.StreamResponse:
 
 
 _MODELS = Endpoint(method="GET", path="/v1/models", answer=_models, error=openai_error, error_event=openai_error_event)
-ENDPOINTS = (chat.ENDPOINT, responses.ENDPOINT, anthropic.ENDPOINT, generate.ENDPOINT, _MODELS)
+ENDPOINTS = (chat.ENDPOINT, responses.ENDPOINT, anthropic.ENDPOINT, _MODELS)
 
 
 async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
@@ -246,7 +246,7 @@ def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
 
 
 def _key_of(request: web.Request) -> bytes:
-    """The key as OpenAI's or Anthropic's clients send it. Headers may hold bytes that are not text."""
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return key.encode(errors="surrogateescape")
+    """The key, as arl's, OpenAI's or Anthropic's clients send it. Headers may hold bytes that are not text."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    usual = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return request.headers.get(KEY_HEADER, usual).encode(errors="surrogateescape")

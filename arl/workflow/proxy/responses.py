@@ -1,25 +1,35 @@
 """POST /v1/responses: turns a request of OpenAI's Responses API into a call of the model.
 
-Its items become the messages that chat templates take. The endpoint refuses hosted tools, files and background work,
-because they are services of OpenAI. It accepts matters of style (`reasoning.effort`, `text.verbosity`, a tool's
-`strict`) without effect, because OpenAI's agents send them by default.
+It refuses hosted tools, files and background work, which are services of OpenAI. Matters of style (`reasoning.effort`,
+`text.verbosity`, a tool's `strict`) have no effect: OpenAI's agents send them by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
-from aiohttp import web
 from pydantic import Field
 
-from arl.web.bodies import RequestBody, parse, shown, validated
+from arl.api.types import new_id
+from arl.web.bodies import RequestBody, RequestError, parse, shown, validated
+from arl.web.server import event
 from arl.workflow.chat_template import Message
-from arl.workflow.proxy.calls import CallAnswer, ChatCall, RefusedCallError, refused, wrong
-from arl.workflow.proxy.exchange import Endpoint, Exchange, openai_error
-from arl.workflow.proxy.policy import CallPolicy, message_of
-from arl.workflow.proxy.response_items import Transcript, error_event, events_of, response_of
+from arl.workflow.proxy.calls import (
+    CallAnswer,
+    ChatCall,
+    RefusedCallError,
+    Spoken,
+    joined,
+    pieces,
+    refused,
+    tool_call,
+    wrong,
+)
+from arl.workflow.proxy.exchange import Exchange, completing, openai_error
 
 Stored = dict[str, Sequence[Message]]
 """Response id -> the messages up to that response, without its instructions."""
@@ -93,6 +103,88 @@ class ResponsesRequest(
     reasoning: Reasoning = Reasoning()
 
 
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+class Item(RequestBody, takes_others=True):
+    """The fields that any kind of item may have."""
+
+    type: str = "message"
+    role: str = ""
+    content: Any = ""
+    name: str = ""
+    arguments: str = "{}"
+    call_id: str = ""
+    output: Any = ""
+
+
+class Transcript:
+    """Messages made of items. Consecutive reasoning, text and function calls are one answer of the model."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._answer: dict[str, Any] | None = None
+
+    def add(self, where: str, given: Any) -> None:
+        """Raises BodyError, which names `where`, for an item that the model cannot read."""
+        item = validated(Item, given, where)
+        match item.type:
+            case "message":
+                self._add_message(where, item)
+            case "reasoning":
+                self._add_reasoning(where, item)
+            case "function_call":
+                self._add_call(item)
+            case "function_call_output":
+                output = _text(f"{where}.output", item.output, {"input_text"})
+                self._add({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            case kind:
+                known = "message, reasoning, function_call and function_call_output"
+                raise refused(where, f"is of type {shown(kind)}, which is not known here; there are {known}")
+
+    def _add_message(self, where: str, item: Item) -> None:
+        role = _ROLES.get(item.role)
+        if role is None:
+            raise wrong(f"{where}.role", item.role, " or ".join(_ROLES))
+        text = _text(f"{where}.content", item.content, {"input_text", "output_text", "text"})
+        if role == "assistant":
+            self._answer_without("content", "tool_calls")["content"] = text
+        else:
+            self._add({"role": role, "content": text})
+
+    def _add_reasoning(self, where: str, item: Item) -> None:
+        """Thinking that this server sent. Another model's thinking is encrypted or summarised, and left out."""
+        thoughts = _text(f"{where}.content", item.content, {"reasoning_text"})
+        if thoughts:
+            self._answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thoughts
+
+    def _add_call(self, item: Item) -> None:
+        calls = self._answer_without().setdefault("tool_calls", [])
+        calls.append(tool_call(item.call_id, item.name, item.arguments))
+
+    def _add(self, message: Message) -> None:
+        self._answer = None
+        self.messages.append(message)
+
+    def _answer_without(self, *names: str) -> dict[str, Any]:
+        """The unfinished answer, or a new one if that has one of these fields already."""
+        if self._answer is None or any(self._answer.get(name) for name in names):
+            self._answer = {"role": "assistant", "content": ""}
+            self.messages.append(self._answer)
+        return self._answer
+
+
+def _text(where: str, content: Any, kinds: Set[str]) -> str:
+    return joined(where, content, lambda at, part: _part(at, part, kinds), " ")
+
+
+def _part(where: str, part: Any, kinds: Set[str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in kinds and isinstance(text := part.get("text", ""), str):
+        return text
+    raise refused(where, f"is of type {shown(kind)}; the model takes text alone, as {' or '.join(sorted(kinds))}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesWire:
     """A call of /v1/responses, and the way to write its answer."""
@@ -111,7 +203,7 @@ class ResponsesWire:
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         response = response_of(answers[0], self._echoed())
         if self.asked.store:
-            self.stored[response["id"]] = (*self.said, message_of(answers[0].spoken))
+            self.stored[response["id"]] = (*self.said, answers[0].spoken.message)
         return response
 
     def events(self, answers: Sequence[CallAnswer]) -> Iterable[str]:
@@ -134,24 +226,109 @@ class ResponsesWire:
         }
 
 
-def read(raw: bytes, policy: CallPolicy, stored: Stored) -> ResponsesWire:
-    """The call in a request. Raises RequestError for a field that is wrong or cannot be honoured."""
-    asked = parse(ResponsesRequest, raw)
+def response_of(answer: CallAnswer, echoed: Mapping[str, Any]) -> dict[str, Any]:
+    """The response as an object. echoed: the request's fields that it repeats."""
+    is_whole = answer.spoken.finish_reason != "length"
+    n, m = answer.num_prompt_tokens, len(answer.response.output_ids)
+    return {
+        "id": f"resp_{new_id()}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "completed" if is_whole else "incomplete",
+        "error": None,
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "output": list(_items(answer.spoken, "completed" if is_whole else "incomplete")),
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "usage": {
+            "input_tokens": n,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": m,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": n + m,
+        },
+        **echoed,
+    }
+
+
+def _items(spoken: Spoken, status: str) -> Iterator[dict[str, Any]]:
+    """Items of thinking, text and calls. Without a call there is always a message, even an empty one."""
+    if spoken.reasoning:
+        thoughts = [{"type": "reasoning_text", "text": spoken.reasoning}]
+        yield {"id": f"rs_{new_id()}", "type": "reasoning", "summary": [], "content": thoughts, "status": status}
+    if spoken.content or not spoken.tool_calls:
+        said = [{"type": "output_text", "text": spoken.content, "annotations": [], "logprobs": []}]
+        yield {"id": f"msg_{new_id()}", "type": "message", "role": "assistant", "content": said, "status": status}
+    for call in spoken.tool_calls:
+        yield {
+            "id": f"fc_{new_id()}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+
+
+def events_of(response: Mapping[str, Any]) -> Iterable[str]:
+    """The response as a stream, after the model has answered."""
+    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    numbers = count()
+    yield _event(numbers, "response.created", response=begun)
+    yield _event(numbers, "response.in_progress", response=begun)
+    for index, item in enumerate(response["output"]):
+        for kind, fields in _item_events(item):
+            yield _event(numbers, kind, output_index=index, **fields)
+    yield _event(numbers, f"response.{response['status']}", response=response)
+
+
+def _item_events(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    where = {"item_id": item["id"]}
+    if item["type"] == "function_call":
+        yield "response.output_item.added", {"item": {**item, "arguments": "", "status": "in_progress"}}
+        for piece in pieces(item["arguments"]):
+            yield "response.function_call_arguments.delta", {**where, "delta": piece}
+        called = {"name": item["name"], "arguments": item["arguments"]}
+        yield "response.function_call_arguments.done", {**where, **called}
+    else:
+        yield "response.output_item.added", {"item": {**item, "content": [], "status": "in_progress"}}
+        yield from _part_events({**where, "content_index": 0}, item["content"][0])
+    yield "response.output_item.done", {"item": item}
+
+
+def _part_events(where: Mapping[str, Any], part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = f"response.{part['type']}"
+    more = {"logprobs": []} if "logprobs" in part else {}
+    yield "response.content_part.added", {**where, "part": {**part, "text": ""}}
+    for piece in pieces(part["text"]):
+        yield f"{text}.delta", {**where, **more, "delta": piece}
+    yield f"{text}.done", {**where, **more, "text": part["text"]}
+    yield "response.content_part.done", {**where, "part": part}
+
+
+def error_event(error: RequestError) -> str:
+    named = {name: getattr(error, name, None) for name in ("code", "param")}
+    return _event(count(), "error", message=error.message, **named)
+
+
+def _event(numbers: Iterator[int], kind: str, **fields: Any) -> str:
+    return event({"type": kind, "sequence_number": next(numbers), **fields}, kind)
+
+
+def read(exchange: Exchange) -> ResponsesWire:
+    asked, stored = parse(ResponsesRequest, exchange.body), exchange.session.stored_responses
     said = (*_said_before(asked, stored), *_messages(asked.input))
-    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)]
-    if asked.tool_choice not in ("auto", "none"):
-        reason = f"is {shown(asked.tool_choice)}; the model cannot be made to call a tool, so it must be auto or none"
-        raise refused("tool_choice", reason)
     if (kind := asked.text.format.get("type", "text")) != "text":
         reason = f"is {shown(kind)}; what the model writes cannot be held to a form, so it must be text"
         raise refused("text.format", reason)
-    call = ChatCall(
-        messages=[{"role": "system", "content": asked.instructions}, *said] if asked.instructions else said,
-        tools=tools if asked.tool_choice == "auto" else (),
-        sampling=policy.sampling_of(
-            max_new_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p
-        ),
+    call = exchange.policy.call(
+        [{"role": "system", "content": asked.instructions}, *said] if asked.instructions else said,
+        [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
+        asked.tool_choice,
         one_tool_call=not asked.parallel_tool_calls,
+        max_new_tokens=asked.max_output_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
     )
     return ResponsesWire(asked=asked, call=call, said=said, stored=stored)
 
@@ -186,8 +363,4 @@ def _tool(where: str, tool: Any) -> Mapping[str, Any]:
     return {"type": "function", "function": validated(FunctionTool, tool, where).model_dump()}
 
 
-async def _respond(exchange: Exchange) -> web.StreamResponse:
-    return await exchange.complete(read(exchange.body, exchange.policy, exchange.session.stored_responses))
-
-
-ENDPOINT = Endpoint(method="POST", path="/v1/responses", answer=_respond, error=openai_error, error_event=error_event)
+ENDPOINT = completing("/v1/responses", read, openai_error, error_event)

@@ -1,4 +1,4 @@
-"""One episode behind the endpoint: its calls, the dialogues that they form, and their trajectories."""
+"""One episode behind the endpoint: its agents, their calls, the dialogues that these form, and their trajectories."""
 
 from __future__ import annotations
 
@@ -9,19 +9,105 @@ import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
 from arl.api.engine import Sampler
-from arl.api.errors import ArlError, TrajectoryError
-from arl.api.types import Trajectory
+from arl.api.errors import ArlError, PromptTooLongError, TrajectoryError, first_error
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory, new_id
 from arl.web.bodies import RequestError
 from arl.workflow.chat_template import Message
 from arl.workflow.conversation import paths_of, trajectories
-from arl.workflow.dialogue import Turn
-from arl.workflow.proxy.calls import CallAnswer, ChatCall, EpisodeOverError, TokenCall
-from arl.workflow.proxy.policy import CallPolicy
-from arl.workflow.proxy.speaker import Speaker
+from arl.workflow.dialogue import Prompt, Turn
+from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
+
+_LONG_PROMPT = 20_000
+"""Messages of at least this many characters are rendered and tokenized in a thread: that takes some 10 ms."""
+
+
+class Speaker:
+    """One agent of an episode: answers its calls, and records them in a Dialogue.
+
+    is_cut: the last call found no room in the context. cut_after: the turn that it continued, or else the last.
+    All calls go to one server, which caches their prefixes.
+    """
+
+    def __init__(self, engine: Sampler, policy: CallPolicy) -> None:
+        self.is_cut = False
+        self.cut_after: Turn | None = None
+        self._engine = engine
+        self._policy = policy
+        self._session_id = new_id()
+        self._dialogue = policy.new_dialogue()
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return self._dialogue.turns
+
+    async def acomplete(self, call: ChatCall) -> list[CallAnswer]:
+        """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
+        policy = self._policy
+        policy.check_tools(call)
+        prompt = await self._prompt(call)
+        responses = await self._asample(prompt, call)
+        num_prompt_tokens = len(prompt.input_ids)
+        is_thinking = policy.opens_thinking(prompt)
+        texts = [policy.template.text_of(response.output_ids, response.stop_reason) for response in responses]
+        read = [
+            policy.spoken(text, response, call, is_thinking=is_thinking)
+            for text, response in zip(texts, responses, strict=True)
+        ]
+        return [  # keep nothing before all answers could be read
+            CallAnswer(
+                turn=self._dialogue.record(prompt, response, spoken.message),
+                spoken=spoken,
+                num_prompt_tokens=num_prompt_tokens,
+            )
+            for response, spoken in zip(responses, read, strict=True)
+        ]
+
+    def forget(self, turn: Turn) -> None:
+        """Forget an answer that nobody has read, unless another follows it."""
+        self._dialogue.forget(turn)
+
+    async def _prompt(self, call: ChatCall) -> Prompt:
+        if sum(len(message.get("content") or "") for message in call.messages) < _LONG_PROMPT:
+            return self._dialogue.prompt(call.messages, call.tools)
+        return await asyncio.to_thread(self._dialogue.prompt, call.messages, call.tools)
+
+    async def _asample(self, prompt: Prompt, call: ChatCall) -> list[ModelResponse]:
+        input_ids = prompt.input_ids
+        try:
+            sampling = self._policy.within_context(call.sampling, len(input_ids))
+            requests = [
+                ModelRequest(input_ids=input_ids, sampling=one, session_id=self._session_id)
+                for one in _apart(sampling, call.n)
+            ]
+            responses = await _all(self._engine, requests)
+        except PromptTooLongError:
+            self.is_cut, self.cut_after = True, prompt.after or next(reversed(self.turns), None)
+            raise
+        self.is_cut, self.cut_after = False, None
+        return responses
+
+
+def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
+    """The parameters of n samples. With a seed, each sample gets a different one."""
+    if sampling.seed is None:
+        return [sampling] * n
+    return [replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)) for i in range(n)]
+
+
+async def _all(engine: Sampler, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+    """Await all of them at once; the first error ends the others."""
+    if len(requests) == 1:
+        return [await engine.agenerate(requests[0])]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(engine.agenerate(request)) for request in requests]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]
 
 
 @dataclass(slots=True)
@@ -60,8 +146,6 @@ class Repeats:
 AGENT = "agent"
 """The role of programs that use `base_url`."""
 _ROLE = re.compile(r"[A-Za-z0-9_-]+")
-_PATHS = ("v1", "inference")
-"""A path continues with one of these after the episode or the role."""
 log = logging.getLogger(__name__)
 
 
@@ -182,7 +266,7 @@ class EpisodeSession:
             f"{counts.cancelled} were cancelled"
         )
 
-    async def acomplete(self, role: str, call: ChatCall | TokenCall) -> list[CallAnswer]:
+    async def acomplete(self, role: str, call: ChatCall) -> list[CallAnswer]:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
         if role not in self._speakers:
             self._speakers[role] = Speaker(self._engine, self.policy)
@@ -237,8 +321,8 @@ class EpisodeSession:
 
 
 def is_role(name: str) -> bool:
-    """Whether a path may name this role."""
-    return _ROLE.fullmatch(name) is not None and name not in _PATHS
+    """Whether a path may name this role; `v1` follows it."""
+    return _ROLE.fullmatch(name) is not None and name != "v1"
 
 
 def _reward_of(role: str, reward: float | Mapping[str, float]) -> float:

@@ -131,7 +131,7 @@ async def test_agents_with_roles_make_trajectories_of_their_own() -> None:
     assert [trajectory.metrics.get("rounds") for trajectory in made] == [2, None, None]
 
 
-@pytest.mark.parametrize("role", ["v1", "inference", "a/b", "", "a b", "ä"])
+@pytest.mark.parametrize("role", ["v1", "a/b", "", "a b", "ä"])
 async def test_a_role_that_no_path_can_have_is_refused(role: str) -> None:
     async with opened(saying("a")) as episode:
         with pytest.raises(ValueError, match="role"):

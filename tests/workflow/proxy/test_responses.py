@@ -145,8 +145,8 @@ async def test_what_is_not_stored_cannot_be_continued() -> None:
     ("asked", "param", "reason"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "hosted tools are not here"),
-        ({"tool_choice": "required"}, "tool_choice", "cannot be made to call"),
-        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "cannot be made to call"),
+        ({"tool_choice": "required"}, "tool_choice", "cannot be forced here"),
+        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "cannot be forced here"),
         ({"background": True}, "background", "cannot be honoured"),
         ({"conversation": "conv_1"}, "conversation", "kept by OpenAI"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "kept by OpenAI"),

@@ -1,4 +1,4 @@
-"""Environments of verifiers run to their end, and the trajectories are what verifiers itself recorded."""
+"""Environments of verifiers run to their end, and each agent's calls become its trajectories."""
 
 from __future__ import annotations
 
@@ -15,25 +15,15 @@ import uvicorn
 import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
 from programs import TOKENIZER, calling, encode, saying, shown, spelled, trained
-from renderers import DefaultRendererConfig
 from stock_env import StockTools
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verifiers.v1.dialects import ChatDialect
 
-from arl.api.errors import ArlError, ModelError, ServerError
+from arl.api.errors import ArlError, ServerError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.workflow.proxy import OpenAIProxy
+from arl.workflow.proxy.openai_proxy import KEY_HEADER
 from arl.workflow.verifiers_workflow import EnvironmentFailedError, VerifiersWorkflow, local_environment
-
-RENDERER = DefaultRendererConfig(tool_parser="qwen3")
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    TOKENIZER.save_pretrained(directory)
-    return AutoTokenizer.from_pretrained(directory)
 
 
 def unevenly(*answers: str) -> ScriptedEngine:
@@ -49,45 +39,36 @@ def unevenly(*answers: str) -> ScriptedEngine:
     return ScriptedEngine(answer)
 
 
-def recorded(trajectory: Trajectory) -> tuple[list[int], list[bool], list[float]]:
-    mask = [bool(bit) for bit in trajectory.loss_mask]
-    return list(trajectory.token_ids), mask, list(trajectory.behavior_logprobs)
-
-
-def recorded_by_verifiers(branch: vf.Branch) -> tuple[list[int], list[bool], list[float]]:
-    return branch.token_ids, branch.sampled_mask, branch.logprobs
-
-
-async def run(
-    environment: vf.Env, engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase, place: int = 0, **options: Any
-) -> list[Trajectory]:
-    workflow = VerifiersWorkflow(environment, tokenizer, renderer=RENDERER, **options)
+async def run(environment: vf.Env, engine: ScriptedEngine, place: int = 0, **options: Any) -> list[Trajectory]:
+    workflow = VerifiersWorkflow(environment, TOKENIZER, **options)
     rows = workflow.rows(environment.taskset)
     async with workflow:
         return list(await workflow.arun_episode(engine, rows[place]))
 
 
-async def test_a_single_turn_gives_the_trajectory_that_verifiers_recorded(tokenizer: PreTrainedTokenizerBase) -> None:
-    env = local_environment({"taskset": {"id": "letters_env"}})
-    (trajectory,) = await run(env, unevenly("e"), tokenizer)
-    (branch,) = env.episodes[0].traces[0].branches
-    assert recorded(trajectory) == recorded_by_verifiers(branch)
-    assert trained(trajectory) == ["e"]
+async def test_a_single_turn_is_a_trajectory_with_what_was_sampled_and_the_parts_of_its_reward() -> None:
+    env, engine = local_environment({"taskset": {"id": "letters_env"}}), unevenly("e")
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=5)
+    (trajectory,) = await run(env, engine, sampling=sampling)
+    (turn,) = trajectory.turns
+    assert engine.requests[0].sampling == sampling
+    assert trajectory.token_ids == (*engine.requests[0].input_ids, *spelled("e"))
+    assert trajectory.behavior_logprobs[turn.start : turn.stop] == (-0.1, -0.2)
     assert trajectory.reward == 1.5
     assert trajectory.rewards == {"correct": 1.0, "short": 0.5}
     assert trajectory.metrics == {"turns": 1, "length": 1.0}
     assert trajectory.oldest_version == 3
 
 
-async def test_turns_with_a_user_give_one_trajectory_as_verifiers_recorded_it(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+async def test_turns_with_a_user_are_one_trajectory_even_if_the_template_drops_thinking() -> None:
     env = local_environment({"taskset": {"id": "guess_env"}})
-    (trajectory,) = await run(env, unevenly("5", "9", "7"), tokenizer)
+    engine = unevenly("5", "<think>\nLess.\n</think>\n\n9", "7")
+    (trajectory,) = await run(env, engine)
     (branch,) = env.episodes[0].traces[0].branches
-    assert recorded(trajectory) == recorded_by_verifiers(branch)
-    assert trained(trajectory) == ["5", "9", "7"]
-    assert "Higher." in str(TOKENIZER.decode(list(trajectory.token_ids)))
+    assert trained(trajectory) == ["5", "<think>\nLess.\n</think>\n\n9", "7"]
+    assert [message.content for message in branch.messages if message.role == "assistant"] == ["5", "9", "7"]
+    assert trajectory.token_ids == (*engine.requests[-1].input_ids, *spelled("7"))
+    assert "Higher." in shown(engine.requests[-1])
     assert (trajectory.role, trajectory.reward) == ("player", 1.0)
 
 
@@ -106,11 +87,11 @@ async def served(toolset: vf.Toolset) -> AsyncIterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")  # verifiers' retries
-async def test_tools_of_the_environment_are_called(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_tools_of_the_environment_are_called() -> None:
     engine = unevenly(calling("stock_of", fruit="plums"), calling("sell", fruit="plums"), "There are 30.")
     async with served(StockTools(vf.SharedToolsetConfig())) as url:
         env = local_environment({"taskset": {"id": "stock_env", "tools": {"url": url}}})
-        (trajectory,) = await run(env, engine, tokenizer, place=1)
+        (trajectory,) = await run(env, engine, place=1)
     assert "How many there are of a fruit." in shown(engine.requests[0])
     assert "<tool_response>\n30\n</tool_response>" in shown(engine.requests[1])
     assert "error: there is no tool 'sell'; there is stock_of" in shown(engine.requests[2])
@@ -120,33 +101,31 @@ async def test_tools_of_the_environment_are_called(tokenizer: PreTrainedTokenize
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")  # verifiers' retries
-async def test_verifiers_starts_a_process_that_serves_its_tools(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_verifiers_starts_a_process_that_serves_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     engine = unevenly(calling("stock_of", fruit="pears"), "There are 12.")
-    (trajectory,) = await run(local_environment({"taskset": {"id": "stock_env"}}), engine, tokenizer)
+    (trajectory,) = await run(local_environment({"taskset": {"id": "stock_env"}}), engine)
     assert trajectory.reward == 1.0
 
 
-async def test_each_attempt_of_an_agent_is_a_trajectory_with_its_own_reward(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_each_attempt_of_an_agent_is_a_trajectory_with_its_own_reward() -> None:
     env = local_environment({"id": "best-of-n", "n": 2, "taskset": {"id": "letters_env"}})
-    first, second = await run(env, unevenly("e", "five"), tokenizer)
+    first, second = await run(env, unevenly("e", "five"))
     assert [trained(first), trained(second)] == [["e"], ["five"]]
     assert [first.reward, second.reward] == [1.5, 0.0]
     assert [first.role, second.role] == ["agent", "agent"]
 
 
-async def test_an_agent_that_plays_the_user_is_not_trained(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_an_agent_that_plays_the_user_is_not_trained() -> None:
     env = local_environment({"id": "user-sim", "taskset": {"id": "letters_env"}})
     engine = unevenly("Which letter?", "e", "###DONE###")
-    (trajectory,) = await run(env, engine, tokenizer)
+    (trajectory,) = await run(env, engine)
     assert (trajectory.role, trained(trajectory)) == ("assistant", ["e"])
 
 
-async def test_episodes_run_at_once_and_each_has_its_own_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_episodes_run_at_once_and_each_has_its_own_turns() -> None:
     env = local_environment({"taskset": {"id": "letters_env"}})
-    workflow = VerifiersWorkflow(env, tokenizer, renderer=RENDERER)
+    workflow = VerifiersWorkflow(env, TOKENIZER)
     rows = workflow.rows(env.taskset)
     both = asyncio.Barrier(2)
 
@@ -174,22 +153,22 @@ async def test_episodes_run_at_once_and_each_has_its_own_turns(tokenizer: PreTra
     ],
 )
 async def test_an_environment_that_fails_or_hangs_is_an_error_that_says_where(
-    tokenizer: PreTrainedTokenizerBase, place: int, config: dict[str, Any], said: str
+    place: int, config: dict[str, Any], said: str
 ) -> None:
     env = local_environment({"taskset": {"id": "failing_env"}, **config})
     with pytest.raises(EnvironmentFailedError) as failure:
-        await run(env, saying("I am."), tokenizer, place)
+        await run(env, saying("I am."), place)
     assert said in str(failure.value)
 
 
-async def test_the_engines_error_is_the_cause_of_a_failed_episode(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_the_engines_error_is_the_cause_of_a_failed_episode() -> None:
     env = local_environment({"taskset": {"id": "letters_env"}})
     with pytest.raises(EnvironmentFailedError, match="all servers are down") as failure:
-        await run(env, saying(ServerError("all servers are down")), tokenizer)
+        await run(env, saying(ServerError("all servers are down")))
     assert isinstance(failure.value.__cause__, ServerError)
 
 
-async def test_an_episode_that_is_cancelled_leaves_nothing_behind(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_an_episode_that_is_cancelled_leaves_nothing_behind() -> None:
     asked = asyncio.Event()
 
     async def hang(_: ModelRequest) -> list[int]:
@@ -198,7 +177,7 @@ async def test_an_episode_that_is_cancelled_leaves_nothing_behind(tokenizer: Pre
         return []
 
     env = local_environment({"taskset": {"id": "letters_env"}})
-    workflow = VerifiersWorkflow(env, tokenizer, renderer=RENDERER)
+    workflow = VerifiersWorkflow(env, TOKENIZER)
     rows = workflow.rows(env.taskset)
     async with workflow:
         hanging = asyncio.create_task(workflow.arun_episode(ScriptedEngine(hang), rows[0]))
@@ -210,9 +189,9 @@ async def test_an_episode_that_is_cancelled_leaves_nothing_behind(tokenizer: Pre
     assert trained(trajectory) == ["e"]
 
 
-async def test_a_workflow_is_opened_again_after_it_was_left(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_a_workflow_is_opened_again_after_it_was_left() -> None:
     env = local_environment({"taskset": {"id": "letters_env"}})
-    workflow = VerifiersWorkflow(env, tokenizer, renderer=RENDERER)
+    workflow = VerifiersWorkflow(env, TOKENIZER)
     rows = workflow.rows(env.taskset)
     for _ in range(2):
         async with workflow:
@@ -232,57 +211,24 @@ def test_what_an_environment_has_chosen_for_its_agents_is_kept() -> None:
     assert (agent.harness.id, agent.runtime.type, agent.max_turns) == ("bash", "subprocess", 3)
 
 
-async def test_a_rollout_that_outgrows_the_context_is_scored_and_truncated(tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_a_rollout_that_outgrows_the_context_is_scored_and_truncated() -> None:
     env = local_environment({"taskset": {"id": "guess_env"}})
     length = len(encode("<|im_start|>user\nGuess a number.<|im_end|>\n<|im_start|>assistant\n")) + 8
-    (trajectory,) = await run(env, saying("5", "7"), tokenizer, context_length=length)
+    (trajectory,) = await run(env, saying("5", "7"), context_length=length)
     assert trained(trajectory) == ["5"]
     assert trajectory.is_truncated
     assert trajectory.reward == 0.0
 
 
-async def test_verifiers_client_asks_for_the_context_length_and_gets_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = unevenly("e")
-    messages = [{"role": "user", "content": "hi"}]
-    async with OpenAIProxy(TOKENIZER, context_length=64) as proxy, proxy.episode(engine) as session:
-        client = vf.resolve_client(client_config(session.base_url, session.api_key, tokenizer))
-        try:
-            body = {"model": "arl", "messages": messages}
-            answer = await client.get_response(ChatDialect(), body, vf.SamplingConfig(max_tokens=8, temperature=0.7))
-            long = {"model": "arl", "messages": [{"role": "user", "content": "hi" * 40}]}
-            with pytest.raises(vf.ProviderError, match="exceeds maximum context length") as refusal:
-                await client.get_response(ChatDialect(), long, vf.SamplingConfig())
-        finally:
-            await client.close()
-        (trajectory,) = session.trajectories(1.0)
-    assert refusal.value.status_code == 400
-    assert len(engine.requests) == 1
-    assert answer.tokens is not None
-    assert (*answer.tokens.prompt_ids, *answer.tokens.completion_ids) == trajectory.token_ids
-    assert tuple(answer.tokens.completion_logprobs) == trajectory.behavior_logprobs[-2:]
-    sampling = engine.requests[0].sampling
-    assert sampling == SamplingParams(max_new_tokens=8, temperature=0.7, stop_token_ids=(TOKENIZER.eos_token_id,))
-
-
-def client_config(base_url: str, key: str, tokenizer: PreTrainedTokenizerBase) -> vf.TrainClientConfig:
-    return vf.TrainClientConfig(
-        base_url=base_url,
-        api_key_var="NO_KEY_IS_HERE",
-        headers={"Authorization": f"Bearer {key}"},
-        renderer=RENDERER,
-        renderer_model_name=tokenizer.name_or_path,
-    )
-
-
 @pytest.mark.parametrize("run_id", [None, "another's"])
-async def test_a_shared_url_takes_calls_of_admitted_runs_alone(
-    tokenizer: PreTrainedTokenizerBase, run_id: str | None
-) -> None:
+async def test_a_shared_url_takes_calls_of_admitted_runs_alone(run_id: str | None) -> None:
     engine = saying("e")
     body = {"model": "arl", "messages": [{"role": "user", "content": "hi"}]}
     async with OpenAIProxy(TOKENIZER) as proxy, proxy.episode(engine) as session:
         with proxy.shared_url() as shared, shared.admitting("a run", session):
-            client = vf.resolve_client(client_config(shared.base_url, shared.api_key, tokenizer))
+            client = vf.resolve_client(
+                vf.EvalClientConfig(base_url=shared.base_url, headers={KEY_HEADER: shared.api_key})
+            )
             try:
                 with pytest.raises(vf.ProviderError) as refusal:
                     await client.get_response(ChatDialect(), body, vf.SamplingConfig(), session_id=run_id)
@@ -292,12 +238,7 @@ async def test_a_shared_url_takes_calls_of_admitted_runs_alone(
     assert not engine.requests
 
 
-async def test_a_tokenizer_that_renderers_cannot_load_is_refused() -> None:
-    with pytest.raises(ModelError, match="save_pretrained"):
-        VerifiersWorkflow(local_environment({"taskset": {"id": "letters_env"}}), TOKENIZER)
-
-
-async def test_a_workflow_that_is_not_open_runs_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
-    workflow = VerifiersWorkflow(local_environment({"taskset": {"id": "letters_env"}}), tokenizer)
+async def test_a_workflow_that_is_not_open_runs_nothing() -> None:
+    workflow = VerifiersWorkflow(local_environment({"taskset": {"id": "letters_env"}}), TOKENIZER)
     with pytest.raises(ArlError, match="not open"):
         await workflow.arun_episode(saying("e"), {"task": 0})
