@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -16,18 +15,15 @@ import pytest
 import pytest_asyncio
 from code_agent import FEEDBACK_CHARS, CodeAgentConfig, Grader, prepare, prompt, tasks
 from code_tasks import GIVEN_UP, fenced
+from played import TOKENIZER, played
 from sandbox.conftest import PATIENT, go_without
-from warm_start import warm_start
 
 from arl.api.errors import DatasetError, SandboxError
-from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, SamplingParams, Trajectory
-from arl.cli import load_config
-from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.sandbox import BubblewrapSandbox, ProgramOutcome, Sandbox
 from arl.workflow.agent import MultiTurnWorkflow
 
-TOKENIZER = tiny_tokenizer()
 MBPP = {"text": "Write double(x).", "test_list": ["assert double(2) == 4", "assert double('ab') == 'abab'"]}
 HUMAN_EVAL = {
     "prompt": 'def half(x):\n    """Half of x.\n\n    >>> half(4)\n    2\n    """\n',
@@ -53,8 +49,6 @@ in_the_module = pytest.mark.asyncio(loop_scope="module")
 
 async def episode(sandbox: Sandbox, *answers: str, data: Example = MBPP) -> tuple[Trajectory, str]:
     """Run the agent with a model that says `answers`; also the text of all that it saw and said."""
-    remaining = iter(answers)
-    engine = ScriptedEngine(lambda _: [*TOKENIZER.encode(next(remaining)), TOKENIZER.eos_token_id])
     grader = Grader(sandbox, timeout_s=20)
     agent = MultiTurnWorkflow(
         TOKENIZER,
@@ -64,10 +58,8 @@ async def episode(sandbox: Sandbox, *answers: str, data: Example = MBPP) -> tupl
         sampling=SamplingParams(max_new_tokens=500),
         max_turns=3,
     )
-    async with agent:
-        (trajectory,) = await agent.arun_episode(engine, data)
-    assert next(remaining, None) is None
-    return trajectory, str(TOKENIZER.decode(trajectory.token_ids))
+    (made,) = await played(agent, data, *answers)
+    return made
 
 
 @in_the_module
@@ -78,18 +70,19 @@ async def test_what_fails_is_shown_and_what_was_mended_is_rewarded(bubblewrap: S
 
 
 @in_the_module
-async def test_a_function_that_passes_only_what_was_shown_has_no_reward(bubblewrap: Sandbox) -> None:
-    trajectory, text = await episode(bubblewrap, TABLE)
+@pytest.mark.parametrize(
+    ("answers", "told", "share_passed"),
+    [((TABLE,), 0, 0.5), ((WRONG, "I give up.", WRONG), 1, 0.0)],
+    ids=["passes only what was shown", "never right"],
+)
+async def test_a_function_that_fails_a_test_has_no_reward(
+    bubblewrap: Sandbox, answers: tuple[str, ...], told: int, share_passed: float
+) -> None:
+    trajectory, text = await episode(bubblewrap, *answers)
+    assert (text.count(FAILURE), text.count("SyntaxError: invalid syntax")) == (told, told)
     assert "double('ab')" not in text
-    assert (trajectory.reward, trajectory.metrics) == (0.0, {"turns": 1, "tests_passed": 0.5, "context_full": 0})
-
-
-@in_the_module
-async def test_whoever_never_gets_it_right_has_no_reward(bubblewrap: Sandbox) -> None:
-    trajectory, text = await episode(bubblewrap, WRONG, "I give up.", WRONG)
-    assert text.count(FAILURE) == 1
-    assert "SyntaxError: invalid syntax" in text
-    assert (trajectory.reward, trajectory.metrics) == (0.0, {"turns": 3, "tests_passed": 0.0, "context_full": 0})
+    assert trajectory.reward == 0.0
+    assert trajectory.metrics == {"turns": len(answers), "tests_passed": share_passed, "context_full": 0}
 
 
 @in_the_module
@@ -196,58 +189,20 @@ async def test_without_a_sandbox_it_is_refused_before_any_work(tmp_path: Path, m
     assert not (tmp_path / "run").exists()
 
 
-def write_rows(path: Path, rows: Sequence[Example]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-async def test_a_file_gives_the_tasks_and_those_held_out(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [MBPP, MBPP, HUMAN_EVAL])
+async def test_a_file_gives_the_tasks_and_a_row_of_another_form_is_an_error_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    settings = {"dataset": str(path), "num_held_out": 1, "sandbox": "unsafe"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (MBPP, {"question": "?"}, MBPP)))
+    with pytest.raises(DatasetError, match=r"\['question'\]"):
+        await prepare(CodeAgentConfig(model="none", **settings))
+    path.write_text("".join(json.dumps(row) + "\n" for row in (MBPP, MBPP, HUMAN_EVAL)))
     model = write_tiny_model(tmp_path / "model", shape=TinyShape(hidden_size=32, num_layers=1, head_dim=8))
-    setup = await prepare(CodeAgentConfig(model=str(model), dataset=path, num_held_out=1, sandbox="unsafe"))
+    setup = await prepare(CodeAgentConfig(model=str(model), **settings))
     assert [list(setup.dataset), list(setup.eval_dataset or ())] == [[MBPP, MBPP], [HUMAN_EVAL]]
     assert isinstance(setup.workflow, MultiTurnWorkflow)
     assert "Complete the function" in setup.workflow.messages(HUMAN_EVAL)[1]["content"]
 
 
-async def test_a_file_with_a_row_of_another_form_is_an_error_at_once(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [MBPP, {"question": "?"}, MBPP])
-    with pytest.raises(DatasetError, match=r"\['question'\]"):
-        await prepare(CodeAgentConfig(model="none", dataset=path, num_held_out=1, sandbox="unsafe"))
-
-
-def test_a_file_too_short_to_hold_out_from_is_an_error(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [MBPP])
-    with pytest.raises(DatasetError, match="num_held_out=192"):
-        tasks(CodeAgentConfig(dataset=path))
-
-
-def test_a_directory_has_a_split_to_evaluate_on(tmp_path: Path) -> None:
-    write_rows(tmp_path / "train.jsonl", [MBPP] * 3)
-    write_rows(tmp_path / "test.jsonl", [HUMAN_EVAL] * 2)
-    training, held_out = tasks(CodeAgentConfig(dataset=str(tmp_path), num_held_out=1))
-    assert [len(training), len(held_out)] == [3, 1]
-
-
 def test_reasoning_gym_is_a_flag() -> None:
     training, held_out = tasks(CodeAgentConfig(dataset="reasoning-gym", num_tasks=20, num_held_out=5))
     assert [len(training), len(held_out)] == [20, 5]
-
-
-def test_a_real_model_has_the_ordinary_settings() -> None:
-    assert load_config(CodeAgentConfig, []).max_new_tokens == 64
-    config = load_config(CodeAgentConfig, ["--model", "Qwen/Qwen3-0.6B", "--sandbox", "docker"])
-    assert (config.max_new_tokens, config.sandbox) == (1024, "docker")
-
-
-async def test_the_tiny_model_is_shown_functions_and_writes_them_in_few_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(code_tasks, "NUM_CAREFUL", 32)
-    monkeypatch.setattr(code_tasks, "NUM_MIXED", 32)
-    small = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
-    monkeypatch.setattr(code_agent, "warm_start", partial(warm_start, shape=small, num_threads=1))
-    setup = await prepare(CodeAgentConfig(run_dir=tmp_path, num_tasks=40, num_held_out=20, sandbox="unsafe"))
-    tokenizer = code_agent.load_tokenizer(setup.model)
-    for row in setup.dataset:
-        assert len(tokenizer.encode(fenced(row["code"]))) < load_config(CodeAgentConfig, []).max_new_tokens

@@ -1,4 +1,4 @@
-"""The code agent's little language: what tasks mean, what tests tell, and what is demonstrated."""
+"""The code agent's tasks: its own language and demonstrations, and the forms of MBPP, HumanEval and reasoning-gym."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Any
 import code_tasks
 import pytest
 from code_agent import objection, prompt
-from code_formats import assignment
-from code_tasks import GIVEN_UP, Line, Task, attempts, fenced, held_out, lessons, tasks, training
+from code_formats import assignment, gym_rows
+from code_tasks import GIVEN_UP, Line, Task, attempts, held_out, lessons, tasks, training
 from warm_start import Demonstration
 
+from arl.api.errors import DatasetError
 from arl.api.types import Example
 
 STEPS = {step.words: step for of_kind in code_tasks.KINDS.values() for group in of_kind for step in group}
 
 
-def task(*words: str, kind: str = "n", inputs: tuple[Any, ...] = (5, 6, 7, 8), meaning: int = 0) -> Task:
+def made(*words: str, kind: str = "n", inputs: tuple[Any, ...] = (5, 6, 7, 8), meaning: int = 0) -> Task:
     lines = tuple(Line(step=STEPS[word], constant=3, meaning=meaning) for word in words)
     return Task(kind=kind, function="f", argument=kind, lines=lines, inputs=inputs)
 
 
 def test_a_task_is_its_words_its_code_and_its_tests() -> None:
-    shown = task("times {c}", "squared")
+    shown = made("times {c}", "squared")
     assert shown.text == "Write f(n): times 3, then squared."
     assert shown.code == "def f(n):\n    n = n * 3\n    n = n ** 2\n    return n"
     assert shown.tests[:2] == ["assert f(5) == 225", "assert f(6) == 324"]
@@ -32,7 +33,7 @@ def test_a_task_is_its_words_its_code_and_its_tests() -> None:
 
 def test_lists_are_filtered_changed_and_summed_up() -> None:
     given = ([4, 1, 7, 2],)
-    of_lists = task("those above {c}", "each times {c}", "in order", kind="xs", inputs=given, meaning=0)
+    of_lists = made("those above {c}", "each times {c}", "in order", kind="xs", inputs=given, meaning=0)
     assert of_lists.tests == ["assert f([4, 1, 7, 2]) == [12, 21]"]
 
 
@@ -60,7 +61,7 @@ def test_no_task_is_both_held_out_and_trained_on_and_none_comes_twice() -> None:
 
 def test_slips_are_code_that_differs_in_one_line() -> None:
     rng = random.Random(0)
-    right = task("times {c}", "minus {c}")
+    right = made("times {c}", "minus {c}")
     for _ in range(40):
         slip = right.slip(rng)
         assert sum(a != b for a, b in zip(slip.split("\n"), right.code.split("\n"), strict=True)) <= 1
@@ -68,7 +69,7 @@ def test_slips_are_code_that_differs_in_one_line() -> None:
 
 def test_the_careful_mend_what_failed_and_the_others_do_not() -> None:
     rng = random.Random(0)
-    vague = task("limited by {c}", "plus {c}")
+    vague = made("limited by {c}", "plus {c}")
     for _ in range(30):
         careful = attempts(vague, "careful", rng)
         assert vague.failure(careful[-1]) is None
@@ -112,5 +113,91 @@ def test_few_of_the_careful_fail_at_the_end_and_many_of_the_others_do(taught: li
     assert mixed > 0.3
 
 
-def test_what_is_written_is_fenced() -> None:
-    assert fenced("x = 1") == "```python\nx = 1\n```"
+MBPP: dict[str, Any] = {
+    "task_id": 11,
+    "text": "Write a python function to remove first and last occurrence of a given character.",
+    "code": "def remove_Occ(s, ch): ...",
+    "test_setup_code": "import math",
+    "test_list": ["assert remove_Occ('hello', 'l') == 'heo'", "assert remove_Occ('abcda', 'a') == 'bcd'"],
+    "challenge_test_list": ["assert remove_Occ('hellolloll', 'l') == 'helollol'"],
+}
+HUMAN_EVAL: dict[str, Any] = {
+    "task_id": "HumanEval/2",
+    "prompt": '''def truncate_number(number: float) -> float:
+    """ Decimals of a number.
+
+    >>> truncate_number(3.5)  # a half
+    0.5
+    >>> truncate_number(2)
+    0
+    >>> print(truncate_number(1))
+    nothing much
+    >>> x = 3
+    """
+''',
+    "canonical_solution": "    return number % 1.0\n",
+    "test": "def check(candidate):\n    assert candidate(3.5) == 0.5\n    assert candidate(1.25) == 0.25\n",
+    "entry_point": "truncate_number",
+}
+
+
+def test_of_mbpp_the_first_tests_are_shown_and_all_count() -> None:
+    task = assignment(MBPP, 1)
+    assert task.question == f"{MBPP['text']}\nTests, among others:\n{MBPP['test_list'][0]}"
+    assert task.tests.tests == (*MBPP["test_list"], *MBPP["challenge_test_list"])
+    assert (task.num_shown, task.num_unmarked, task.tests.setup) == (1, 0, "import math")
+    assert assignment(MBPP, 9).num_shown == 3
+    assert assignment(MBPP, 0).question == MBPP["text"]
+
+
+def test_the_sanitized_mbpp_has_a_prompt_and_imports() -> None:
+    row = {"prompt": "Write f.", "test_imports": ["import re"], "test_list": ["assert f()"]}
+    task = assignment(row, 1)
+    assert task.question.startswith("Write f.\n")
+    assert task.tests.setup == "import re"
+
+
+def test_of_human_eval_the_docstrings_examples_are_shown_and_do_not_count() -> None:
+    task = assignment(HUMAN_EVAL, 0)
+    assert task.question == f"Complete the function.\n```python\n{HUMAN_EVAL['prompt'].rstrip()}\n```"
+    assert list(task.shown) == [
+        "assert callable(truncate_number)",
+        "assert truncate_number(3.5) == 0.5",
+        "assert truncate_number(2) == 0",
+    ]
+    assert task.tests.tests[task.num_unmarked :] == (f"{HUMAN_EVAL['test']}\ncheck(candidate)",)
+
+
+@pytest.mark.parametrize("docstring", ["No examples.", ">>>f(1)\n    1", ">>> f(1)\n    one"])
+def test_a_prompt_without_examples_shows_that_there_must_be_a_function(docstring: str) -> None:
+    prompt = f'def f(x):\n    """{docstring}"""\n'
+    task = assignment({"prompt": prompt, "test": "def check(c): ...", "entry_point": "f"}, 1)
+    assert list(task.shown) == ["assert callable(f)"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "?", "answer": "!"},
+        {"test_list": ["assert f()"]},
+        {"text": "Write f.", "test_list": []},
+        {"text": "Print 1.", "tests": [{"input": "", "output": "1"}]},
+    ],
+)
+def test_a_row_of_another_form_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(DatasetError, match=r"as in MBPP|no unit tests"):
+        assignment(row, 1)
+
+
+def test_reasoning_gyms_rules_become_tests_of_which_the_question_is_hidden() -> None:
+    held_out = gym_rows("held_out", 20)
+    rows = gym_rows("training", 100, held_out)
+    for row in rows:
+        task = assignment(row, 1)
+        *shown, hidden = task.tests.tests
+        assert task.num_shown == len(shown) >= 3
+        for test in (*shown, hidden):
+            compile(test, "<test>", "exec")
+        assert hidden not in task.question
+    asked = {row["metadata"]["question"] for row in held_out}
+    assert not asked & {row["metadata"]["question"] for row in rows}

@@ -1,162 +1,135 @@
-"""The math agent's episodes, its settings and where its questions come from, without a model."""
+"""The math agent's episodes, scores and tasks. The calculator solves every task, and no task is in two splits."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import math_agent
 import math_tasks
 import pytest
+from calculator import calculator
 from math_agent import MathAgent, MathAgentConfig, answer_score, questions
+from played import TOKENIZER, played
+from warm_start import tool_call
 
-from arl.api.errors import ConfigError, DatasetError, PromptTooLongError
-from arl.api.scripted import ScriptedEngine
-from arl.api.types import ModelRequest, SamplingParams, Trajectory
-from arl.cli import load_config
-from arl.engine.tiny import tiny_tokenizer
+from arl.api.types import SamplingParams
 from arl.rewards import InlineReward
+from arl.workflow.tools import Tool
 
-TOKENIZER = tiny_tokenizer()
-ENTRY = next(e for e in math_tasks.held_out(50) if len(math_tasks.expressions(e)) == 2)
+HELD_OUT = math_tasks.held_out(200)
+ENTRY = next(entry for entry in HELD_OUT if len(math_tasks.expressions(entry)) == 2)
 
 
 def call(expression: str) -> str:
-    return (
-        "<tool_call>\n" + json.dumps({"name": "calculator", "arguments": {"expression": expression}}) + "\n</tool_call>"
-    )
+    return tool_call("calculator", expression=expression)
 
 
-async def episode(*answers: str | PromptTooLongError, max_turns: int = 4) -> tuple[Trajectory, str]:
-    """Run the agent on ENTRY with a model that says `answers`; also the text of all that it saw and said."""
-    remaining = iter(answers)
-
-    def script(_: ModelRequest) -> list[int]:
-        answer = next(remaining)
-        if isinstance(answer, PromptTooLongError):
-            raise answer
-        return [*TOKENIZER.encode(answer), TOKENIZER.eos_token_id]
-
-    engine = ScriptedEngine(script)
+def agent(max_turns: int = 4) -> MathAgent:
     score, sampling = InlineReward(math_tasks.score), SamplingParams(max_new_tokens=500)
-    agent = MathAgent(tokenizer=TOKENIZER, score=score, sampling=sampling, max_turns=max_turns)
-    (trajectory,) = await agent.arun_episode(engine, ENTRY)
-    return trajectory, str(TOKENIZER.decode(trajectory.token_ids))
+    return MathAgent(tokenizer=TOKENIZER, score=score, sampling=sampling, max_turns=max_turns)
 
 
 async def test_an_episode_of_several_calls_sees_each_result_and_is_scored_on_its_answer() -> None:
     first, second = math_tasks.expressions(ENTRY)
-    result = math_agent.calculator(first)
-    trajectory, text = await episode(call(first), call(second.format(result)), f"It is {ENTRY['answer']}.")
+    said = ("<tool_call>12 +</tool_call>", call(first), call(second.format(calculator(first))), ENTRY["answer"])
+    ((trajectory, text),) = await played(agent(), ENTRY, *said)
     assert ENTRY["question"] in text
-    assert f"<tool_response>\n{result}\n</tool_response>" in text
-    assert f"<tool_response>\n{ENTRY['answer']}\n</tool_response>" in text
-    assert trajectory.reward == 1.0
-    assert trajectory.metrics == {"tool_calls": 2, "turns": 3, "context_full": 0}
-
-
-async def test_an_answer_at_once_is_an_episode_of_one_turn() -> None:
-    trajectory, _ = await episode("-123456")
-    assert trajectory.reward == 0.0
-    assert trajectory.metrics == {"tool_calls": 0, "turns": 1, "context_full": 0}
-
-
-async def test_what_is_wrong_with_a_call_comes_back_and_the_episode_goes_on() -> None:
-    trajectory, text = await episode("<tool_call>12 +</tool_call>", call("1 / 0"), ENTRY["answer"])
     assert "error: a tool call must be one JSON object" in text
-    assert "error: division by zero" in text
-    assert trajectory.reward == 1.0
+    for result in (calculator(first), ENTRY["answer"]):
+        assert f"<tool_response>\n{result}\n</tool_response>" in text
+    assert (trajectory.reward, trajectory.metrics) == (1.0, {"tool_calls": 3, "turns": 4, "context_full": 0})
+    trained = [token for token, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mask]
+    assert TOKENIZER.decode(trained) == "".join(f"{answer}<|im_end|>" for answer in said)
 
 
-async def test_an_agent_that_never_answers_has_no_reward() -> None:
-    trajectory, _ = await episode(call("1 + 1"), call("1 + 1"), max_turns=2)
+@pytest.mark.parametrize(("said", "num_calls"), [(["-123456"], 0), ([call("1 + 1")] * 2, 2)])
+async def test_a_wrong_answer_and_none_at_all_have_no_reward(said: list[str], num_calls: int) -> None:
+    ((trajectory, _),) = await played(agent(max_turns=2), ENTRY, *said)
     assert trajectory.reward == 0.0
-    assert trajectory.metrics == {"tool_calls": 2, "turns": 2, "context_full": 0}
-
-
-async def test_an_agent_whose_context_is_full_ends_with_what_it_has() -> None:
-    trajectory, text = await episode(call("9 ** 9"), PromptTooLongError("no room"))
-    assert trajectory.is_truncated
-    assert text.endswith("</tool_call><|im_end|>")
-    assert trajectory.metrics == {"tool_calls": 1, "turns": 1, "context_full": 1}
-
-
-async def test_what_the_model_said_is_trained_and_nothing_else() -> None:
-    trajectory, _ = await episode(call("1 + 1"), "2")
-    said = [t for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m]
-    assert TOKENIZER.decode(said) == call("1 + 1") + "<|im_end|>2<|im_end|>"
+    assert trajectory.metrics == {"tool_calls": num_calls, "turns": len(said), "context_full": 0}
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),
-    [("42", 1.0), ("It is 42.", 1.0), ("<think>7</think> so 42", 1.0), ("42, no, 7", 0.0), ("none", 0.0), ("", 0.0)],
-)
-def test_the_answer_is_the_last_number(text: str, reward: float) -> None:
-    entry = {"question": "?", "answer": "42", "metadata": {"source_dataset": "chain_sum"}}
-    assert math_tasks.score(text, entry) == reward
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "reward"),
+    ("dataset", "answer", "reference", "reward"),
     [
-        ("42", "40 + 2 = <<40+2=42>>42\n#### 42", 1.0),
-        ("1234.0", "#### 1,234", 1.0),
-        ("41", "#### 42", 0.0),
-        ("40", "40 + 2 = 42\n#### 42", 0.0),
-        ("none", "#### 42", 0.0),
-        ("5", "5", 1.0),
+        ("reasoning-gym", "<think>7</think> so 42", "42", 1.0),
+        ("reasoning-gym", "42, no, 7", "42", 0.0),
+        ("reasoning-gym", "", "42", 0.0),
+        ("openai/gsm8k", "1234.0", "40 + 2 = 42\n#### 1,234", 1.0),
+        ("openai/gsm8k", "40", "40 + 2 = 42\n#### 42", 0.0),
     ],
 )
-async def test_gsm8ks_answers_are_matched_as_numbers(answer: str, reference: str, reward: float) -> None:
-    score = answer_score(MathAgentConfig(model="none", dataset="openai/gsm8k"))
-    assert await score(answer, {"question": "?", "answer": reference}) == reward
+async def test_the_last_number_of_an_answer_counts(dataset: str, answer: str, reference: str, reward: float) -> None:
+    score = answer_score(MathAgentConfig(model="none", dataset=dataset))
+    data = {"question": "?", "answer": reference, "metadata": {"source_dataset": "chain_sum"}}
+    assert await score(answer, data) == reward
 
 
-def test_the_tiny_models_settings_yield_to_flags_one_by_one() -> None:
-    config = load_config(MathAgentConfig, ["--rollout.max_staleness", "4", "--steps", "7"])
-    assert (config.rollout.max_staleness, config.steps) == (4, 7)
-    assert config.rollout.batch_size == MathAgentConfig.tiny_settings["rollout"]["batch_size"]
-    assert config.train.optimizer.lr == MathAgentConfig.tiny_settings["train"]["optimizer"]["lr"]
+def asked(entries: object) -> list[str]:
+    return [entry["question"] for entry in entries]  # pyright: ignore[reportGeneralTypeIssues]
 
 
-def test_a_real_model_has_the_ordinary_settings() -> None:
-    flags = "--model Qwen/Qwen3-0.6B --dataset openai/gsm8k --engine.kind sglang --engine.addresses http://127.0.0.1:1"
-    config = load_config(MathAgentConfig, flags.split())
-    assert config.train.optimizer.lr == 1e-5
-    assert config.max_new_tokens == 1024
+def test_questions_are_the_same_each_time_and_more_of_them_begin_with_fewer() -> None:
+    assert asked(math_tasks.held_out(40)) == asked(HELD_OUT)[:40]
+    assert asked(math_tasks.training(50, HELD_OUT)) == asked(math_tasks.training(60, HELD_OUT))[:50]
 
 
-def test_an_unknown_flag_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match="max_turn"):
-        load_config(MathAgentConfig, ["--max_turn", "3"])
+def test_no_question_is_asked_twice_or_in_two_splits_or_demonstrated_although_held_out() -> None:
+    training, held_out = map(asked, questions(MathAgentConfig(num_questions=4096, num_held_out=200)))
+    assert [len(set(training)), len(set(held_out))] == [4096, 200]
+    assert not set(training) & set(held_out)
+    shown = math_tasks.solutions(1000, 1000, HELD_OUT, seed=1)
+    assert not {solution.question for solution in shown} & set(held_out)
 
 
-def write_rows(path: Path, count: int) -> str:
-    rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def test_the_expressions_of_every_question_lead_to_full_reward_and_another_answer_does_not() -> None:
+    for entry in HELD_OUT:
+        results: list[str] = []
+        for expression in math_tasks.expressions(entry):
+            results.append(calculator(expression.format(*results)))
+        assert math_tasks.score(results[-1], entry) == 1.0, entry["question"]
+        assert math_tasks.score(str(int(entry["answer"]) + 1), entry) < 1.0
 
 
-def test_a_single_file_is_split_at_its_end(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", 10)
-    training, held_out = questions(MathAgentConfig(dataset=path, num_held_out=3))
-    assert [len(training), len(held_out)] == [7, 3]
-    assert held_out[-1]["question"] == "9 + 1?"
+@pytest.mark.parametrize(
+    ("equation", "steps"),
+    [
+        ("3*x + 4 = 19", ["19 - 4", "{0} / 3"]),
+        ("3*x - 4 = 11", ["11 + 4", "{0} / 3"]),
+        ("4 - 3*x = -11", ["4 - -11", "{0} / 3"]),
+        ("12*x = 60", ["60 / 12"]),
+        ("x + 4 = 9", ["9 - 4"]),
+    ],
+)
+def test_an_equation_is_undone_term_first(equation: str, steps: list[str]) -> None:
+    entry = {"metadata": {"source_dataset": "simple_equations", "equation": equation}}
+    assert math_tasks.expressions(entry) == steps
 
 
-def test_a_directory_gives_its_train_and_test_splits(tmp_path: Path) -> None:
-    write_rows(tmp_path / "train.jsonl", 5)
-    write_rows(tmp_path / "test.jsonl", 4)
-    training, held_out = questions(MathAgentConfig(dataset=str(tmp_path), num_held_out=3))
-    assert [len(training), len(held_out)] == [5, 3]
+def test_an_equation_of_another_form_is_an_error() -> None:
+    entry = {"metadata": {"source_dataset": "simple_equations", "equation": "x*x = 4"}}
+    with pytest.raises(ValueError, match="cannot solve"):
+        math_tasks.expressions(entry)
 
 
-def test_a_file_too_short_to_hold_out_from_is_an_error(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", 3)
-    with pytest.raises(DatasetError, match="num_held_out=192"):
-        questions(MathAgentConfig(dataset=path))
+def test_mixed_demonstrations_have_good_and_bad_habits_in_the_shares_named() -> None:
+    mixed = math_tasks.solutions(0, 2000, HELD_OUT)
+    guesses = sum(not solution.calls for solution in mixed) / len(mixed)
+    assert guesses == pytest.approx(math_tasks.MIX[0], abs=0.05)
 
 
-def test_reasoning_gym_is_split_without_overlap() -> None:
-    training, held_out = questions(MathAgentConfig(num_questions=300, num_held_out=100))
-    assert not {entry["question"] for entry in training} & {entry["question"] for entry in held_out}
+def test_careful_demonstrations_come_first_and_answer_what_was_calculated() -> None:
+    for solution in math_tasks.solutions(200, 0, HELD_OUT):
+        assert solution.answer == solution.calls[-1][1] == calculator(solution.calls[-1][0])
+
+
+def test_lessons_show_the_question_each_call_with_its_result_and_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_tasks, "NUM_CAREFUL", 20)
+    monkeypatch.setattr(math_tasks, "NUM_MIXED", 5)
+    tool = Tool.from_function(calculator)
+    careful, mixed = math_tasks.lessons(lambda question: [{"role": "user", "content": question}], tool, HELD_OUT, 0)
+    assert [len(careful), len(mixed)] == [20, 5]
+    for shown, solution in zip(careful, math_tasks.solutions(20, 0, HELD_OUT), strict=True):
+        (expression, result), *_ = solution.calls
+        assert shown.messages[0]["content"] == solution.question
+        assert shown.messages[1]["content"] == tool_call("calculator", expression=expression)
+        assert shown.messages[2] == {"role": "tool", "content": result}
+        assert shown.messages[-1] == {"role": "assistant", "content": solution.answer}
+        assert shown.tools == [tool]

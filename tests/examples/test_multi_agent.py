@@ -2,70 +2,37 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-
 import math_tasks
 import multi_agent
 import multi_tasks
 import pytest
-from multi_agent import MultiAgentConfig, pair, prepare, questions
+from multi_agent import MultiAgentConfig, pair, questions
 from multi_tasks import Teacher
-from warm_start import Demonstration, tool_call, warm_start
+from played import TOKENIZER, played
+from warm_start import Demonstration, tool_call
 
-from arl.api.scripted import ScriptedEngine
-from arl.api.types import Trajectory
 from arl.cli import load_config
-from arl.engine.tiny import TinyShape, tiny_tokenizer
 from arl.workflow.tools import parse_tool_calls
 
-TOKENIZER = tiny_tokenizer()
 ENTRY = next(e for e in math_tasks.held_out(50) if e["metadata"]["source_dataset"] == "products")
 EXPRESSION = math_tasks.expressions(ENTRY)[0]
 CALL = tool_call("calculator", expression=EXPRESSION)
 
 
-async def episode(*answers: str, flags: tuple[str, ...] = ()) -> tuple[dict[str, Trajectory], dict[str, str]]:
-    """Trajectories and texts by role, of a model that says `answers`."""
-    remaining = iter(answers)
-    engine = ScriptedEngine(lambda _: [*TOKENIZER.encode(next(remaining)), TOKENIZER.eos_token_id])
-    agents = pair(load_config(MultiAgentConfig, ["--max_new_tokens", "500", *flags]), TOKENIZER)
-    async with agents:
-        made = {trajectory.role: trajectory for trajectory in await agents.arun_episode(engine, ENTRY)}
-    return made, {role: str(TOKENIZER.decode(t.token_ids)) for role, t in made.items()}
-
-
-def metrics(made: dict[str, Trajectory]) -> dict[str, float]:
-    return {name: value for trajectory in made.values() for name, value in trajectory.metrics.items()}
-
-
 async def test_both_calculate_and_are_paid_each_for_its_own() -> None:
-    made, texts = await episode(CALL, f"It is {ENTRY['answer']}.", CALL, "ACCEPT")
-    assert {role: trajectory.reward for role, trajectory in made.items()} == {"solver": 1.0, "checker": 1.0}
-    assert all(f"<tool_response>\n{ENTRY['answer']}\n</tool_response>" in text for text in texts.values())
-    assert metrics(made)["solver_reward"] == metrics(made)["right_verdicts"] == 1.0
+    agents = pair(load_config(MultiAgentConfig, ["--max_new_tokens", "500"]), TOKENIZER)
+    made = await played(agents, ENTRY, CALL, f"It is {ENTRY['answer']}.", CALL, "ACCEPT")
+    assert {trajectory.role: trajectory.reward for trajectory, _ in made} == {"solver": 1.0, "checker": 1.0}
+    assert all(f"<tool_response>\n{ENTRY['answer']}\n</tool_response>" in text for _, text in made)
+    metrics = {name: value for trajectory, _ in made for name, value in trajectory.metrics.items()}
+    assert metrics["solver_reward"] == metrics["right_verdicts"] == 1.0
 
 
-async def test_who_is_rejected_tries_again_and_the_checker_looks_again() -> None:
-    made, texts = await episode("-1", CALL, "REJECT", CALL, ENTRY["answer"], "ACCEPT")
-    assert {role: trajectory.reward for role, trajectory in made.items()} == {"solver": 1.0, "checker": 1.0}
-    assert "A checker rejected your answer" in texts["solver"]
-    assert f"The next answer:\n{ENTRY['answer']}" in texts["checker"]
-    assert metrics(made)["attempts"] == 2
-
-
-async def test_a_checker_who_believes_a_wrong_answer_is_paid_nothing() -> None:
-    made, _ = await episode("-1", "ACCEPT")
-    assert [trajectory.reward for trajectory in made.values()] == [pytest.approx(0, abs=0.02), 0.0]
-    assert metrics(made)["accepted"] == 1
-
-
-async def test_attempts_end_where_the_settings_say() -> None:
-    for attempts in (1, 2, 3):
-        answers = ("-1", "REJECT") * attempts
-        made, _ = await episode(*answers, flags=("--max_attempts", str(attempts)))
-        assert metrics(made)["attempts"] == attempts
-        assert made["checker"].reward == 1.0
+@pytest.mark.parametrize("attempts", [1, 3])
+async def test_attempts_end_where_the_settings_say(attempts: int) -> None:
+    agents = pair(load_config(MultiAgentConfig, ["--max_attempts", str(attempts)]), TOKENIZER)
+    made = await played(agents, ENTRY, *("-1", "REJECT") * attempts)
+    assert {trajectory.role: trajectory.reward > 0.5 for trajectory, _ in made} == {"solver": False, "checker": True}
 
 
 @pytest.fixture
@@ -134,13 +101,3 @@ def test_equations_are_left_out_of_the_questions() -> None:
     training, held_out = questions(MultiAgentConfig(num_questions=100, num_held_out=50))
     sources = {entry["metadata"]["source_dataset"] for entry in (*training, *held_out)}
     assert sources == set(math_tasks.GENERATORS) - {"simple_equations"}
-
-
-def test_the_tiny_model_is_shown_both_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_tasks, "NUM_CAREFUL", 16)
-    monkeypatch.setattr(multi_tasks, "NUM_MIXED", 16)
-    small = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
-    monkeypatch.setattr(multi_agent, "warm_start", partial(warm_start, shape=small, num_threads=1))
-    setup = prepare(MultiAgentConfig(run_dir=tmp_path, num_questions=50))
-    tokenizer = multi_agent.load_tokenizer(setup.model)
-    assert [len(tokenizer.encode(word)) for word in ("ACCEPT", "REJECT")] == [1, 1]

@@ -6,8 +6,6 @@ import asyncio
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import openai_sdk_agent
@@ -16,15 +14,14 @@ from agents import add_trace_processor, set_trace_processors
 from agents.models import openai_provider
 from agents.tracing import TracingProcessor
 from openai import DefaultAsyncHttpxClient
-from openai_sdk_agent import KINDS, MIX, OpenAISDKAgentConfig, demonstration, lessons, phrases, program, questions
+from openai_sdk_agent import KINDS, MIX, demonstration, lessons, phrases, program, questions
 from order_desk import shop
-from warm_start import demonstrated, tool_call, warm_start
+from played import played
+from warm_start import demonstrated, tool_call
 
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams, Trajectory
-from arl.cli import load_config
-from arl.engine.fsdp.model import load_tokenizer
-from arl.engine.tiny import TinyShape, tiny_tokenizer
+from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import NumericMatch
 from arl.workflow.sdk_agent import SDKWorkflow
 
@@ -42,15 +39,13 @@ async def _connections(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
         yield
 
 
-def workflow(sampling: SamplingParams | None = None) -> SDKWorkflow:
-    return SDKWorkflow(program, NumericMatch(), TOKENIZER, sampling=sampling or SamplingParams(max_new_tokens=200))
+def workflow() -> SDKWorkflow:
+    return SDKWorkflow(program, NumericMatch(), TOKENIZER, sampling=SamplingParams(max_new_tokens=200))
 
 
 async def episode(*answers: str, row: Any = ROWS[0]) -> tuple[Trajectory, str]:
-    """Let the desk be asked, with a model that says `answers`; also the text of all that it saw."""
-    async with workflow() as desk:
-        (trajectory,) = await desk.arun_episode(ScriptedEngine.saying(TOKENIZER, *answers), row)
-    return trajectory, str(TOKENIZER.decode(trajectory.token_ids))
+    (made,) = await played(workflow(), row, *answers, tokenizer=TOKENIZER)
+    return made
 
 
 @pytest.mark.parametrize("row", ROWS, ids=["price", "days"])
@@ -90,13 +85,6 @@ async def test_an_answer_that_says_nothing_is_wrong(said: str) -> None:
     trajectory, _ = await episode(said)
     assert trajectory.reward == 0.0
     assert len(trajectory.turns) == 1
-
-
-async def test_an_answer_that_was_cut_off_is_an_answer() -> None:
-    async with workflow(SamplingParams(max_new_tokens=3)) as desk:
-        (trajectory,) = await desk.arun_episode(ScriptedEngine.saying(TOKENIZER, "It costs nothing."), ROWS[0])
-    assert trajectory.is_truncated
-    assert trajectory.reward == 0.0
 
 
 async def test_episodes_at_once_do_not_mix() -> None:
@@ -154,23 +142,3 @@ def test_the_first_lesson_is_careful_and_the_second_is_mixed() -> None:
     assert set(careful) == {7}
     shares = {length: count / len(mixed) for length, count in Counter(mixed).items()}
     assert shares == pytest.approx({3: MIX["guess"], 5: MIX["halfway"], 7: MIX["careful"]}, abs=0.05)
-
-
-def test_the_tiny_models_boilerplate_is_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_sdk_agent, "NUM_CAREFUL", 32)
-    monkeypatch.setattr(openai_sdk_agent, "NUM_MIXED", 32)
-    small = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, head_dim=8)
-    monkeypatch.setattr(openai_sdk_agent, "TinyShape", lambda: small)
-    monkeypatch.setattr(openai_sdk_agent, "warm_start", partial(warm_start, num_threads=1))
-    setup = openai_sdk_agent.prepare(OpenAISDKAgentConfig(run_dir=tmp_path))
-    tokenizer = load_tokenizer(setup.model)
-    assert [len(tokenizer.encode(text)) for text in (ORDER, "Amber Kettle", "Norwick", "891")] == [4, 1, 1, 2]
-    (ids, _), *_ = (demonstrated(shown, tokenizer) for shown in lessons(seed=0)[0][:1])
-    assert len(ids) < 64
-    assert setup.eval_dataset is not None
-    assert [len(setup.dataset), len(setup.eval_dataset)] == [6300, 96]
-
-
-def test_a_real_model_has_the_ordinary_settings() -> None:
-    assert load_config(OpenAISDKAgentConfig, ["--model", "Qwen/Qwen3-0.6B"]).max_new_tokens == 1024
-    assert load_config(OpenAISDKAgentConfig, []).max_new_tokens == 24

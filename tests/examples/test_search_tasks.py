@@ -70,7 +70,9 @@ def test_every_name_is_two_tokens_and_a_river_one() -> None:
         assert {len(tokenizer.encode(e.facts["river"])) for e in entries.values() if "river" in e.facts} == {1}
 
 
-def test_lessons_show_the_habits_of_their_shares(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lessons_show_the_habits_of_their_shares_and_nothing_that_is_asked(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(search_tasks, "NUM_CAREFUL", 50)
     monkeypatch.setattr(search_tasks, "NUM_MIXED", 400)
     tool = SearchTool(SearchEngine(index=index), 2).tool
@@ -86,14 +88,5 @@ def test_lessons_show_the_habits_of_their_shares(index: Index, monkeypatch: pyte
     searches = Counter(sum(m["role"] == "tool" for m in demonstration.messages) for demonstration in mixed)
     shares = [searches[n] / 400 for n in (0, 1, 2)]
     assert shares == pytest.approx([search_tasks.MIX[habit] for habit in ("guess", "halfway", "careful")], abs=0.08)
-
-
-def test_what_is_demonstrated_is_no_question_of_training_or_evaluation(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(search_tasks, "NUM_CAREFUL", 50)
-    monkeypatch.setattr(search_tasks, "NUM_MIXED", 50)
-    tool = SearchTool(SearchEngine(index=index), 2).tool
-    lessons = search_tasks.lessons(prompt, tool, lambda _: "nothing", seed=0)
     asked = {row["question"] for region in ("training", "held_out") for row in search_tasks.questions(region)}
-    assert not asked & {demonstration.messages[1]["content"] for lesson in lessons for demonstration in lesson}
+    assert not asked & {shown.messages[1]["content"] for shown in (*careful, *mixed)}

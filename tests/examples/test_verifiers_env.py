@@ -6,18 +6,15 @@ import random
 from pathlib import Path
 
 import pytest
-import verifiers_env
 from backwards_env import SYSTEM, TRY_AGAIN
+from played import TOKENIZER, played
 from transformers import AutoTokenizer
 from verifiers_env import VerifiersEnvConfig, lessons, slip, spelling
 
-from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams, Trajectory
 from arl.cli import load_config
-from arl.engine.tiny import tiny_tokenizer
 from arl.workflow.verifiers_workflow import VerifiersWorkflow, local_environment
 
-TOKENIZER = tiny_tokenizer()
 ENV = {"taskset": {"id": "backwards_env"}}
 
 
@@ -27,11 +24,8 @@ async def episode(directory: Path, *answers: str) -> tuple[Trajectory, str]:
     env = local_environment(ENV)
     workflow = VerifiersWorkflow(env, AutoTokenizer.from_pretrained(directory), sampling=SamplingParams())
     (row,) = workflow.rows(env.taskset.take(1))
-    said = iter(answers)
-    engine = ScriptedEngine(lambda _: [*TOKENIZER.encode(next(said).format(row["answer"])), TOKENIZER.eos_token_id])
-    async with workflow:
-        (trajectory,) = await workflow.arun_episode(engine, row)
-    return trajectory, str(TOKENIZER.decode(trajectory.token_ids))
+    (made,) = await played(workflow, row, *(answer.format(row["answer"]) for answer in answers))
+    return made
 
 
 @pytest.mark.parametrize(
@@ -71,5 +65,3 @@ def test_slips_are_close_to_the_word() -> None:
 def test_another_environment_is_a_flag() -> None:
     config = load_config(VerifiersEnvConfig, ["--model", "m", "--env", '{"taskset": {"id": "gsm8k-v1"}}'])
     assert config.env == {"taskset": {"id": "gsm8k-v1"}}
-    assert config.max_new_tokens == 1024
-    assert verifiers_env.experiment.config is VerifiersEnvConfig

@@ -80,11 +80,6 @@ def test_frequent_phrases_are_what_many_texts_share_between_numbers_and_operator
     assert frequent_phrases(texts, min_share=0.05) == (" + ", "<tool_call>", "? ", "What is ")
 
 
-def test_phrases_named_by_the_caller_are_one_token_each(tmp_path: Path) -> None:
-    directory = small_warm_start(tmp_path / "model", lambda: [lesson()], phrases=["seldom"])
-    assert len(AutoTokenizer.from_pretrained(directory).encode("seldom")) == 1
-
-
 def test_what_the_assistant_said_is_learned_and_nothing_else() -> None:
     tokenizer = tiny_tokenizer()
     token_ids, loss_mask = demonstrated(lesson(1)[0], tokenizer)
@@ -94,11 +89,14 @@ def test_what_the_assistant_said_is_learned_and_nothing_else() -> None:
     assert all(part in text for part in ("You may count.", "Add one.", "After 0 comes", "<tool_response>\n1\n"))
 
 
-def test_a_conversation_without_a_system_message_or_tools_has_no_opening(tmp_path: Path) -> None:
+def test_phrases_of_a_conversation_without_an_opening_and_those_of_the_caller_are_one_token_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_start, "finetune", lambda *_, **__: None)
     said = [{"role": "user", "content": "ready?"}, {"role": "assistant", "content": "steady"}]
-    model = small_warm_start(tmp_path / "model", lambda: [[Demonstration(messages=said)] * 16])
+    model = small_warm_start(tmp_path / "model", lambda: [[Demonstration(messages=said)] * 16], phrases=["seldom"])
     tokenizer = AutoTokenizer.from_pretrained(model)
-    assert [len(tokenizer.encode(word)) for word in ("ready?", "steady")] == [1, 1]
+    assert [len(tokenizer.encode(word)) for word in ("ready?", "steady", "seldom")] == [1, 1, 1]
 
 
 def test_a_call_written_by_tool_call_is_read_as_one() -> None:
