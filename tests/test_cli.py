@@ -1,6 +1,7 @@
-"""Settings from flags and files, and how a script ends."""
+"""Settings from flags and files, how a script ends, and the list of algorithms."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arl.__main__ import main
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import (
     Config,
@@ -19,6 +21,7 @@ from arl.api.config import (
     TrainConfig,
 )
 from arl.api.errors import ConfigError
+from arl.api.presets import PRESETS
 from arl.cli import load_config
 
 
@@ -253,3 +256,10 @@ def test_a_flags_preset_does_not_mix_with_a_files_settings_for_another(tmp_path:
     assert load_config(AgentConfig, [*flags, "dapo"]).algorithm.loss.clip_high == 0.35
     file.write_text("algorithm: {preset: dapo}\n")
     assert load_config(AgentConfig, [*flags, "gspo"]).algorithm.loss.clip_high == 4e-4
+
+
+def test_the_list_of_algorithms_names_every_preset_with_its_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["algorithms"])
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    listed = {line[0]: line[1] for line in lines if len(line) > 2}
+    assert {name: listed.get(name) for name in PRESETS} == {name: about.paper for name, about in PRESETS.items()}
