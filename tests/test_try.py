@@ -14,7 +14,8 @@ from rich.console import Console
 from script_commands import TOKENIZER, Commands, commands
 
 from arl.api.types import ModelRequest, Trajectory
-from arl.commands.transcript import EngineCall, Origin, Passage, legend, passage_of, passages_of, rendered, visible
+from arl.commands.episodes import EngineCall
+from arl.commands.trial import Origin, Passage, legend, passage_of, passages_of, rendered, visible
 
 script = pytest.fixture(commands)
 
@@ -244,7 +245,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
     code = """
 import contextlib, sys
 from arl.__main__ import main
-for argv in (["--help"], ["try", "--help"], ["eval", "--help"], ["try", "nowhere.py"]):
+for argv in (["--help"], ["try", "--help"], ["eval", "--help"], ["try", "nowhere.py"], ["algorithms"]):
     with contextlib.suppress(SystemExit):
         main(argv)
 sys.exit("torch" in sys.modules or "transformers" in sys.modules)

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -21,13 +22,16 @@ from typing import Any, Literal
 from arl.api.config import Config, SGLangEngineConfig
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, first_error
+from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
-from arl.commands.transcript import Decode, EngineCall, TimedSampler
 from arl.experiment import TRAINED, Experiment
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 
 Split = Literal["held-out", "train"]
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text, special tokens and spaces as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,50 @@ class Work:
 
     index: int
     number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCall:
+    """One `agenerate` of an episode."""
+
+    input_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    """Empty if the call raised."""
+    elapsed_s: float
+    ended_by: str
+    """The stop reason, or the name of the error."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.input_ids + self.output_ids
+
+
+class TimedSampler:
+    """Passes requests on to `sampler`, and remembers them in `calls`, in the order in which they ended."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.calls: list[EngineCall] = []
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        began = time.monotonic()
+        try:
+            response = await self._sampler.agenerate(request)
+        except BaseException as error:
+            self._note(request, (), began, type(error).__name__)
+            raise
+        self._note(request, response.output_ids, began, response.stop_reason)
+        return response
+
+    def _note(self, request: ModelRequest, output_ids: tuple[int, ...], began: float, ended_by: str) -> None:
+        self.calls.append(
+            EngineCall(
+                input_ids=tuple(request.input_ids),
+                output_ids=output_ids,
+                elapsed_s=time.monotonic() - began,
+                ended_by=ended_by,
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
