@@ -97,7 +97,7 @@ def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: in
         raise ConfigError(f"reward is {reward!r}; give a function (answer, data), or an instance of a reward")
     if is_ready(reward):
         if timeout_s is not None or workers is not None:
-            raise ConfigError(f"{name_of(reward)} has limits of its own; set timeout_s and workers where it is made")
+            raise ConfigError(f"{name_of(reward)} has its own limits; set timeout_s and workers where it is made")
         return reward if isinstance(reward, WorkflowReward) else WorkflowReward(cast("Reward", reward), name_of(reward))
     return WorkflowReward(_made(reward, 30.0 if timeout_s is None else timeout_s, workers), name_of(reward))
 

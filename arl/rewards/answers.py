@@ -1,14 +1,6 @@
-"""Rewards that compare text or check its form, on the event loop since this takes microseconds; and their extractors.
+"""Rewards of 1.0 or 0.0 that compare text or check its form; and extractors, which find the answer in a text.
 
-| reward | 1.0 if |
-|---|---|
-| ExactMatch | the answer is the reference, or one of several |
-| NumericMatch | its last number equals the reference's last number |
-| Tags | it consists of the given tags, as in `<think>...</think><answer>...</answer>` |
-| JsonFormat | it is JSON of the given type |
-| matches | it fits a regular expression (in a worker process, since an answer can make one run for ever) |
-
-Otherwise they return 0.0. The reference comes from a column of the example.
+They run on the event loop, since they take microseconds. Regular expressions, which can run for ever, have a worker.
 """
 
 from __future__ import annotations
@@ -73,8 +65,7 @@ class InTag:
 
 
 def references(data: Example, column: str) -> list[str]:
-    """The right answers of an example: its column has a string or number, or a list of them. gsm8k's `... #### 42`
-    gives 42.
+    """The right answers of an example: its column has a string or number, or a list of them; `... #### 42` gives 42.
 
     Raises RewardError if that column has no answer.
     """
@@ -90,11 +81,12 @@ def references(data: Example, column: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch:
-    """1.0 if the answer is a reference, up to white space. extract: finds the answer in the text; unset, the whole text
-    is the answer."""
+    """1.0 if the answer is a reference, up to white space."""
 
     column: str = "answer"
+    """The example's column with the reference, or several."""
     extract: Extract | None = None
+    """Finds the answer in the text; unset, the whole text is the answer."""
     ignore_case: bool = False
 
     async def __call__(self, answer: str, data: Example) -> float:
@@ -109,16 +101,16 @@ class ExactMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericMatch:
-    """1.0 if the answer's last number is within `tolerance`, or `relative_tolerance` times the reference, of the
-    reference's last number.
-
-    For numbers in plain text. math_reward understands LaTeX, and expressions other than fractions.
-    """
+    """1.0 if the answer's last number is the reference's last number. math_reward understands more than plain text."""
 
     column: str = "answer"
+    """The example's column with the reference, or several."""
     tolerance: float = 0.0
+    """The largest difference that counts as equal."""
     relative_tolerance: float = 0.0
+    """The same, as a share of the reference. The larger of both limits counts."""
     extract: Extract | None = None
+    """Finds the answer in the text; unset, the whole text is searched."""
 
     def __post_init__(self) -> None:
         if not (self.tolerance >= 0 and self.relative_tolerance >= 0):
@@ -132,15 +124,12 @@ class NumericMatch:
             raise RewardError(f"the column {self.column!r} of the example has no number: {shown(data[self.column])}")
         text = self.extract(answer) if self.extract else answer
         found = last_number(text) if text is not None else None
-        return float(
-            found is not None and any(self._is_close(found, number) for number in expected if number is not None)
-        )
+        return float(found is not None and any(one is not None and self._is_close(found, one) for one in expected))
 
     def _is_close(self, found: Decimal, expected: Decimal) -> bool:
         if found == expected:
             return True
-        room = max(Decimal(self.tolerance), Decimal(self.relative_tolerance) * abs(expected))
-        return abs(found - expected) <= room
+        return abs(found - expected) <= max(Decimal(self.tolerance), Decimal(self.relative_tolerance) * abs(expected))
 
 
 class Tags:
@@ -169,10 +158,10 @@ class Tags:
 
 
 class JsonFormat:
-    """1.0 if the answer is JSON of the given type, with or without a ```json fence. type: a pydantic model, list[int]
-    and so on."""
+    """1.0 if the answer is JSON of the given type, with or without a ```json fence."""
 
     def __init__(self, type: Any = Any) -> None:
+        """type: a pydantic model, list[int] and so on."""
         try:
             self._adapter = TypeAdapter[Any](type)
         except PydanticUserError as error:
@@ -198,7 +187,7 @@ class Matches:
         try:
             object.__setattr__(self, "compiled", re.compile(self.pattern, re.DOTALL))
         except re.error as error:
-            raise ConfigError(f"the pattern {self.pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(f"the pattern {self.pattern!r} is not a regular expression: {error}") from None
 
     def __call__(self, answer: str, data: Example) -> Score:
         return Score(float(self.compiled.fullmatch(answer) is not None), metrics={"killed": 0.0})

@@ -7,9 +7,8 @@ Tests and answer never share a process; otherwise the answer could claim that it
     knows the tests <-- results, as data --- knows the answer's code
 
 Only data crosses: numbers, strings, and containers of them. They are rebuilt as Python's own types, so that no `__eq__`
-of the answer decides a comparison. Any other object stays with the examinee, and the examiner holds a name for it. The
-verdict begins with a token that came by stdin and was never in an examinee. No other process can read the examiner's
-memory.
+of the answer decides a comparison. The examiner holds a name for any other object, which stays with the examinee. The
+verdict begins with a token that came by stdin, to a process whose memory no other can read.
 """
 
 import ast
@@ -117,11 +116,10 @@ def decode(data, opaque):
 
 
 def make_examinees(control):
-    """Fork an examinee for each byte that arrives on `control`, and report its process id. The examinee connects by
-    itself.
+    """Fork an examinee for each byte that arrives on `control`, and report its process id.
 
-    Its connection is not passed as a descriptor: the kernel counts descriptors in flight for each user, so a program in
-    another sandbox could use up the limit."""
+    The examinee connects by itself: the kernel counts descriptors in flight for each user, so a program in another
+    sandbox could use up the limit."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for examinees
     while True:
         if not control.recv(1):
@@ -272,7 +270,6 @@ def names_of(source):
 
 
 def take(test, task, examinee):
-    """Run one test."""
     examinee.ask("load", task["answer"])
     namespace: dict[str, object] = {"__name__": "tests"}
     exec(compile(task["prompt"], "<prompt>", "exec"), namespace)

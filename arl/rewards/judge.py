@@ -29,10 +29,9 @@ from arl.web.client import JsonClient
 
 
 class AnswerCache:
-    """Answers on disk, for many episodes and several processes at once: a file for each request, named by its hash.
+    """Answers on disk, for several processes at once: a file for each request, named by its hash, written whole.
 
-    Files are written whole or not at all. An unreadable file is replaced. If one process makes equal requests at the
-    same time, the server is asked once, and the requests share its answer or error.
+    Equal requests that one process makes at the same time share one answer, or its error.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -40,8 +39,10 @@ class AnswerCache:
         self._asked: dict[str, asyncio.Future[str]] = {}
 
     async def answer(self, request: Mapping[str, Any], ask: Callable[[], Awaitable[str]]) -> str:
-        """The answer to a request (JSON), from the cache or else from `ask`. Raises the errors of `ask`, and
-        RewardError if the directory cannot be written."""
+        """The answer to a request (JSON), from the cache or else from `ask`.
+
+        Raises the errors of `ask`, and RewardError if the directory cannot be written.
+        """
         text = json.dumps(request, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         while (asked := self._asked.get(key)) is not None:
@@ -118,10 +119,8 @@ JSON_SCORE = r'"score"\s*:\s*"?(-?[0-9]+(?:\.[0-9]+)?)'
 class ChatServer(Shared, JsonClient):
     """A model at an OpenAI-compatible URL: OpenAI's, vLLM, SGLang, the embedded server (its URL with /v1).
 
-    base_url: usually ends in /v1, since `/chat/completions` is appended. api_key: the key. api_key_env: the environment
-    variable that has the key, instead of api_key. Logs, caches and errors never show the key. The other settings are
-    JsonClient's: max_concurrent and requests_per_minute bound the requests, and a request that fails with 429 or 5xx is
-    sent again.
+    base_url: usually ends in /v1, since `/chat/completions` is appended. api_key_env: the environment variable that has
+    the key, instead of api_key; logs, caches and errors never show the key. The other settings are JsonClient's.
     """
 
     def __init__(
@@ -164,13 +163,11 @@ class ChatServer(Shared, JsonClient):
             answer = await self.ask(path, {"model": self.model, "messages": list(messages), **parameters})
         except NoSuchPathError as error:
             raise ServerError(f"{error}; does base_url end in /v1?") from error
-        try:
-            content = answer["choices"][0]["message"]["content"]
-        except (KeyError, TypeError, IndexError):
-            content = None
-        if not isinstance(content, str):
-            raise ServerError(f"{self.url}{path} answered without a message: {shown(answer)}")
-        return content
+        match answer:
+            case {"choices": [{"message": {"content": str(content)}}, *_]}:
+                return content
+            case _:
+                raise ServerError(f"{self.url}{path} answered without a message: {shown(answer)}")
 
     async def _open(self, opened: AsyncExitStack) -> None:
         opened.push_async_callback(self.aclose)  # connections open when they are needed
@@ -181,13 +178,14 @@ class JudgeReward(Shared):
 
         judge = JudgeReward(ChatServer("https://api.openai.com/v1", "gpt-4.1-mini", api_key_env="OPENAI_API_KEY"))
 
-    prompt: names the example's columns in braces, and the agent's answer as {response}; double literal braces. pattern:
-    a regular expression whose first group is the score; its last match counts. scale: the scores that mean rewards of 0
-    and 1; scores outside it do not count. parameters: of the request, such as temperature and max_tokens. cache: a
-    directory for the judge's answers; other runs and processes may use it at the same time.
+    prompt: names the example's columns in braces, and the agent's answer as {response}; double literal braces.
+    pattern: a regular expression whose first group is the score; its last match counts.
+    scale: the scores that mean rewards of 0 and 1; scores outside it do not count.
+    parameters: of the request, such as temperature and max_tokens.
+    cache: a directory for the judge's answers; other runs and processes may use it at the same time.
 
-    If the judge's answer has no score, the judge is reminded once. Raises RewardError if its second answer has none
-    either, or if the server fails; RewardTimeoutError; and ConfigError for a malformed prompt, pattern or scale.
+    A judge that gives no score is reminded once. Raises RewardError if it gives none again, or if the server fails;
+    RewardTimeoutError; and ConfigError for a malformed prompt, pattern or scale.
     """
 
     def __init__(
@@ -205,7 +203,7 @@ class JudgeReward(Shared):
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
         if self._pattern.groups < 1:
             raise ConfigError(f"the pattern {pattern!r} has no group; put the score's digits into parentheses")
         if not scale[0] < scale[1]:
@@ -239,7 +237,6 @@ class JudgeReward(Shared):
         return Score((score - lowest) / (highest - lowest))
 
     async def _ask(self, prompt: str) -> str:
-        """The judge's answer, with a score in it."""
         messages = [{"role": "user", "content": prompt}]
         said = await self._server.complete(messages, self._parameters)
         if self._score(said) is not None:
@@ -282,7 +279,6 @@ class JudgeReward(Shared):
 
 
 def _columns(prompt: str) -> list[str]:
-    """The columns that a prompt names, without `response`."""
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
     except ValueError as error:

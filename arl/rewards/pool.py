@@ -35,14 +35,12 @@ class _WithoutScript(str):
 
 
 def context_for(*functions: Callable[..., Any] | None) -> Any:
-    """The multiprocessing context for workers that call these functions."""
     if any(_module_of(function) == "__main__" for function in functions):
         return multiprocessing.get_context("forkserver")
     return _Context()
 
 
 def begin(prepare: Callable[[], object] | None) -> None:
-    """Runs first in a new worker."""
     if sys.platform == "linux":
         _end_with_parent()
     if prepare is not None:
@@ -184,7 +182,6 @@ class RewardPool(Shared, Generic[P, ResultT]):
         return cast("ResultT", result)
 
     async def _run(self, pool: ProcessPool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
-        """Run `_call` in a worker. If it does not return, raise an error that names the cause."""
         try:
             arguments = pickle.dumps((args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as unpicklable:

@@ -24,13 +24,10 @@ class Score:
     """Numbers that are logged as `episode/NAME` but not rewarded."""
 
     def __post_init__(self) -> None:
-        named = {"value": self.value, **_named("parts", self.parts), **_named("metrics", self.metrics)}
-        for name, number in named.items():
-            if not is_finite(number):
-                raise ValueError(f"{name} is {shown(number)}; a reward must be a finite number")
-        object.__setattr__(self, "value", float(self.value))
-        object.__setattr__(self, "parts", {name: float(number) for name, number in self.parts.items()})
-        object.__setattr__(self, "metrics", {name: float(number) for name, number in self.metrics.items()})
+        object.__setattr__(self, "value", _finite("value", self.value))
+        for field_name, numbers in (("parts", self.parts), ("metrics", self.metrics)):
+            checked = {name: _finite(f"{field_name}[{name!r}]", number) for name, number in numbers.items()}
+            object.__setattr__(self, field_name, checked)
 
 
 Reward = Callable[[str, Example], Awaitable[float | Score]]
@@ -66,18 +63,18 @@ def shown(value: object) -> str:
 
 
 def name_of(function: Any) -> str:
-    """The name of a function or a reward, for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def _named(field_name: str, numbers: Mapping[str, float]) -> dict[str, float]:
-    return {f"{field_name}[{name!r}]": number for name, number in numbers.items()}
+def _finite(name: str, number: float) -> float:
+    if not is_finite(number):
+        raise ValueError(f"{name} is {shown(number)}; a reward must be a finite number")
+    return float(number)
 
 
 def check_limits(timeout_s: float, workers: int = 1) -> None:
-    """Raise ConfigError for limits that no call can keep."""
     if timeout_s <= 0:
         raise ConfigError(f"timeout_s is {timeout_s}; it must be above 0")
     if workers < 1:

@@ -31,15 +31,13 @@ def math_reward(
 ) -> RewardPool[[str, Example], Score]:
     r"""1.0 if the answer equals the reference mathematically, else 0.0: `\frac{1}{2}`, `0.5` and `2/4` are the same.
 
-        reward = WeightedReward({"correct": (1.0, math_reward()), ...})
-
     The answer is the content of the last `\boxed{...}`, or else the text after `####`, or else the last expression.
     column: the example's column with the reference (text, LaTeX, gsm8k's `... #### 42`, or a list of several).
     timeout_s: the longest a comparison may take, counted from when a worker begins it.
 
-    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong. It does not fail its episode;
-    otherwise the model would be trained on all but its worst answers. The metric `killed` counts such answers. Raises
-    RewardError if math-verify is not installed or the example has no reference.
+    An answer that takes longer or kills its worker, such as 9**9**9**9, is wrong, and does not fail its episode: the
+    model would be trained on all but its worst answers. The metric `killed` counts such answers. Raises RewardError if
+    math-verify is not installed or the example has no reference.
     """
     require("math_verify", "math-verify", "rewards")
     killed = Score(0.0, metrics={"killed": 1.0})
@@ -50,7 +48,7 @@ def math_reward(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathEquality:
-    """The function that math_reward's workers run. It has no time limit itself."""
+    """The function that math_reward's workers run."""
 
     column: str = "answer"
 
@@ -89,9 +87,6 @@ def _parsed(text: str) -> list[Any]:
     from math_verify import parse
 
     return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-
-
-# reasoning-gym.
 
 
 Datasets = str | Sequence[str] | Mapping[str, Mapping[str, Any]]
@@ -143,9 +138,8 @@ def reasoning_gym_reward(
     compare the whole text. datasets: the parameters that the examples were made with, for scorers that need them.
 
     An answer that takes longer than timeout_s or kills its worker scores 0.0, with `killed` 1.0 in the metrics. If the
-    scorer raises, the answer scores 0.0, with `unreadable` 1.0. Some scorers evaluate answers as Python. Here they can
-    evaluate only arithmetic and mathematics; no other code runs.
-    Raises RewardError if reasoning-gym is not installed, or did not make the example.
+    scorer raises, the answer scores 0.0, with `unreadable` 1.0. Scorers that evaluate answers as Python evaluate only
+    arithmetic and mathematics here. Raises RewardError if reasoning-gym is not installed, or did not make the example.
     """
     require("reasoning_gym", "reasoning-gym", "rewards")
     parameters = {name: dict(given) for name, given in _parameters(datasets).items()}
@@ -160,14 +154,12 @@ def reasoning_gym_reward(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymScore:
-    """The function that reasoning_gym_reward's workers run. It has no time limit itself."""
-
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     def __call__(self, answer: str, data: Example) -> Score:
         name = (data.get("metadata") or {}).get("source_dataset")
         if name is None:
-            raise RewardError("the example has no metadata['source_dataset'], so it is none of reasoning-gym's")
+            raise RewardError("the example has no metadata['source_dataset'], so reasoning-gym did not make it")
         scorer = _scorer(name, self.parameters)
         try:
             score, failed = scorer.score_answer(answer, data), 0.0
@@ -186,7 +178,6 @@ def _prepare_gym() -> None:
 
 
 def _check_example(scorer: Any, name: str, data: Example, error: Exception) -> None:
-    """Raise RewardError if the example, and not the answer, made its scorer raise."""
     try:
         scorer.score_answer(data["answer"], data)
     except Exception:  # noqa: BLE001
@@ -231,37 +222,24 @@ def _dataset(name: str, parameters: Mapping[str, Any]) -> Any:
 
 # Precautions that a worker takes before it scores text that a model wrote.
 
-
 Names = dict[str, Any]
 
 MEMORY_BYTES = 2**30
 """The memory that scoring may use, in addition to the worker's memory when it is ready."""
 
 _ARITHMETIC = (
-    ast.Expression,
-    ast.Constant,
-    ast.List,
-    ast.Tuple,
-    ast.Set,
-    ast.Dict,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Compare,
-    ast.operator,
-    ast.unaryop,
-    ast.cmpop,
-    ast.expr_context,
+    *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp, ast.Compare),
+    *(ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
 )
 _MATHEMATICS = (*_ARITHMETIC, ast.Call, ast.Name, ast.keyword)
 _FUNCTIONS = frozenset(("sqrt", "cbrt", "root", "abs", "pow", "round"))
 """Allowed names of sympy and Python that are not classes of sympy."""
 _NAMING = frozenset(("Symbol", "Integer", "Float", "Rational", "Function"))
-"""sympy's parser writes these calls around names and numbers. No other call may contain a string, since sympy would
-parse the string again."""
+"""Calls that sympy's parser writes around names and numbers. It parses a string in any other call again: none may have
+one."""
 
 
 def require(module: str, package: str, extra: str) -> None:
-    """Raise RewardError unless the module can be imported."""
     if importlib.util.find_spec(module) is None:
         raise RewardError(f"this reward needs {package}: pip install 'arl[{extra}]'")
 
@@ -298,7 +276,6 @@ def guard_evaluation(*packages: str) -> None:
 
 
 def _eval_arithmetic(source: str) -> Any:
-    """Evaluate literals, lists of them, and operators."""
     tree = ast.parse(source.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _ARITHMETIC):
@@ -318,7 +295,7 @@ def _check_mathematics(code: str, names: Names) -> None:
         else:
             is_allowed = isinstance(node, _MATHEMATICS)
         if not is_allowed:
-            raise ValueError(f"{_name(node) or type(node).__name__} is no mathematics")
+            raise ValueError(f"{_name(node) or type(node).__name__} is not mathematics")
 
 
 def _name(node: ast.AST) -> str:

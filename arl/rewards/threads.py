@@ -51,7 +51,6 @@ class _Call:
     """hung: it ran past its time, nobody awaits it, and its place is free for others."""
 
     def run(self) -> tuple[Any, BaseException | None]:
-        """The function's result, or its error."""
         try:
             return self.context.run(self.function), None
         except KeyboardInterrupt as error:  # the function's own: Ctrl-C reaches the main thread alone
@@ -173,7 +172,6 @@ class CallThreads:
             _tell(call, call.ended, outcome)
 
     def _next(self) -> _Call | None:
-        """The call that has waited longest, or None if none came for a while."""
         with self._changed:
             self._num_idle += 1
             is_there = self._changed.wait_for(lambda: self._queue, timeout=_IDLE_S)

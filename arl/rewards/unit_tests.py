@@ -37,8 +37,7 @@ class CallTests:
     """Tests that call the functions of an answer."""
 
     tests: Sequence[str]
-    """Pieces of code. Each is a test, and fails if it raises. Tests run in another process than the answer, so the
-    answer's functions take and return data."""
+    """Pieces of code, which fail by raising. The answer runs in another process: its functions take and return data."""
     setup: str = ""
     """Runs before each test, and may use the answer's names."""
     prompt: str = ""
@@ -65,8 +64,6 @@ UnitTests = CallTests | PrintTests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTestReport:
-    """The results of the tests."""
-
     failures: tuple[str | None, ...]
     """For each test why it failed, or None if it passed."""
 
@@ -101,12 +98,10 @@ def code_of(answer: str) -> str:
 async def run_unit_tests(
     sandbox: Sandbox, code: str, tests: UnitTests, *, limits: Limits | None = None, timeout_s: float = 5.0
 ) -> UnitTestReport:
-    """Run tests on code, in an open sandbox.
+    """Run tests on code, in an open sandbox. Raises SandboxError if no program could be run.
 
-    limits: of each program. One program runs all CallTests; each pair of PrintTests has its own. wall_s and cpu_s are
-    set from timeout_s, the longest that each test may take.
-
-    Raises SandboxError if no program could be run.
+    limits: of each program: one for all CallTests, or one for each pair of PrintTests. wall_s and cpu_s are set from
+    timeout_s, the longest that each test may take.
     """
     limits = limits or Limits()
     if isinstance(tests, PrintTests):
@@ -131,8 +126,6 @@ class UnitTestsReward(Shared):
 
     The code is the last fenced block of the answer. sandbox: opened and closed with the reward. tests_of: returns the
     tests of an example. limits, timeout_s: see run_unit_tests. The share is logged as `episode/tests_passed`.
-
-    docs/sandbox.md explains what keeps an answer from faking a pass.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Programs in separate Linux namespaces, by bubblewrap (`bwrap`), which needs neither root nor a daemon.
 
-Each run sees /usr and one Python, read-only, and an empty directory in memory. It sees no network, no other process and
-no environment variable. keeper.py starts, watches and kills programs; docs/sandbox.md says what enforces each limit.
+keeper.py starts, watches and kills them; docs/sandbox.md says what enforces each limit.
 """
 
 from __future__ import annotations
@@ -112,9 +111,6 @@ _ARENA = 64 << 20
 
 class BubblewrapSandbox(Shared):
     """Runs programs by bubblewrap, as an unprivileged user.
-
-        async with BubblewrapSandbox() as sandbox:
-            outcome = await sandbox.run("print(input())", stdin="hello")
 
     python: the interpreter that runs programs, with its installed packages. The default is this process's interpreter
         with only the standard library.
@@ -242,7 +238,7 @@ class Keeping:
         """Run `command`, then the keeper's options, then `program`, as one command line. Raises SandboxError."""
         async with self._starting:
             if self._transport is not None and self._transport.is_closing():
-                log.warning("the keeper of the sandbox died, maybe for want of memory; another is started")
+                log.warning("the keeper of the sandbox died, perhaps because memory ran out; another is started")
                 await self.start()
             transport = self._transport
         if transport is None:
@@ -337,7 +333,6 @@ def _rlimits(limits: Limits) -> list[str]:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Whether every user may enter a directory and its parents."""
     real = Path(os.path.realpath(path))
     return all(place.stat().st_mode & 0o001 for place in (real, *real.parents))
 

@@ -54,8 +54,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOutcome:
-    """How a program ended, and its output."""
-
     exit_code: int | None
     """The program's exit code, minus the number of the signal that ended it, or None if a limit ended it."""
     stdout: str
@@ -78,15 +76,11 @@ class ProgramOutcome:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
         return self.ended_by == "exit" and self.exit_code == 0
 
 
 class Sandbox(Protocol):
-    """Runs Python programs that nobody has read. Many tasks of one event loop may use it at once, in `async with`.
-
-    A task may enter it while it is open; the last to leave closes it.
-    """
+    """Runs Python programs that nobody has read. Many tasks may enter it; the last to leave closes it."""
 
     async def run(
         self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
@@ -97,7 +91,7 @@ class Sandbox(Protocol):
         stdin: the whole text of its standard input.
         limits: the sandbox's limits by default.
 
-        Time spent waiting for a place to run does not count. Cancelling the call ends the program. However the program
+        Waiting for a place to run does not count as time. Cancelling the call ends the program. However the program
         ends, the result is a ProgramOutcome. Raises SandboxError if the program could not be run.
         """
         ...

@@ -24,9 +24,9 @@ _NOBODY = "65534:65534"
 _KILLED = 137
 """docker's exit code when the kernel kills the container's first process for lack of memory."""
 _START_S = 120.0
-"""Longest that a container may take from `docker run` until its program runs."""
+"""The longest that a container may take from `docker run` until its program runs."""
 _ENGINE_S = 20.0
-"""Longest that the engine may take to answer a question."""
+"""The longest that the engine may take to answer a question."""
 _REPORT_BYTES = 4096
 """Room for the report of container.py at the end of stderr."""
 

@@ -105,8 +105,6 @@ def _write(directory: Path, contents: dict[str, bytes]) -> None:
 
 
 class FirstSandbox(Shared):
-    """The first of several sandboxes that can be entered."""
-
     def __init__(self, candidates: Sequence[Sandbox]) -> None:
         super().__init__()
         self._candidates = candidates

@@ -51,8 +51,7 @@ _MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 class Namespace:
     """The resources that all processes of one program use together, seen through the /proc of its pid namespace.
 
-    The kernel's own limits are per process (RLIMIT_AS, RLIMIT_CPU), and few users may write to cgroups. pid 1 of the
-    namespace is bubblewrap's.
+    The kernel's own limits are per process, and few users may write to cgroups. pid 1 of the namespace is bubblewrap's.
     """
 
     def __init__(self, pid: int, limits: Mapping[str, float]) -> None:
@@ -169,7 +168,6 @@ class BwrapRun:
         self._first: int | None = None
 
     def stop(self) -> None:
-        """End it now, or keep it from starting."""
         self._is_stopped = True
         self._wake.set()
 
@@ -285,7 +283,6 @@ class Keeper:
         self._transport: asyncio.WriteTransport | None = None
 
     async def serve(self, connection: socket.socket) -> None:
-        """Serve until arl is gone."""
         loop = asyncio.get_running_loop()
         async with self._group:
             transport, _ = await loop.create_connection(lambda: Frames(self._received, self._left.set), sock=connection)
@@ -321,7 +318,6 @@ def _first_cause(error: Exception) -> str:
 
 
 def _readable(content: bytes, inherited: contextlib.ExitStack) -> int:
-    """A descriptor to read the content from, closed with `inherited`."""
     file = os.memfd_create("file")
     inherited.callback(os.close, file)
     with os.fdopen(os.dup(file), "wb") as writer:

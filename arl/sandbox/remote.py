@@ -55,8 +55,6 @@ Count = Annotated[int, Field(gt=0)]
 
 
 class LimitsAsked(RequestBody):
-    """The limits named by a request."""
-
     wall_s: Seconds | None = None
     cpu_s: Seconds | None = None
     memory_bytes: Count | None = None
@@ -68,8 +66,6 @@ class LimitsAsked(RequestBody):
 
 
 class RunRequest(RequestBody):
-    """The arguments of Sandbox.run."""
-
     program: str
     stdin: str = ""
     files: dict[str, Annotated[str | bytes, BeforeValidator(_content)]] = Field(default_factory=dict)
@@ -133,7 +129,7 @@ class RemoteSandbox(Shared):
         try:
             return _OUTCOME.validate_python(told)
         except ValidationError as error:
-            raise SandboxError(f"the sandbox's server answered {told!r:.200}, which is no outcome") from error
+            raise SandboxError(f"the sandbox's server answered {told!r:.200}, which is not an outcome") from error
 
     async def _ask(self, path: str, payload: Mapping[str, Any] | None = None) -> Any:
         try:

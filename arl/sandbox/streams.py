@@ -22,7 +22,6 @@ Header = dict[str, Any]
 
 
 def frame(header: Header, blobs: Sequence[bytes] = ()) -> bytes:
-    """A frame, ready to be sent."""
     line = json.dumps({**header, "blobs": [len(blob) for blob in blobs]})
     return b"".join([line.encode(), b"\n", *blobs])
 
@@ -45,7 +44,6 @@ class Frames(asyncio.Protocol):
         self._lost()
 
     def _next_frame(self) -> bool:
-        """Take one frame from the buffer; False while it is incomplete."""
         header: Header | None = self._header
         if header is None:
             line, newline, _ = self._buffer.partition(b"\n")

@@ -1,11 +1,4 @@
-"""JSON bodies of requests as pydantic models. The error for a faulty body is one sentence that names the field.
-
-class Query(RequestBody):
-    text: str
-    top_k: Annotated[int, Field(ge=1)] = 5
-
-query = parse(Query, await request.read())      # BodyError: "top_k is 0; it must be at least 1"
-"""
+"""JSON bodies of requests as pydantic models. A faulty body is one sentence: "top_k is 0; it must be at least 1"."""
 
 from __future__ import annotations
 
@@ -89,11 +82,10 @@ class RequestBody(BaseModel):
         takes_others: bool | None = None,
     ) -> None:
         super().__init_subclass__()
-        given = {"_ignored": ignored, "_only": only, "_refused": refused}
-        given |= {"_takes_empty": takes_empty, "_takes_others": takes_others}
-        for name, value in given.items():
+        given = {"ignored": ignored, "only": only, "refused": refused}
+        for name, value in {**given, "takes_empty": takes_empty, "takes_others": takes_others}.items():
             if value is not None:  # else it keeps its base's value
-                setattr(cls, name, value)
+                setattr(cls, f"_{name}", value)
 
     @model_validator(mode="before")
     @classmethod
@@ -108,7 +100,6 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _check_unknown(cls, name: str, value: Any) -> None:
-        """Raise PydanticCustomError for a field that cannot be honoured."""
         is_empty = value is False or value in ("", [], {})
         if cls._takes_others or name in cls._ignored or (is_empty and cls._takes_empty):
             return
@@ -143,7 +134,7 @@ def validated(model: type[B], content: Any, where: str = "") -> B:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def body_error(error: ValidationError, where: str = "") -> BodyError:
@@ -160,7 +151,6 @@ def body_error(error: ValidationError, where: str = "") -> BodyError:
 
 
 def _fault(kind: str, context: Mapping[str, Any], value: Any) -> str:
-    """The rest of a sentence that begins with the field."""
     match kind:
         case "missing":
             return " is missing"

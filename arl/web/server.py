@@ -1,9 +1,4 @@
-"""An HTTP server on a socket: it checks keys, answers in JSON or events, and turns exceptions into errors.
-
-app = web.Application(middlewares=[boundary(shape), require_key(key)])
-app.router.add_post("/run", run)
-async with serving(app, bind(host, port)) as port:
-    await stop_event().wait()
+"""An HTTP server: it checks keys, answers in JSON or events, and turns exceptions into errors.
 
 The second half is the frame of a server process: its socket, signals and limits.
 """
@@ -128,7 +123,6 @@ def boundary(shape: ErrorShape, statuses: Statuses | None = None) -> Any:
 
 
 def request_error(error: Exception, statuses: Statuses) -> RequestError:
-    """The error for the client."""
     match error:
         case RequestError():
             return error
@@ -248,8 +242,7 @@ def run_server(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
 def allow_many_connections() -> None:
     """Raise this process's soft limit of open files, often 1,024 or less, as far as allowed.
 
-    Every request in flight holds a connection, and each connection is an open file here and in the server. Child
-    processes inherit the limit.
+    A request in flight holds an open file here and in the server. Child processes inherit the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)

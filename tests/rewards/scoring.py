@@ -4,12 +4,7 @@ import os
 import sys
 import time
 
-from arl.api.types import Example
 from arl.rewards import Score
-
-
-def equal(answer: object, truth: object) -> float:
-    return float(answer == truth)
 
 
 def behaves(how: str) -> object:
@@ -54,8 +49,3 @@ def two_parts(answer: str, _: object) -> Score:
 
 def length(answer: str, _: object) -> float:
     return len(answer)
-
-
-def by_name(answer: str, data: Example) -> object:
-    """Answers do to the worker whatever they say."""
-    return behaves(answer)

@@ -1,4 +1,4 @@
-"""What the ready-made rewards say of answers, and that no answer stops or escapes them."""
+"""The ready-made rewards: their scores, and answers that would stop or escape them."""
 
 import time
 from decimal import Decimal
@@ -101,41 +101,34 @@ def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch: py
         reasoning_gym_examples("chain_sum", 1)
 
 
-def test_the_last_number_is_found_as_people_write_numbers() -> None:
-    for text, number in [
-        ("The answer is 42.", "42"),
-        ("$1,234,567.50 in all", "1234567.50"),
-        ("7-3=4, so x=-3", "-3"),
-        ("it falls by 10-3", "3"),
-        ("\u22125", "-5"),
-        ("3/4 of it", "0.75"),
-        ("about 2.5e-3", "0.0025"),
-        (".5", "0.5"),
-        ("1, 2, 3", "3"),
-        ("12,3456", "3456"),
-        ("50%", "50"),
-    ]:
-        assert last_number(text) == Decimal(number), text
+def test_the_last_number_is_found_in_the_usual_notations() -> None:
+    numbers = {"The answer is 42.": "42", "$1,234,567.50 in all": "1234567.50", "7-3=4, so x=-3": "-3"}
+    numbers |= {"it falls by 10-3": "3", "\u22125": "-5", "3/4 of it": "0.75", "about 2.5e-3": "0.0025", ".5": "0.5"}
+    numbers |= {"1, 2, 3": "3", "12,3456": "3456", "50%": "50"}
+    assert {text: last_number(text) for text in numbers} == {text: Decimal(number) for text, number in numbers.items()}
     assert [last_number(text) for text in ("none", "", "1/0")] == [None] * 3
 
 
 async def test_numbers_match_within_their_tolerance() -> None:
     data = {"answer": "so\n#### 1,000", "other": ["3", 4]}
-    assert await NumericMatch()("it is $1000.00", data) == 1.0
-    assert await NumericMatch()("1000.01", data) == 0.0
-    assert await NumericMatch(tolerance=0.01)("1000.01", data) == 1.0
-    assert await NumericMatch(relative_tolerance=1e-3)("1001", data) == 1.0
-    assert await NumericMatch(relative_tolerance=1e-3)("1001.1", data) == 0.0
-    assert await NumericMatch(column="other")("4.0", data) == 1.0
-    assert await NumericMatch(extract=InTag("answer"))("<answer>1000</answer> or 7", data) == 1.0
-    assert await NumericMatch()("no number", data) == 0.0
+    for reward, answer, score in [
+        (NumericMatch(), "it is $1000.00", 1.0),
+        (NumericMatch(), "1000.01", 0.0),
+        (NumericMatch(), "no number", 0.0),
+        (NumericMatch(tolerance=0.01), "1000.01", 1.0),
+        (NumericMatch(relative_tolerance=1e-3), "1001", 1.0),
+        (NumericMatch(relative_tolerance=1e-3), "1001.1", 0.0),
+        (NumericMatch(column="other"), "4.0", 1.0),
+        (NumericMatch(extract=InTag("answer")), "<answer>1000</answer> or 7", 1.0),
+    ]:
+        assert await reward(answer, data) == score
     with pytest.raises(RewardError, match="the column 'answer' of the example has no number: 'Paris'"):
         await NumericMatch()("4", {"answer": "Paris"})
     with pytest.raises(ConfigError, match="tolerance is -1"):
         NumericMatch(tolerance=-1)
 
 
-async def test_an_exact_match_looks_where_it_is_told_and_knows_several_references() -> None:
+async def test_an_exact_match_takes_extractors_and_several_references() -> None:
     data = {"answer": ["New York", "NYC"]}
     assert await ExactMatch()(" New \n York ", data) == 1.0
     assert await ExactMatch()("new york", data) == 0.0
@@ -154,25 +147,23 @@ def test_a_box_ends_where_its_braces_match() -> None:
     assert last_boxed("4") is None
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("<think>hm</think>\n<answer>4</answer>\n", 1.0),
-        ("<answer>4</answer>", 0.0),
-        ("<answer>4</answer><think>hm</think>", 0.0),
-        ("Well. <think>hm</think><answer>4</answer>", 0.0),
-        ("<think>hm</think><answer>4</answer> Bye", 0.0),
-        ("<think>hm</think><answer> </answer>", 0.0),
-        ("<think><answer>3</answer></think><answer>4</answer>", 0.0),
-        ("<think>hm<answer>4</answer>", 0.0),
-        ("hm</think><answer>4</answer>", 0.0),
-    ],
-)
-async def test_tags_must_be_all_there_in_order_with_nothing_beside(answer: str, score: float) -> None:
-    assert await Tags("think", "answer")(answer, {}) == score
+async def test_tags_must_be_all_there_in_order_with_nothing_beside() -> None:
+    reward = Tags("think", "answer")
+    assert await reward("<think>hm</think>\n<answer>4</answer>\n", {}) == 1.0
+    for answer in (
+        "<answer>4</answer>",
+        "<answer>4</answer><think>hm</think>",
+        "Well. <think>hm</think><answer>4</answer>",
+        "<think>hm</think><answer>4</answer> Bye",
+        "<think>hm</think><answer> </answer>",
+        "<think><answer>3</answer></think><answer>4</answer>",
+        "<think>hm<answer>4</answer>",
+        "hm</think><answer>4</answer>",
+    ):
+        assert await reward(answer, {}) == 0.0, answer
 
 
-async def test_the_first_tag_may_have_been_opened_by_the_prompt() -> None:
+async def test_the_prompt_may_have_opened_the_first_tag() -> None:
     reward = Tags("think", "answer", is_first_open=True)
     assert await reward("hm</think><answer>4</answer>", {}) == 1.0
     assert await reward("<think>hm</think><answer>4</answer>", {}) == 0.0
@@ -194,24 +185,19 @@ async def test_json_is_checked_against_a_type() -> None:
         JsonFormat(open)
 
 
-async def test_a_regular_expression_that_an_answer_sends_astray_scores_zero() -> None:
+async def test_an_answer_on_which_a_regular_expression_hangs_scores_zero() -> None:
     async with matches(r"(a+)+", timeout_s=0.3) as reward:
         assert await reward("aaa", {}) == Score(1.0, metrics={"killed": 0.0})
         assert await reward("a" * 40 + "!", {}) == Score(0.0, metrics={"killed": 1.0})
-    with pytest.raises(ConfigError, match="is no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         matches("(")
 
 
-async def test_what_runs_on_the_event_loop_is_quick_whatever_the_answer() -> None:
+async def test_rewards_on_the_event_loop_are_quick_on_any_answer() -> None:
     """Ten times as long an answer takes some ten times as long, and not a hundred."""
     data = {"answer": "4"}
-    rewards = [
-        NumericMatch(),
-        ExactMatch(extract=last_boxed),
-        ExactMatch(extract=InTag("a")),
-        Tags("a", "b"),
-        JsonFormat(),
-    ]
+    extracting = [ExactMatch(extract=extract) for extract in (last_boxed, InTag("a"))]
+    rewards = [NumericMatch(), *extracting, Tags("a", "b"), JsonFormat()]
     pieces = [
         "9",
         "1,",
@@ -254,7 +240,7 @@ def test_examples_of_reasoning_gym_differ_and_stay_the_same() -> None:
             reasoning_gym_examples(given, size)
 
 
-async def test_the_examples_own_scorer_scores_and_runs_no_code_that_an_answer_holds(tmp_path: Path) -> None:
+async def test_the_scorer_of_an_examples_dataset_scores_and_runs_no_code_of_an_answer(tmp_path: Path) -> None:
     names = ["gcd", "countdown", "spiral_matrix", "prime_factorization", "polynomial_multiplication"]
     examples = reasoning_gym_examples(names, len(names))
     gone = tmp_path / "gone"
@@ -269,7 +255,7 @@ async def test_the_examples_own_scorer_scores_and_runs_no_code_that_an_answer_ho
                 assert score.metrics["killed"] == 0.0
         assert (await reward("banana", examples[3])).metrics["unreadable"] == 1.0
         for data, what in [
-            ({"answer": "4"}, "none of reasoning-gym's"),
+            ({"answer": "4"}, "reasoning-gym did not make it"),
             ({"answer": "4", "metadata": {"source_dataset": "no_such"}}, "makes no dataset 'no_such'"),
         ]:
             with pytest.raises(RewardError, match=what):
@@ -277,13 +263,13 @@ async def test_the_examples_own_scorer_scores_and_runs_no_code_that_an_answer_ho
     assert not gone.exists()
 
 
-def test_an_example_that_its_own_scorer_cannot_read_is_an_error() -> None:
+def test_an_example_that_its_scorer_cannot_read_is_an_error() -> None:
     (example,) = reasoning_gym_examples("prime_factorization", 1)
     with pytest.raises(RewardError, match="cannot score the example's own answer either"):
         GymScore()("banana", {**example, "answer": "banana", "metadata": {"source_dataset": "prime_factorization"}})
 
 
-def test_evaluation_is_held_to_arithmetic_and_mathematics() -> None:
+def test_answers_are_evaluated_only_as_arithmetic_and_mathematics() -> None:
     evaluate: Any = scorers._eval_arithmetic
     assert evaluate(" [[1, -2], (0x1f << 2, 'a')] ") == [[1, -2], (124, "a")]
     for source in ("__import__('os')", "().__class__", "[x for x in (1,)]", "lambda: 1", "f'{1}'", "a", "x[0]"):
@@ -293,5 +279,5 @@ def test_evaluation_is_held_to_arithmetic_and_mathematics() -> None:
     check: Any = scorers._check_mathematics
     check("sin(Symbol('x'))**2", names)
     for source in ("open('f')", "sin('open(1)')", "sin.__class__", "chr(95)", "Symbol(open)", "[y for y in (1,)]"):
-        with pytest.raises(ValueError, match="is no mathematics"):
+        with pytest.raises(ValueError, match="is not mathematics"):
             check(source, names)

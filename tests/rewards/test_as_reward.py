@@ -1,4 +1,4 @@
-"""What a user may call a reward, who opens and closes it, and that none of it stops the event loop."""
+"""Rewards made by as_reward: their kinds, who opens and closes them, and that none stops the event loop."""
 
 import asyncio
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scoring import by_name, length, two_parts, until_file_exists
+from scoring import length, two_parts, until_file_exists
 
 from arl.api.config import EvaluationConfig
 from arl.api.engine import Sampler
@@ -22,15 +22,7 @@ from arl.api.errors import ConfigError, RewardError, RewardTimeoutError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
-from arl.rewards import (
-    AsyncReward,
-    InlineReward,
-    RewardPool,
-    Score,
-    ThreadReward,
-    WeightedReward,
-    as_reward,
-)
+from arl.rewards import AsyncReward, InlineReward, RewardPool, Score, ThreadReward, WeightedReward, as_reward
 from arl.rewards.score import score_of
 from arl.rollout.episode import EpisodeRunner
 from arl.training.evaluation import Evaluator
@@ -49,6 +41,8 @@ class Remote:
     """A user's own reward, which they open and close themselves."""
 
     async def __call__(self, answer: str, data: Example) -> float:
+        if answer == "break":
+            raise OSError("no route to host")
         return 0.25
 
     async def __aenter__(self) -> "Remote":
@@ -74,7 +68,7 @@ class Counted(Shared):
         return 1.0
 
 
-async def test_whatever_a_user_calls_a_reward_gives_a_score() -> None:
+async def test_every_kind_of_reward_gives_a_score() -> None:
     data = {"answer": "4"}
     for given, expected in [
         (judge, Score(1.0)),
@@ -109,9 +103,10 @@ async def test_the_event_loop_goes_on_while_a_synchronous_reward_blocks(tmp_path
 async def test_one_reward_is_opened_by_its_first_user_and_closed_by_its_last() -> None:
     inner = Counted()
     first, second = as_reward(inner), WeightedReward({"a": (1.0, inner), "b": (1.0, inner)})
-    async with first:
-        async with second:
-            assert (await second("", {})).value == 2.0
+    async with second:
+        assert (await second("", {})).value == 2.0
+        async with first:
+            pass
         assert inner.log == ["opened"]
     assert inner.log == ["opened", "closed"]
     async with asyncio.TaskGroup() as group:
@@ -129,7 +124,7 @@ async def test_a_pool_that_its_user_opened_stays_open_when_a_workflow_leaves_it(
         await reward("four", {})
 
 
-def test_what_is_no_reward_is_refused() -> None:
+def test_other_objects_are_refused_as_rewards() -> None:
     for given, what in [
         (0.5, "reward is 0.5; give a function"),
         (Remote, "give a function .*, or an instance of a reward"),
@@ -143,8 +138,8 @@ def test_what_is_no_reward_is_refused() -> None:
         as_reward(lambda answer, data: 1.0)
 
 
-def test_a_limit_that_nothing_can_honour_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Remote has limits of its own"):
+def test_limits_that_a_reward_does_not_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Remote has its own limits"):
         as_reward(Remote(), timeout_s=1.0)
     with pytest.raises(ConfigError, match="judge is async and runs in no worker"):
         as_reward(judge, workers=3)
@@ -158,7 +153,7 @@ def test_a_limit_that_nothing_can_honour_is_refused() -> None:
     [float("nan"), float("-inf"), "1", "long" * 1000, None, 10**400, 10**9000, np.array([1.0])],
     ids=lambda _: "",
 )
-async def test_what_is_no_finite_number_is_an_error_that_names_function_and_value(wrong: Any) -> None:
+async def test_a_reward_that_is_not_a_finite_number_is_an_error_naming_function_and_value(wrong: Any) -> None:
     def score(answer: str, data: Example) -> Any:
         return wrong
 
@@ -171,7 +166,7 @@ async def test_what_is_no_finite_number_is_an_error_that_names_function_and_valu
         assert len(str(raised.value)) < 600
 
 
-def test_numbers_of_other_libraries_are_numbers_and_mappings_are_pointed_to_scores() -> None:
+def test_scores_take_numbers_of_other_libraries_and_no_mappings() -> None:
     assert score_of(np.float32(0.5)) == Score(0.5)
     assert score_of(True) == Score(1.0)
     score = Score(np.float32(0.5), {"a": np.int64(1)}, {"b": np.float64(2)})  # pyright: ignore[reportArgumentType]
@@ -196,22 +191,13 @@ async def test_a_thread_that_runs_too_long_is_left_behind_and_an_error_until_it_
     assert await reward("", {}) == 1.0
 
 
-async def test_a_thread_that_finds_nothing_more_is_an_error() -> None:
-    empty = iter(())
-    with pytest.raises(RewardError, match="StopIteration"):
-        await ThreadReward(lambda answer, data: next(empty))("", {})
-
-
-async def test_what_a_thread_raises_names_the_function() -> None:
+@pytest.mark.parametrize("error", [KeyError("colour"), SystemExit(3), StopIteration()])
+async def test_an_error_in_a_thread_names_the_function(error: BaseException) -> None:
     def leave(answer: str, data: Example) -> float:
-        if answer == "exit":
-            sys.exit(3)
-        raise KeyError("colour")
+        raise error
 
-    with pytest.raises(RewardError, match=r"leave failed: KeyError\('colour'\)"):
+    with pytest.raises(RewardError, match=rf"leave failed.*{type(error).__name__}"):
         await ThreadReward(leave)("", {})
-    with pytest.raises(RewardError, match=r"leave failed.*SystemExit"):
-        await ThreadReward(leave)("exit", {})
 
 
 async def test_a_function_typed_into_a_notebook_runs_in_a_thread_and_says_so(
@@ -262,18 +248,14 @@ async def test_a_part_that_fails_fails_the_sum_with_its_name() -> None:
         await asyncio.Event().wait()
         return 1.0
 
-    class Broken(Remote):
-        async def __call__(self, answer: str, data: Example) -> float:
-            raise OSError("no route to host")
-
     for part, error, what in [
         (AsyncReward(hangs, timeout_s=0.01), RewardTimeoutError, "the part 'bad' of the reward: .*ran longer than"),
         (InlineReward(lambda a, d: float("nan")), RewardError, "the part 'bad' of the reward: .*returned nan"),
-        (Broken(), RewardError, "the part 'bad' of the reward: .*no route to host"),
+        (Remote(), RewardError, "the part 'bad' of the reward: .*no route to host"),
     ]:
         async with WeightedReward({"good": (1.0, AsyncReward(hangs)), "bad": (1.0, part)}) as reward:
             with pytest.raises(error, match=what) as raised:
-                await reward("", {})
+                await reward("break", {})
         assert raised.value.__cause__ is not None
 
 
@@ -296,13 +278,6 @@ async def test_a_cancelled_sum_cancels_its_parts() -> None:
     assert call.cancelled()
 
 
-async def test_a_sum_opens_and_closes_its_parts() -> None:
-    part = Counted()
-    async with WeightedReward({"a": (1.0, part)}) as reward:
-        await reward("", {})
-    assert part.log == ["opened", "closed"]
-
-
 def test_malformed_sums_are_refused() -> None:
     for parts, what in [({}, "no parts"), ({"a": judge}, "must be"), ({"a": (float("nan"), judge)}, "finite weight")]:
         with pytest.raises(ConfigError, match=what):
@@ -312,15 +287,8 @@ def test_malformed_sums_are_refused() -> None:
 class Rewarded(RolloutWorkflow):
     """Answers what the example says, and is rewarded for it."""
 
-    def __init__(self, reward: Any, **limits: Any) -> None:
-        self.reward = as_reward(reward, **limits)
-
-    async def __aenter__(self) -> "Rewarded":
-        await self.reward.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.reward.__aexit__()
+    def __init__(self, reward: Any) -> None:
+        self.reward = as_reward(reward)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         response = await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(max_new_tokens=2)))
@@ -336,21 +304,20 @@ class Rewarded(RolloutWorkflow):
 
 
 async def test_a_reward_that_fails_is_the_outcome_of_its_episode_and_the_next_one_runs() -> None:
-    async with Rewarded(by_name, timeout_s=1.0, workers=1) as workflow:
-        engine = ScriptedEngine(lambda request: [9])
-        runner = EpisodeRunner(workflow=workflow, timeout_s=60)
-        hows = ("is nan", "hangs", "dies", "raises", "works")
-        episodes = {how: await runner.run(engine, {"answer": how}, name=how) for how in hows}
-    assert episodes.pop("works").reward == 1.0
-    errors = {how: episode.error for how, episode in episodes.items()}
-    assert isinstance(errors.pop("hangs"), RewardTimeoutError)
-    for how, what in [
-        ("is nan", "by_name returned nan"),
-        ("dies", "died with exit code 7"),
-        ("raises", "no such answer"),
-    ]:
-        assert isinstance(errors[how], RewardError)
-        assert what in str(errors[how])
+    async def behaves(how: str, data: Example) -> float:
+        if how == "hangs":
+            await asyncio.Event().wait()
+        return {"is nan": float("nan"), "works": 1.0}[how]
+
+    runner = EpisodeRunner(workflow=Rewarded(AsyncReward(behaves, timeout_s=0.01)), timeout_s=60)
+    engine = ScriptedEngine(lambda request: [9])
+    nan, late, broken, works = [
+        await runner.run(engine, {"answer": how}, name=how) for how in ("is nan", "hangs", "raises", "works")
+    ]
+    assert "behaves returned nan" in str(nan.error)
+    assert isinstance(late.error, RewardTimeoutError)
+    assert isinstance(broken.error, RewardError)
+    assert works.reward == 1.0
 
 
 async def test_an_evaluation_has_the_mean_of_each_named_part() -> None:

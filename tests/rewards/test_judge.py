@@ -1,4 +1,4 @@
-"""A model as judge, asked over HTTP: what it is sent, how its answers are read, kept and waited for."""
+"""A model as judge, over HTTP: its requests, its answers, its cache, its failures."""
 
 import asyncio
 import json
@@ -59,10 +59,9 @@ async def test_the_judge_is_asked_with_the_examples_columns_and_scores_from_0_to
 
 
 async def test_the_last_score_counts_in_the_form_and_scale_that_were_asked_for() -> None:
-    async with says("Style: 5. Grade: 2, no: Grade: 3") as served:
-        judge = JudgeReward(server_at(served), prompt="Grade {response}", pattern=r"Grade: (\d)", scale=(1, 5))
-        async with judge:
-            assert await judge("x", {}) == Score(0.5)
+    form: dict[str, Any] = {"prompt": "Grade {response}", "pattern": r"Grade: (\d)", "scale": (1, 5)}
+    async with says("Style: 5. Grade: 2, no: Grade: 3") as served, JudgeReward(server_at(served), **form) as judge:
+        assert await judge("x", {}) == Score(0.5)
     assert served.asked[0][1]["messages"] == [{"role": "user", "content": "Grade x"}]
 
 
@@ -79,7 +78,7 @@ async def test_a_judge_that_gives_no_score_is_reminded_once() -> None:
     assert len(served.asked) == 4
 
 
-async def test_a_busy_judge_is_asked_again_after_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_busy_judge_is_asked_again_after_its_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     sleep = asyncio.sleep
 
@@ -168,7 +167,7 @@ async def test_a_password_in_the_url_is_sent_and_never_told() -> None:
     assert "hush" not in f"{raised.value!r} {raised.value.__cause__!r} {server!r}"
 
 
-async def test_what_a_server_fails_at_is_a_reward_error_that_says_what_to_do() -> None:
+async def test_a_failing_server_is_a_reward_error_that_says_what_to_do() -> None:
     for answer, what in [
         ((400, {"error": {"message": "no such model"}}), "the judge judge-1: .*HTTP 400: no such model"),
         ((404, {"detail": "Not Found"}), r"does base_url end in /v1\?"),
@@ -194,7 +193,7 @@ async def test_what_a_server_fails_at_is_a_reward_error_that_says_what_to_do() -
         (lambda s: JudgeReward(s, prompt="{response} {"), "malformed: .*braces are doubled"),
         (lambda s: JudgeReward(s, prompt='{response} {"score": 1}'), "braces hold a column's name"),
         (lambda s: JudgeReward(s, prompt="{response} {answer.x}"), "braces hold a column's name"),
-        (lambda s: JudgeReward(s, pattern="("), "no regular expression"),
+        (lambda s: JudgeReward(s, pattern="("), "not a regular expression"),
         (lambda s: JudgeReward(s, pattern="score"), "has no group"),
         (lambda s: JudgeReward(s, scale=(1, 1)), "scale is"),
         (lambda s: ChatServer("judge", "m"), "must begin with http"),
@@ -208,7 +207,7 @@ def test_malformed_settings_are_refused(make: Callable[[ChatServer], Any], what:
         make(ChatServer("http://judge/v1", "m"))
 
 
-async def test_a_column_that_the_prompt_names_must_be_there() -> None:
+async def test_an_example_must_have_the_columns_that_the_prompt_names() -> None:
     with pytest.raises(RewardError, match=r"names answer, question, .*only the columns 'text'"):
         await JudgeReward(ChatServer("http://judge/v1", "m"))("4", {"text": "2 + 2"})
 
@@ -217,7 +216,7 @@ async def test_equal_questions_are_asked_once_and_kept_for_other_processes(tmp_p
     async with says('{"score": 3}') as served:
         for _ in range(2):  # the second time as another process would
             async with JudgeReward(server_at(served), cache=tmp_path) as judge:
-                scores = await asyncio.gather(*(judge("4", EXAMPLE) for _ in range(20)))
+                scores = await asyncio.gather(*(judge("half a character: \ud83d", EXAMPLE) for _ in range(20)))
                 assert scores == [Score(0.3)] * 20
         assert len(served.asked) == 1
         for other in (
@@ -226,16 +225,8 @@ async def test_equal_questions_are_asked_once_and_kept_for_other_processes(tmp_p
             JudgeReward(server_at(served), cache=tmp_path, scale=(0, 30)),
         ):
             async with other:
-                await other("4", EXAMPLE)
+                await other("half a character: \ud83d", EXAMPLE)
         assert len(served.asked) == 4
-
-
-async def test_text_that_no_encoding_has_is_kept_all_the_same(tmp_path: Path) -> None:
-    async with says('{"score": 3}') as served:
-        for _ in range(2):
-            async with JudgeReward(server_at(served), cache=tmp_path) as judge:
-                await judge("half a character: \ud83d", EXAMPLE)
-        assert len(served.asked) == 1
 
 
 async def test_nonsense_and_failures_are_not_kept(tmp_path: Path) -> None:
@@ -259,14 +250,8 @@ async def test_a_damaged_or_foreign_entry_is_asked_for_again(tmp_path: Path) -> 
     assert await cache.answer({"a": "ü"}, ask) == "answer 1"
     (entry,) = files_in(tmp_path)
     whole = entry.read_text()
-    for damaged in (
-        whole[:-5],
-        "",
-        "[]",
-        "null",
-        '{"request": {"a": "ü"}, "answer": 3}',
-        whole.replace("\\u00fc", "u"),
-    ):
+    foreign = ('{"request": {"a": "ü"}, "answer": 3}', whole.replace("\\u00fc", "u"))
+    for damaged in (whole[:-5], "", "[]", "null", *foreign):
         entry.write_text(damaged)
         before = asked
         assert await AnswerCache(tmp_path).answer({"a": "ü"}, ask) == f"answer {before + 1}"
@@ -274,7 +259,7 @@ async def test_a_damaged_or_foreign_entry_is_asked_for_again(tmp_path: Path) -> 
     assert files_in(tmp_path) == [entry]
 
 
-async def test_who_waits_for_a_cancelled_question_asks_it_and_an_error_is_shared(tmp_path: Path) -> None:
+async def test_a_cancelled_question_is_asked_by_the_next_waiter_and_an_error_is_shared(tmp_path: Path) -> None:
     cache, began, go, asked = AnswerCache(tmp_path), asyncio.Event(), asyncio.Event(), 0
 
     async def ask() -> str:
@@ -284,24 +269,16 @@ async def test_who_waits_for_a_cancelled_question_asks_it_and_an_error_is_shared
         await go.wait()
         raise OSError("down")
 
-    async with asyncio.TaskGroup() as group:
-        calls = [group.create_task(_error_of(cache.answer({}, ask))) for _ in range(4)]
-        await began.wait()
-        assert asked == 1
-        began.clear()
-        calls[0].cancel()
-        await began.wait()
-        go.set()
-    assert asked == 2
-    assert [str(call.result()) for call in calls[1:]] == ["down"] * 3
-
-
-async def _error_of(call: Any) -> BaseException | None:
-    try:
-        await call
-    except OSError as error:
-        return error
-    return None
+    calls = [asyncio.create_task(cache.answer({}, ask)) for _ in range(4)]
+    await began.wait()
+    assert asked == 1
+    began.clear()
+    calls[0].cancel()
+    await began.wait()
+    go.set()
+    cancelled, *errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert (asked, [str(error) for error in errors]) == (2, ["down"] * 3)
 
 
 async def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

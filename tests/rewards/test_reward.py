@@ -5,18 +5,57 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from scoring import behaves, equal, worker_id
+import pytest_asyncio
+from scoring import behaves, worker_id
 
 from arl.api.errors import RewardError, RewardTimeoutError
-from arl.rewards import AsyncReward, InlineReward, RewardPool
+from arl.rewards import AsyncReward, RewardPool
+
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_a_function_runs_in_another_process() -> None:
-    async with RewardPool(worker_id, workers=1) as reward:
-        assert await reward(0) != os.getpid()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[RewardPool]:
+    """One worker for all tests that leave the pool as it was."""
+    async with RewardPool(behaves, timeout_s=1.0, workers=1) as reward:
+        yield reward
+
+
+@on_one_loop
+@pytest.mark.parametrize(
+    ("how", "error", "what"),
+    [
+        ("hangs", RewardTimeoutError, "reward function behaves ran longer than 1 s"),
+        ("dies", RewardError, "the worker that ran reward function behaves died with exit code 7"),
+        ("raises", RewardError, "(?s)reward function behaves failed in its worker.*ValueError: no such answer"),
+        ("is not a number", RewardError, "reward function behaves returned 'text'; a reward must be a finite number"),
+        ("is nan", RewardError, "reward function behaves returned nan; a reward must be a finite number"),
+        (lambda: 1, RewardError, "an argument of reward function behaves cannot be pickled"),
+    ],
+)
+async def test_a_failed_call_is_an_error_naming_the_function_and_the_next_one_works(
+    pool: RewardPool, how: object, error: type[Exception], what: str
+) -> None:
+    with pytest.raises(error, match=what):
+        await pool(how)
+    assert await pool("works") == 1.0
+
+
+@on_one_loop
+async def test_a_cancelled_call_gives_its_worker_back(pool: RewardPool) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await pool("hangs")
+    assert await pool("works") == 1.0
+
+
+@on_one_loop
+async def test_queued_calls_have_their_whole_time_limit_once_they_run(pool: RewardPool) -> None:
+    assert await asyncio.gather(*(pool("takes a while") for _ in range(5))) == [1.0] * 5
 
 
 async def test_workers_import_the_script_only_for_a_function_of_its_own(tmp_path: Path) -> None:
@@ -76,85 +115,31 @@ asyncio.run(main())
     await process.wait()
 
 
-async def test_queued_calls_have_their_whole_time_limit_once_they_run() -> None:
-    async with RewardPool(behaves, timeout_s=1.0, workers=2) as reward:
-        assert await asyncio.gather(*(reward("takes a while") for _ in range(10))) == [1.0] * 10
-
-
-async def test_a_hung_call_is_killed_and_others_go_on() -> None:
-    async with RewardPool(behaves, timeout_s=1.0, workers=1) as reward:
-        with pytest.raises(RewardTimeoutError, match=r"reward function behaves ran longer than 1 s"):
-            await reward("hangs")
-        assert await reward("works") == 1.0
-
-
-async def test_a_dead_worker_is_an_error_and_is_replaced() -> None:
-    async with RewardPool(behaves, workers=1) as reward:
-        for _ in range(3):
-            with pytest.raises(RewardError, match="died"):
-                await reward("dies")
-        assert await reward("works") == 1.0
-
-
-async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced() -> None:
+async def test_a_worker_is_another_process_and_is_replaced_if_it_dies_while_idle() -> None:
     async with RewardPool(worker_id, workers=1) as reward:
-        for _ in range(2):
-            os.kill(int(await reward(None)), signal.SIGKILL)
-            async with asyncio.timeout(60):
-                while reward._pool is not None and reward._pool.active:  # noqa: ASYNC110 - a thread notices it
-                    await asyncio.sleep(0.01)
-            assert len(set(await asyncio.gather(*(reward(None) for _ in range(3))))) == 1
-
-
-async def test_a_cancelled_call_gives_its_worker_back() -> None:
-    async with RewardPool(behaves, workers=1) as reward:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await reward("hangs")
-        assert await reward("works") == 1.0
+        worker = int(await reward(None))
+        assert worker != os.getpid()
+        os.kill(worker, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while reward._pool is not None and reward._pool.active:  # noqa: ASYNC110 - a thread notices it
+                await asyncio.sleep(0.01)
+        assert len(set(await asyncio.gather(*(reward(None) for _ in range(3))))) == 1
 
 
 async def test_leaving_the_pool_ends_running_calls() -> None:
-    async with asyncio.TaskGroup() as tasks:
-        async with RewardPool(behaves, workers=1) as reward:
-            call = tasks.create_task(_error_of(reward("hangs")))
-            await asyncio.sleep(0.1)
-        assert "closed during a call" in str(await call)
+    async with RewardPool(behaves, workers=1) as reward:
+        call = asyncio.create_task(reward("hangs"))
+        await asyncio.sleep(0.1)
+    with pytest.raises(RewardError, match="closed during a call"):
+        await call
     with pytest.raises(RewardError, match="not open"):
         await reward("works")
 
 
-async def _error_of(call: object) -> BaseException | None:
-    try:
-        await call
-    except RewardError as error:
-        return error
-    return None
-
-
-async def test_errors_and_malformed_results_name_the_function() -> None:
-    async with RewardPool(behaves, workers=1) as reward:
-        for how, what in [
-            ("raises", "(?s)reward function behaves failed in its worker.*ValueError: no such answer"),
-            ("is not a number", "reward function behaves returned 'text'; a reward must be a finite number"),
-            ("is nan", "reward function behaves returned nan; a reward must be a finite number"),
-        ]:
-            with pytest.raises(RewardError, match=what):
-                await reward(how)
-
-
-async def test_an_argument_that_cannot_be_pickled_is_an_error() -> None:
-    async with RewardPool(equal, workers=1) as reward:
-        with pytest.raises(RewardError, match="an argument of reward function equal cannot be pickled"):
-            await reward(lambda: 1, 2)
-
-
-def test_a_function_that_workers_cannot_import_is_refused() -> None:
+async def test_a_function_that_workers_cannot_run_is_refused() -> None:
     with pytest.raises(RewardError, match=r"lambda.* cannot be sent to a worker; define it at the top level"):
         RewardPool(lambda answer: 1.0)
 
-
-def test_a_coroutine_function_is_refused_by_the_pool() -> None:
     async def judge() -> float:
         return 1.0
 
@@ -171,9 +156,3 @@ async def test_an_async_reward_is_awaited_within_its_time_limit() -> None:
     assert await reward("quick") == 0.5
     with pytest.raises(RewardTimeoutError, match="judge ran longer than"):
         await reward("slow")
-
-
-async def test_an_inline_reward_is_checked_as_well() -> None:
-    assert await InlineReward(lambda a, b: a == b)(1, 1) == 1.0
-    with pytest.raises(RewardError, match="returned 'text'"):
-        await InlineReward(behaves)("is not a number")

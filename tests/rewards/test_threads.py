@@ -1,4 +1,4 @@
-"""Threads of synchronous tools: as many as are needed, and one that hangs holds up nobody."""
+"""Threads for blocking calls: as many as needed, and a hung one holds up no other."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ async def hang(threads: CallThreads, release: threading.Event) -> None:
         await threads.acall(lambda: release.wait(60), timeout_s=0.01)
 
 
-async def test_a_thread_returns_or_raises_what_its_call_does() -> None:
+async def test_a_call_returns_the_result_or_raises_the_error() -> None:
     threads = CallThreads()
     assert await threads.acall(lambda: 3) == 3
     with pytest.raises(KeyError):
         await threads.acall(lambda: {}["x"])
 
 
-async def test_a_call_that_waits_for_its_turn_has_all_its_time_left(release: threading.Event) -> None:
+async def test_time_in_the_queue_does_not_count(release: threading.Event) -> None:
     threads = CallThreads(max_threads=1)
     async with asyncio.TaskGroup() as group:
         first = group.create_task(threads.acall(lambda: release.wait(60)))
@@ -86,7 +86,7 @@ async def test_when_too_many_hang_no_other_is_begun_until_one_returns(release: t
     assert await threads.acall(lambda: 1) == 1
 
 
-async def test_what_ends_a_program_elsewhere_ends_the_call_alone() -> None:
+async def test_a_keyboard_interrupt_in_a_call_is_only_its_error() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 

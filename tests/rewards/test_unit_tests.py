@@ -1,4 +1,4 @@
-"""Unit tests as a reward: what passes, what fails, and answers that would rather seem to pass."""
+"""Unit tests as a reward: answers that pass, that fail, and that only pretend to pass."""
 
 import asyncio
 from typing import Any
@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 
 from arl.api.errors import ConfigError, DatasetError, RewardError
-from arl.rewards import (
-    CallTests,
-    UnitTestReport,
-    UnitTestsReward,
-    code_of,
-    run_unit_tests,
-    unit_tests_of,
-)
+from arl.rewards import CallTests, UnitTestReport, UnitTestsReward, code_of, run_unit_tests, unit_tests_of
 from arl.sandbox import BubblewrapSandbox, Limits, ProgramOutcome
 
 SECRET = "61803398874989"
@@ -70,7 +63,7 @@ async def test_an_answer_continues_the_prompt_of_human_eval_or_replaces_it(
     assert (await in_the_session(bubblewrap, code, HUMAN_EVAL)).failures == (None,)
 
 
-async def test_what_the_prompt_defines_is_not_the_answers_to_redefine(bubblewrap: BubblewrapSandbox) -> None:
+async def test_an_answer_cannot_redefine_names_of_the_prompt(bubblewrap: BubblewrapSandbox) -> None:
     code = "def poly(xs, x):\n    return 0\n\ndef find_zero(xs):\n    return 5"
     assert (await in_the_session(bubblewrap, code, HUMAN_EVAL)).failures != (None,)
 
@@ -143,7 +136,7 @@ def f(x):
     assert report.failures[3] == "RuntimeError: SystemExit: 0"
 
 
-async def test_a_test_does_not_see_what_one_before_it_did(bubblewrap: BubblewrapSandbox) -> None:
+async def test_a_test_does_not_see_effects_of_earlier_ones(bubblewrap: BubblewrapSandbox) -> None:
     code = "seen = []\ndef f():\n    seen.append(1)\n    open('file', 'a').close()\n    return len(seen)"
     assert await failures(bubblewrap, code, "assert f() == 1", "assert f() == 1") == [None, None]
 
@@ -239,7 +232,7 @@ async def test_modules_that_tests_use_are_not_taken_from_the_answer(bubblewrap: 
     assert await failures(bubblewrap, code, "assert math.isclose(f(), 1.0)") != [None]
 
 
-async def test_an_answer_does_not_end_a_loop_of_the_tests_by_its_exception(bubblewrap: BubblewrapSandbox) -> None:
+async def test_an_exception_of_the_answer_does_not_end_a_loop_of_the_tests(bubblewrap: BubblewrapSandbox) -> None:
     code = "def f(x):\n    raise StopIteration"
     assert await failures(bubblewrap, code, "assert all(map(lambda x: f(x) == 7 * x, [1, 2]))") != [None]
 
@@ -255,13 +248,13 @@ async def test_the_reward_is_the_share_passed_or_all_or_nothing(bubblewrap: Bubb
     assert (await bubblewrap.run("print(1)")).succeeded  # who opened it closes it
 
 
-async def test_a_sandbox_that_fails_is_no_answer_that_fails() -> None:
+async def test_a_failing_sandbox_is_an_error_and_not_a_reward_of_zero() -> None:
     reward = UnitTestsReward(BubblewrapSandbox())
     with pytest.raises(RewardError, match="not open"):
         await reward("print(1)", MBPP)
 
 
-async def test_examples_without_tests_are_named() -> None:
+async def test_examples_without_tests_are_refused() -> None:
     with pytest.raises(DatasetError, match=r"\['question'\]; unit tests need test_list"):
         unit_tests_of({"question": "?"})
     with pytest.raises(DatasetError, match="no unit tests"):

@@ -1,4 +1,4 @@
-"""Put before each program of hostile/: says of each attempt whether it was refused, and takes the place of a traceback.
+"""The beginning of each program of hostile/: it prints whether each attempt was refused.
 
 `given` is what the test tells all of them by stdin: addresses where someone listens, and paths that exist on the host.
 """
@@ -16,4 +16,14 @@ def attempt(what, function, *arguments):
         print(f"refused: {what}: {error!r}"[:200], flush=True)  # noqa: T201
         return None
     print(f"REACHED: {what}: {result!r}"[:200], flush=True)  # noqa: T201
+    return result
+
+
+def checked(result):
+    """The result of a call into C, or its error."""
+    import ctypes
+    import os
+
+    if result == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result

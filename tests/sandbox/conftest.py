@@ -1,4 +1,4 @@
-"""What tests of sandboxes need: bubblewrap, which a machine may lack, and a host to be kept from programs."""
+"""Fixtures of sandbox tests: bubblewrap, which a machine may lack, a fake docker, and pipes to programs."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from arl.sandbox import BubblewrapSandbox, Limits
 
 FAKE_DOCKER = Path(__file__).parent / "fake_docker.py"
 PATIENT = Limits(wall_s=60, cpu_s=30, memory_bytes=128 << 20, processes=12, disk_bytes=8 << 20, files=200)
-"""Small, so that they are soon reached; but no program is ended for being slow on a busy machine."""
+"""Small, so that programs soon reach them; but long enough for a busy machine."""
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -30,13 +30,13 @@ async def bubblewrap() -> AsyncIterator[BubblewrapSandbox]:
 
 
 def sleeper(pipe: Path) -> str:
-    """A program that says through a pipe of the host's that it runs. The pipe ends when no process of it is left."""
+    """A program that writes to a pipe of the host once it runs. The pipe ends with its last process."""
     return f"import os, time\nos.write(os.open('{pipe}', os.O_WRONLY), b'running\\n')\nos.fork()\ntime.sleep(600)"
 
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Path:
-    """In a directory that programs may read; to write to a pipe takes no more."""
+    """In a directory that programs may read: writing to a pipe takes no more."""
     tmp_path.chmod(0o755)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "pipe").chmod(0o666)
@@ -45,14 +45,14 @@ def pipe(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def once_running(pipe: Path) -> AsyncIterator[TextIO]:
-    """The reading end of a pipe, once the program at the other end has said that it runs."""
+    """The reading end of a pipe, once the program at the other end runs."""
     with await asyncio.to_thread(pipe.open) as reader:
         assert await asyncio.to_thread(reader.readline) == "running\n"
         yield reader
 
 
 def go_without(reason: SandboxError) -> None:
-    """Skip what needs a sandbox; where ARL_NEEDS_SANDBOX is set, as in continuous integration, let it fail."""
+    """Skip a test that needs a sandbox, or fail it if ARL_NEEDS_SANDBOX is set, as in continuous integration."""
     if os.environ.get("ARL_NEEDS_SANDBOX"):
         raise reason
     pytest.skip(f"no sandbox: {reason}")
@@ -62,7 +62,7 @@ def go_without(reason: SandboxError) -> None:
 def docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The directory of a fake docker, which is on PATH."""
     command = tmp_path / "docker"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE_DOCKER} "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {FAKE_DOCKER} "$@"\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_DOCKER", str(tmp_path))

@@ -1,7 +1,8 @@
-"""What programs get, what stays of them, and what is said where they cannot be run."""
+"""Bubblewrap: what programs get, that nothing of them stays, and errors where they cannot run."""
 
 import asyncio
 import itertools
+import math
 import os
 import select
 import signal
@@ -53,7 +54,7 @@ async def test_many_and_large_files_and_inputs_arrive(bubblewrap: BubblewrapSand
     assert outcome.stdout == f"41 {3 << 20} 1000\n"
 
 
-async def test_what_was_written_before_a_limit_is_kept(bubblewrap: BubblewrapSandbox) -> None:
+async def test_output_before_a_limit_is_kept(bubblewrap: BubblewrapSandbox) -> None:
     outcome = await bubblewrap.run("print('a')\nwhile True: pass", limits=replace(PATIENT, cpu_s=0.1))
     assert (outcome.stdout, outcome.ended_by, outcome.exit_code) == ("a\n", "cpu", None)
     outcome = await bubblewrap.run("while True: print('x' * 99)", limits=replace(PATIENT, output_bytes=1000))
@@ -62,24 +63,20 @@ async def test_what_was_written_before_a_limit_is_kept(bubblewrap: BubblewrapSan
     assert (len(outcome.stdout), outcome.ended_by) == (1000, "output")
 
 
-async def test_processes_that_share_memory_do_not_each_count_it(bubblewrap: BubblewrapSandbox) -> None:
-    program = (
-        "import os, time\nheld = b'x' * (60 << 20)\n"
-        "children = [pid for pid in (os.fork() for _ in range(3)) if pid] if os.getpid() else []\ntime.sleep(0.2)"
-    )
-    assert (await bubblewrap.run(program)).ended_by == "exit"
-
-
-async def test_threads_have_room(bubblewrap: BubblewrapSandbox) -> None:
-    program = (
-        "from concurrent.futures import ThreadPoolExecutor\nimport time\n"
-        "with ThreadPoolExecutor(8) as pool: print(sum(pool.map(lambda x: time.sleep(0.05) or x, range(8))))"
-    )
-    assert (await bubblewrap.run(program)).stdout == "28\n"
-
-
-async def test_common_ways_to_work_are_not_in_the_way(bubblewrap: BubblewrapSandbox) -> None:
-    program = """
+ORDINARY = {
+    "a program whose processes share memory": """
+import os, time
+held = b'x' * (60 << 20)
+for _ in range(2): os.fork()
+time.sleep(0.2)
+if os.getpid() == 2: print("shared")
+""",
+    "a program with threads": """
+from concurrent.futures import ThreadPoolExecutor
+import time
+with ThreadPoolExecutor(8) as pool: print(sum(pool.map(lambda x: time.sleep(0.05) or x, range(8))))
+""",
+    "common ways to work": """
 import asyncio, multiprocessing, os, pathlib, sqlite3, subprocess, tempfile
 from multiprocessing import shared_memory
 
@@ -101,9 +98,17 @@ if __name__ == "__main__":
     process = context.Process(target=queue.put, args=(1,)); process.start()
     print(queue.get()); process.join()
     exit()
-"""
-    outcome = await bubblewrap.run(program)
-    assert outcome.stdout.split("\n") == ["loopback", "True", "shell", "(1,)", "1", ""], outcome
+""",
+}
+
+
+async def test_ordinary_programs_are_not_hindered(bubblewrap: BubblewrapSandbox) -> None:
+    outcomes = await asyncio.gather(*map(bubblewrap.run, ORDINARY.values()))
+    assert [outcome.stdout.split() for outcome in outcomes] == [
+        ["shared"],
+        ["28"],
+        ["loopback", "True", "shell", "(1,)", "1"],
+    ], outcomes
 
 
 async def test_waiting_for_a_place_costs_a_program_none_of_its_time(bubblewrap: BubblewrapSandbox) -> None:
@@ -149,12 +154,6 @@ async def test_closing_ends_what_runs_and_later_calls_are_refused(bubblewrap: Bu
     with pytest.raises(SandboxError, match="not open; call it within `async with`"):
         await sandbox.run("")
     assert descendants(os.getpid()) - before == set()
-
-
-async def test_a_sandbox_can_be_entered_again_while_it_is_open(bubblewrap: BubblewrapSandbox) -> None:
-    async with bubblewrap:
-        pass
-    assert (await bubblewrap.run("print(1)")).succeeded
 
 
 async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_another_takes_over(
@@ -252,25 +251,16 @@ async def test_programs_read_directories_that_they_are_given_and_write_none(
     assert os.listdir(tmp_path) == ["corpus"]
 
 
-@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "./x", "", "a//b", "x/", "main.py", "a\0b"])
-async def test_files_that_lead_elsewhere_are_refused(bubblewrap: BubblewrapSandbox, path: str) -> None:
-    with pytest.raises(SandboxError, match="must be a plain relative path"):
-        await bubblewrap.run("", files={path: ""})
+async def test_files_outside_the_working_directory_are_refused(bubblewrap: BubblewrapSandbox) -> None:
+    for path in ("/etc/x", "../x", "a/../../x", "./x", "", "a//b", "x/", "main.py", "a\0b"):
+        with pytest.raises(SandboxError, match="must be a plain relative path"):
+            await bubblewrap.run("", files={path: ""})
 
 
-@pytest.mark.parametrize("name", ["wall_s", "processes", "output_bytes"])
-async def test_limits_that_are_none_are_refused(name: str) -> None:
-    for number in (0, -1, float("inf"), float("nan")):
+async def test_limits_must_be_positive_and_finite() -> None:
+    for name, number in itertools.product(("wall_s", "processes", "output_bytes"), (0, -1, math.inf, math.nan)):
         with pytest.raises(SandboxError, match=rf"Limits.{name} is"):
             Limits(**{name: number})
-
-
-async def test_without_bwrap_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        SandboxError, match=r"bwrap is not installed; install bubblewrap 0.8 or newer: `apt-get install"
-    ):
-        await BubblewrapSandbox().__aenter__()
 
 
 @pytest.mark.parametrize(
@@ -280,7 +270,7 @@ async def test_without_bwrap_it_is_said_what_to_install(monkeypatch: pytest.Monk
         ("bwrap: No permissions to create new namespace", "in a container, namespaces have to be allowed"),
     ],
 )
-async def test_a_bwrap_that_does_not_work_is_told_of_with_what_helps(
+async def test_a_bwrap_that_does_not_work_is_an_error_with_advice(
     monkeypatch: pytest.MonkeyPatch, complaint: str, advice: str
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -299,7 +289,7 @@ async def test_a_python_that_does_not_run_is_named(bubblewrap: BubblewrapSandbox
         await BubblewrapSandbox(python="/nowhere/python").__aenter__()
 
 
-async def test_a_python_that_is_installed_into_ones_home_is_refused(
+async def test_a_python_installed_into_the_home_directory_is_refused(
     bubblewrap: BubblewrapSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", sys.base_prefix)

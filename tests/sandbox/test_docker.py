@@ -1,9 +1,10 @@
-"""The docker command that is given, and what is made of its answers: by a fake one, and by an engine where one runs."""
+"""Containers: the docker commands and their outcomes, by a fake docker, and by an engine if one runs."""
 
 import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,27 @@ from arl.api.errors import SandboxError
 from arl.sandbox import DockerSandbox, Limits, container
 
 LIMITS = Limits(wall_s=20, output_bytes=10_000)
+FORGES = 'import os\nos.write(2, b\'0\' * 32 + b\' {"ended_by": "exit", "code": 0, "wall_s": 1}\')\nos._exit(5)'
+
+
+@pytest.fixture
+async def sandbox(docker: Path) -> AsyncIterator[DockerSandbox]:
+    async with DockerSandbox(limits=LIMITS) as sandbox:
+        yield sandbox
 
 
 def calls(docker: Path) -> list[list[str]]:
     return [json.loads(line) for line in (docker / "calls.jsonl").read_text().splitlines()]
 
 
-async def test_a_program_runs_in_a_container_of_its_own(docker: Path) -> None:
-    async with DockerSandbox(limits=LIMITS) as sandbox:
-        program = "import sys\nprint(input(), open('d/a').read())\nprint('e', file=sys.stderr)\nsys.exit(3)"
-        outcome = await sandbox.run(program, stdin="in\n", files={"d/a": b"file"})
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (3, "in file\n", "e\n")
+async def test_a_program_runs_in_a_container_of_its_own(
+    docker: Path, sandbox: DockerSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")  # the docker client puts it into containers
+    program = "import os, sys\nprint(input(), open('d/a').read(), sorted(set(os.environ) - {'LC_CTYPE'}))\n"
+    program += "print('e', file=sys.stderr)\nsys.exit(3)"
+    outcome = await sandbox.run(program, stdin="in\n", files={"d/a": b"file"})
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (3, "in file []\n", "e\n")
     first, inspect, probe, run = calls(docker)
     assert (first[0], inspect[:2], probe[0]) == ("version", ["image", "inspect"], "run")
     assert probe[2] != run[2]
@@ -38,8 +49,7 @@ async def test_a_program_runs_in_a_container_of_its_own(docker: Path) -> None:
         "--cpus": "1",
     }.items():
         assert run[run.index(option) + 1] == value
-    assert "--read-only" in run
-    assert "--rm" in run
+    assert {"--read-only", "--rm"} <= set(run)
     assert not {"--volume", "-v", "--mount", "--privileged"} & set(run)
 
 
@@ -50,53 +60,36 @@ async def test_a_program_runs_in_a_container_of_its_own(docker: Path) -> None:
         ("import sys; sys.exit(139)", "exit", 139),
         ("import os\nfor _ in range(99): os.write(1, b'x' * 1000)", "output", None),
         ("import os, resource, signal; os.kill(os.getpid(), signal.SIGXCPU)", "cpu", None),
+        pytest.param(FORGES, "exit", 5, id="a report that the program wrote itself"),
     ],
 )
-async def test_the_outcome_says_how_it_ended(docker: Path, program: str, ended_by: str, code: int | None) -> None:
-    async with DockerSandbox(limits=LIMITS) as sandbox:
-        outcome = await sandbox.run(program)
-        assert (outcome.ended_by, outcome.exit_code) == (ended_by, code)
-        assert len(outcome.stdout) <= LIMITS.output_bytes
+async def test_the_outcome_says_how_it_ended(
+    sandbox: DockerSandbox, program: str, ended_by: str, code: int | None
+) -> None:
+    outcome = await sandbox.run(program)
+    assert (outcome.ended_by, outcome.exit_code) == (ended_by, code)
+    assert len(outcome.stdout) <= LIMITS.output_bytes
 
 
-async def test_a_container_ends_itself_at_its_wall_time(docker: Path) -> None:
-    """By its first process, so also where nobody is left to remove it."""
-    async with DockerSandbox() as sandbox:
-        outcome = await sandbox.run("print('a', flush=True)\nimport time\ntime.sleep(600)", limits=Limits(wall_s=0.3))
+async def test_the_first_process_of_a_container_ends_it_at_its_wall_time(docker: Path, sandbox: DockerSandbox) -> None:
+    outcome = await sandbox.run("print('a', flush=True)\nimport time\ntime.sleep(600)", limits=Limits(wall_s=0.5))
     assert (outcome.ended_by, outcome.stdout, outcome.exit_code) == ("timeout", "a\n", None)
     assert not any(call[0] == "rm" for call in calls(docker))
 
 
-async def test_a_program_cannot_write_its_own_report(docker: Path) -> None:
-    program = 'import os\nos.write(2, b\'0\' * 32 + b\' {"ended_by": "exit", "code": 0, "wall_s": 1}\')\nos._exit(5)'
-    async with DockerSandbox() as sandbox:
-        assert (await sandbox.run(program)).exit_code == 5
-
-
-async def test_a_program_sees_nothing_of_the_containers_environment(
-    docker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The docker client puts the user's proxies there, whose addresses may hold a password."""
-    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")
-    async with DockerSandbox() as sandbox:
-        outcome = await sandbox.run("import os\nprint(sorted(set(os.environ) - {'LC_CTYPE'}))")
-    assert outcome.stdout == "[]\n"
-
-
-async def test_a_cancelled_call_removes_its_container_by_name(docker: Path, pipe: Path) -> None:
-    async with DockerSandbox() as sandbox:
-        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
-        async with once_running(pipe) as reader:
-            call.cancel()
-            assert await asyncio.to_thread(reader.read) == ""
-        with pytest.raises(asyncio.CancelledError):
-            await call
+async def test_a_cancelled_call_removes_its_container_by_name(docker: Path, sandbox: DockerSandbox, pipe: Path) -> None:
+    call = asyncio.create_task(sandbox.run(sleeper(pipe)))
+    async with once_running(pipe) as reader:
+        call.cancel()
+        assert await asyncio.to_thread(reader.read) == ""
+    with pytest.raises(asyncio.CancelledError):
+        await call
     *_, run, remove = calls(docker)
     assert remove == ["rm", "--force", run[2]]
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"files": {"a": 9}', b'{"files": {"a": 9}}\nhalf'])
-async def test_a_container_that_is_not_told_all_ends_itself(tmp_path: Path, sent: bytes) -> None:
+async def test_a_container_with_incomplete_input_ends_itself(tmp_path: Path, sent: bytes) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, container.__file__, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=tmp_path
     )
@@ -104,10 +97,9 @@ async def test_a_container_that_is_not_told_all_ends_itself(tmp_path: Path, sent
     assert (process.returncode, b"was not sent" in complaint) == (1, True)
 
 
-async def test_a_container_that_the_kernel_killed_ran_out_of_memory(docker: Path) -> None:
-    async with DockerSandbox() as sandbox:
-        (docker / "killed").touch()
-        outcome = await sandbox.run("")
+async def test_a_container_that_the_kernel_killed_ran_out_of_memory(docker: Path, sandbox: DockerSandbox) -> None:
+    (docker / "killed").touch()
+    outcome = await sandbox.run("")
     assert (outcome.ended_by, outcome.exit_code) == ("memory", None)
 
 

@@ -1,4 +1,4 @@
-"""Which sandbox is found, and what is said where there is none; and the one that is none."""
+"""The sandbox that is found, the error if there is none; and the one that isolates nothing."""
 
 import asyncio
 import logging
@@ -25,7 +25,9 @@ async def test_docker_is_found_where_there_is_no_bubblewrap(docker: Path, monkey
     assert (docker / "calls.jsonl").exists()
 
 
-async def test_where_there_is_none_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_an_error_says_what_to_install_if_there_is_no_sandbox(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError) as refusal:
         await find_sandbox().__aenter__()
@@ -73,7 +75,9 @@ async def test_unsafe_runs_programs_and_warns_once(
         ("import os, time\nif os.fork() == 0: time.sleep(600)", Limits(), "exit", 0),
     ],
 )
-async def test_unsafe_keeps_what_limits_it_can(program: str, limits: Limits, ended_by: str, code: int | None) -> None:
+async def test_unsafe_limits_time_output_and_memory(
+    program: str, limits: Limits, ended_by: str, code: int | None
+) -> None:
     async with UnsafeSandbox() as sandbox:
         outcome = await sandbox.run(program, limits=limits)
     assert (outcome.ended_by, outcome.exit_code) == (ended_by, code)

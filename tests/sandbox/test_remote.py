@@ -57,7 +57,7 @@ async def served(sandbox: Recorder) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-async def test_what_is_asked_arrives_and_the_outcome_comes_back() -> None:
+async def test_a_request_arrives_and_its_outcome_comes_back() -> None:
     recorder = Recorder()
     async with served(recorder) as url, RemoteSandbox(url, api_key=KEY) as sandbox:
         files = {"a": "text ü", "b/c": b"\0\xff"}
@@ -68,7 +68,7 @@ async def test_what_is_asked_arrives_and_the_outcome_comes_back() -> None:
     assert recorder.asked == [("print()", "in", files, limits), ("print()", "", {}, ORDINARY)]
 
 
-def test_limits_that_a_request_does_not_name_are_the_ordinary_ones_as_far_as_they_are_allowed() -> None:
+def test_unnamed_limits_are_the_defaults_cut_to_the_servers_maximum() -> None:
     asked = parse(RunRequest, b'{"program": "", "limits": {"wall_s": 20}}')
     assert asked.limits_within(MOST) == Limits(wall_s=20, processes=8)
 
@@ -115,7 +115,7 @@ async def test_a_wrong_key_is_refused_and_runs_nothing(monkeypatch: pytest.Monke
         ('{"program": "", "limits": {"wall_s": 31}}', "limits.wall_s is 31.0; this server allows 30"),
     ],
 )
-async def test_a_request_that_is_wrong_is_told_what_is(body: str, message: str) -> None:
+async def test_a_wrong_request_is_refused_by_name_of_its_field(body: str, message: str) -> None:
     recorder = Recorder()
     async with served(recorder) as url, aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session:
         answer = await session.post(url + "/run", data=body)
@@ -124,8 +124,10 @@ async def test_a_request_that_is_wrong_is_told_what_is(body: str, message: str) 
     assert recorder.asked == []
 
 
-async def test_a_sandbox_that_fails_there_is_an_error_here() -> None:
+async def test_a_sandbox_that_fails_or_is_not_at_the_url_is_an_error() -> None:
     async with served(Recorder()) as url:
+        with pytest.raises(SandboxError, match="/elsewhere/health answered HTTP 404: Not Found"):
+            await RemoteSandbox(url + "/elsewhere", api_key=KEY).__aenter__()
         async with RemoteSandbox(url, api_key=KEY) as sandbox:
             with pytest.raises(SandboxError, match="/run answered HTTP 500: no room"):
                 await sandbox.run("fail")
@@ -133,12 +135,6 @@ async def test_a_sandbox_that_fails_there_is_an_error_here() -> None:
             await sandbox.run("")
     with pytest.raises(SandboxError, match="could not be reached"):
         await RemoteSandbox(url, api_key=KEY).__aenter__()
-
-
-async def test_a_server_that_is_none_of_ours_is_told_of() -> None:
-    async with served(Recorder()) as url:
-        with pytest.raises(SandboxError, match="/elsewhere/health answered HTTP 404: Not Found"):
-            await RemoteSandbox(url + "/elsewhere", api_key=KEY).__aenter__()
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -2,12 +2,7 @@
 
 import socket
 
-for family, kind in [
-    ("AF_VSOCK", "SOCK_STREAM"),
-    ("AF_NETLINK", "SOCK_RAW"),
-    ("AF_ALG", "SOCK_SEQPACKET"),
-    ("AF_PACKET", "SOCK_RAW"),
-    ("AF_INET", "SOCK_RAW"),
-    ("AF_BLUETOOTH", "SOCK_RAW"),
-]:
+kinds = {"AF_VSOCK": "SOCK_STREAM", "AF_ALG": "SOCK_SEQPACKET"}
+for family in ("AF_VSOCK", "AF_NETLINK", "AF_ALG", "AF_PACKET", "AF_INET", "AF_BLUETOOTH"):
+    kind = kinds.get(family, "SOCK_RAW")
     attempt(family, lambda: socket.socket(getattr(socket, family), getattr(socket, kind)))

@@ -5,13 +5,6 @@ import os
 
 libc = ctypes.CDLL(None, use_errno=True)
 
-
-def checked(result):
-    if result == -1:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result
-
-
 child = os.fork()
 if child == 0:
     while True:

@@ -3,28 +3,11 @@
 import os
 import sys
 
-for directory in (
-    "/",
-    "/usr",
-    "/usr/bin",
-    "/bin",
-    "/lib",
-    "/etc",
-    "/dev",
-    "/root",
-    "/proc/sys/kernel",
-    sys.prefix,
-    os.path.dirname(os.__file__),
-    *sys.path[1:],
-):
+directories = "/ /usr /usr/bin /bin /lib /etc /dev /root /proc/sys/kernel".split()
+for directory in [*directories, sys.prefix, os.path.dirname(os.__file__), *sys.path[1:]]:
     attempt(directory, lambda: open(os.path.join(directory, "planted"), "w").write("x"))
-for file in (
-    "/proc/sys/kernel/core_pattern",
-    "/proc/sysrq-trigger",
-    "/proc/sys/vm/drop_caches",
-    "/usr/bin/env",
-    os.__file__,
-):
+files = "/proc/sys/kernel/core_pattern /proc/sysrq-trigger /proc/sys/vm/drop_caches /usr/bin/env".split()
+for file in [*files, os.__file__]:
     attempt(file, lambda: open(file, "r+b", 0).write(b"1"))
 attempt("spared for want of memory", lambda: open("/proc/self/oom_score_adj", "w", 1).write("-1000\n"))
 attempt("chmod", os.chmod, os.__file__, 0o777)
