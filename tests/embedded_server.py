@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arl.engine.local.__main__ import application, load_scheduler, parse_arguments
-from arl.engine.local.endpoint import Inflight
+from arl.engine.local.generate import Inflight
 from arl.web.server import bind, serving
 
 

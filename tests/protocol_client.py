@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +43,10 @@ class Client:
         assert answer.status == 200, answer.body
         return answer.body
 
-    @asynccontextmanager
-    async def stream(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[Any]]:
-        """The events of a streaming request; the last one is the string [DONE]."""
-        async with self.session.post(path, json={**body, "stream": True}) as response:
-            assert response.status == 200, await response.text()
-            yield _events(response)
+    async def until_gained(self, num_tokens: int) -> None:
+        """Wait until each running request has so many more tokens: a request beside them has as many, and a few."""
+        sampling = {"max_new_tokens": num_tokens + 5, "temperature": 0, "ignore_eos": True}
+        await self.generate(input_ids=[1], sampling_params=sampling)
 
     async def until_running(self, count: int) -> None:
         """Wait until so many sequences are being generated."""
@@ -68,21 +64,13 @@ class Client:
 
 
 def fresh_rid() -> str:
-    """An id that no request had before. SGLang aborts those of a stream once more two seconds after its end."""
+    """An id that no request had before."""
     return uuid.uuid4().hex
 
 
 def spans(answer: Any) -> list[tuple[str, int, int]]:
     """The version spans of an answer of /generate: (label, start, end)."""
     return [(span["version"], span["start"], span["end"]) for span in answer["meta_info"]["weight_versions"]]
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    async for line in response.content:
-        text = line.decode().strip()
-        if text:
-            data = text.removeprefix("data: ")
-            yield data if data == "[DONE]" else json.loads(data)
 
 
 async def _read(response: aiohttp.ClientResponse) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,7 @@ def announcing(tensors: Mapping[str, torch.Tensor], name: str, **more: Any) -> d
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
         "group_name": name,
+        "load_format": "flattened_bucket",
         "flush_cache": False,
         "abort_all_requests": False,
         **more,
@@ -53,17 +54,14 @@ class Trainer:
 
     async def send(self, tensors: Mapping[str, torch.Tensor], **more: Any) -> None:
         receiving = self.announce(tensors, **more)
-        await self.broadcast(list(tensors.values()))
+        flat = torch.cat([tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors.values()])
+        await asyncio.to_thread(dist.broadcast, flat, group_src=0, group=self._group)
         answer = await receiving
         assert (answer.status, answer.body["success"]) == (200, True), answer.body
 
     def announce(self, tensors: Mapping[str, torch.Tensor], **more: Any) -> asyncio.Task[Answer]:
         body = announcing(tensors, self.name, **more)
         return asyncio.create_task(self._client.post("/update_weights_from_distributed", body))
-
-    async def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            await asyncio.to_thread(dist.broadcast, tensor, group_src=0, group=self._group)
 
     def leave(self) -> None:
         dist.destroy_process_group(self._group)

@@ -23,6 +23,9 @@ StopReason = Literal["stop", "length", "abort"]
 NOT_SAMPLED = -1
 """The version of a token that no policy sampled: prompts, tool results, user turns."""
 
+MIN_TEMPERATURE = 1e-3
+"""The lowest temperature that samples: logits divided by much less do not fit float32. 0 is greedy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -30,7 +33,7 @@ class SamplingParams:
 
     max_new_tokens: int = 256
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy; otherwise at least MIN_TEMPERATURE."""
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
@@ -43,8 +46,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k != -1 and self.top_k < 1:

@@ -117,7 +117,7 @@ JSON_SCORE = r'"score"\s*:\s*"?(-?[0-9]+(?:\.[0-9]+)?)'
 
 
 class ChatServer(Shared, JsonClient):
-    """A model at an OpenAI-compatible URL: OpenAI's, vLLM, SGLang, the embedded server (its URL with /v1).
+    """A model at an OpenAI-compatible URL: OpenAI's, vLLM, SGLang.
 
     base_url: usually ends in /v1, since `/chat/completions` is appended. api_key_env: the environment variable that has
     the key, instead of api_key; logs, caches and errors never show the key. The other settings are JsonClient's.

@@ -74,7 +74,9 @@ def test_records_cannot_be_changed() -> None:
     ("wrong", "sentence"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"temperature": -1.0}, "temperature is -1.0; it must be 0 (greedy) or above"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be 0 (greedy) or at least 0.001"),
+        ({"temperature": 1e-300}, "temperature is 1e-300; it must be 0 (greedy) or at least 0.001"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be 0 (greedy) or at least 0.001"),
         ({"top_p": 0.0}, "top_p is 0.0; it must be in (0, 1]"),
         ({"top_k": 0}, "top_k is 0; it must be -1 (off) or at least 1"),
         ({"min_p": 1.5}, "min_p is 1.5; it must be in [0, 1]"),

@@ -128,7 +128,8 @@ async def client(server: Server, models: Models) -> AsyncIterator[Client]:
             )
         yield client
         await client.post("/continue_generation")
-        await client.post("/abort_request", {"abort_all": True})
+        await client.post("/pause_generation", {"mode": "abort"})
+        await client.post("/continue_generation")
         await client.until_waiting(0)
         await client.until_running(0)
         await client.post("/update_weights_from_disk", {"model_path": str(models.directory_a), "weight_version": "a"})

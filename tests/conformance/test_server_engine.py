@@ -18,7 +18,7 @@ from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]
-NUM_TOKENS = {"embedded": 1000, "sglang": 100}
+NUM_TOKENS = {"embedded": 500, "sglang": 100}
 """Enough that both updates come in the middle."""
 
 

@@ -88,20 +88,6 @@ async def test_requests_of_several_adapters_and_of_none_at_once(
         references[name].check_answer(answer, prompt)
 
 
-async def test_a_batch_names_an_adapter_for_each_prompt(shelf: Shelf, references: dict[str | None, Reference]) -> None:
-    await shelf.load("one", "two")
-    names = [None, "one", "two"]
-    prompts = [[i, *PROMPT] for i in range(3)]
-    answers = await shelf.client.generate(
-        input_ids=prompts,
-        lora_path=[shelf.names[name] for name in names],
-        sampling_params=SAMPLED,
-        return_logprob=True,
-    )
-    for name, prompt, answer in zip(names, prompts, answers, strict=True):
-        references[name].check_answer(answer, prompt)
-
-
 async def test_prefixes_are_shared_under_one_adapter_alone(
     shelf: Shelf, references: dict[str | None, Reference]
 ) -> None:
@@ -113,23 +99,6 @@ async def test_prefixes_are_shared_under_one_adapter_alone(
         cached.append(answer["meta_info"]["cached_tokens"])
         references[name].check_answer(answer, prompt)
     assert cached == [0, 0, 0, 39, 39, 39]
-
-
-async def test_openai_requests_name_an_adapter_behind_the_models_name_or_apart(
-    shelf: Shelf, models: Models, references: dict[str | None, Reference]
-) -> None:
-    await shelf.load("one", "two")
-    expected = {name: models.tokenizer.decode(r.greedy(PROMPT, 8)) for name, r in references.items()}
-    assert len(set(expected.values())) == 3
-    asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
-    for name, named in (
-        (None, {"model": "default"}),
-        ("one", {"model": f"default:{shelf.names['one']}"}),
-        ("two", {"model": "default", "lora_path": shelf.names["two"]}),
-    ):
-        answer = await shelf.client.post("/v1/completions", {**asked, **named})
-        assert answer.status == 200, answer.body
-        assert answer.body["choices"][0]["text"] == expected[name]
 
 
 async def test_labels_say_nothing_of_adapters(shelf: Shelf) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ def tokens(count: int, seed: int) -> list[int]:
     return [draw.randrange(_LARGEST) for _ in range(count)]
 
 
-async def ask(client: Client, input_ids: Sequence[Any], start: Any = 0, **fields: Any) -> Any:
+async def ask(client: Client, input_ids: Sequence[int], start: int | None = 0, **fields: Any) -> Any:
     body = {"sampling_params": NOTHING_NEW, "return_logprob": True, "logprob_start_len": start, **fields}
     return await client.generate(input_ids=input_ids, **body)
 
@@ -99,15 +100,6 @@ async def test_one_token_alone_has_no_logprob(client: Client) -> None:
     assert (await ask(client, [7]))["meta_info"]["input_token_logprobs"] == [[None, 7, None]]
 
 
-async def test_a_batch_has_a_start_each_and_answers_in_order(client: Client, models: Models) -> None:
-    batch = [tokens(40, 6), tokens(7, 7), tokens(19, 8), tokens(19, 8)]
-    starts = [0, 5, 1, 0]
-    for answer, given, start in zip(await ask(client, batch, starts), batch, starts, strict=True):
-        check(answer, models, given, start)
-    for answer, given in zip(await ask(client, batch), batch, strict=True):
-        check(answer, models, given)
-
-
 async def test_a_prompt_of_many_prefill_chunks_is_told_whole(client: Client, models: Models) -> None:
     given = tokens(5000, 9)
     check(await ask(client, given), models, given)
@@ -115,9 +107,10 @@ async def test_a_prompt_of_many_prefill_chunks_is_told_whole(client: Client, mod
 
 async def test_what_is_generated_beside_it_stays_the_same(client: Client, models: Models) -> None:
     prompt, given = tokens(12, 10), tokens(900, 11)
-    samplings = [{"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}, NOTHING_NEW]
-    body = {"input_ids": [prompt, given], "sampling_params": samplings, "return_logprob": True}
-    sampled, scored = await client.generate(**body, logprob_start_len=[-1, 0])
+    sampling = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
+    sampled, scored = await asyncio.gather(
+        client.generate(input_ids=prompt, sampling_params=sampling), ask(client, given)
+    )
     assert sampled["output_ids"] == models.a.greedy(prompt, 30)
     check(scored, models, given)
 

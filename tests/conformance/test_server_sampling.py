@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 from typing import Any
 
 import pytest
@@ -17,13 +17,14 @@ FREE = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 
 
 async def sampled(client: Client, num_samples: int = 1, **sampling: Any) -> list[Any]:
-    """Answers to a few prompts of different lengths."""
-    prompts = [PROMPT[:1], PROMPT, PROMPT * 9]
-    body = {"input_ids": prompts, "sampling_params": {**FREE, **sampling, "n": num_samples}, "return_logprob": True}
-    answers = await client.generate(**body)
-    for answer, prompt in zip(answers, [p for p in prompts for _ in range(num_samples)], strict=True):
-        answer["prompt"] = prompt
-    return answers
+    """Answers to a few prompts of different lengths, each asked `num_samples` times."""
+    prompts = [prompt for prompt in (PROMPT[:1], PROMPT, PROMPT * 9) for _ in range(num_samples)]
+    answers = await asyncio.gather(*(ask(client, prompt, **sampling) for prompt in prompts))
+    return [{**answer, "prompt": prompt} for answer, prompt in zip(answers, prompts, strict=True)]
+
+
+async def ask(client: Client, prompt: list[int] = PROMPT, **sampling: Any) -> Any:
+    return await client.generate(input_ids=prompt, sampling_params={**FREE, **sampling}, return_logprob=True)
 
 
 SAMPLINGS: list[dict[str, float]] = [
@@ -39,15 +40,9 @@ SAMPLINGS: list[dict[str, float]] = [
 
 
 async def test_logprobs_are_of_the_tempered_model_before_any_filter(client: Client, models: Models) -> None:
-    for answer, sampling in zip(await one_batch(client, SAMPLINGS, NUM_TOKENS), SAMPLINGS, strict=True):
+    answers = await asyncio.gather(*(ask(client, **sampling) for sampling in SAMPLINGS))
+    for answer, sampling in zip(answers, SAMPLINGS, strict=True):
         models.a.check_answer(answer, PROMPT, sampling.get("temperature", 1.0))
-
-
-async def one_batch(client: Client, samplings: Sequence[dict[str, float]], num_tokens: int, n: int = 1) -> list[Any]:
-    """Answers to one prompt under different parameters, in one batch."""
-    params = [{"max_new_tokens": num_tokens, "ignore_eos": True, "n": n, **sampling} for sampling in samplings]
-    prompts = [PROMPT] * len(samplings)
-    return await client.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
 
 
 async def test_temperature_zero_is_greedy_with_logprobs_at_temperature_one(client: Client, models: Models) -> None:
@@ -81,9 +76,9 @@ async def test_min_p_leaves_what_comes_near_the_likeliest(client: Client, models
 async def test_tokens_are_drawn_as_often_as_their_probability_says(client: Client, models: Models) -> None:
     num_samples = 300
     samplings: list[dict[str, float]] = [{}, {"temperature": 2.0}, {"top_k": 2}]
-    answers = await one_batch(client, samplings, 1, num_samples)
-    for i, sampling in enumerate(samplings):
-        tokens = [answer["output_ids"][0] for answer in answers[i * num_samples : (i + 1) * num_samples]]
+    for sampling in samplings:
+        one = {**sampling, "max_new_tokens": 1}
+        tokens = [(await ask(client, **one))["output_ids"][0] for _ in range(num_samples)]
         counts = torch.bincount(torch.tensor(tokens), minlength=288)
         probs = (models.a.logits(PROMPT, [0])[0] / sampling.get("temperature", 1.0)).softmax(-1)
         if "top_k" in sampling:
@@ -100,7 +95,5 @@ async def test_tokens_are_drawn_as_often_as_their_probability_says(client: Clien
 async def test_a_seed_gives_the_same_sample_again(client: Client, server: Server) -> None:
     if server.kind == "sglang":
         pytest.skip("stock SGLang heeds seeds in its deterministic mode alone, which no CPU backend has")
-    sampling = {**FREE, "sampling_seed": 5, "n": 2}
-    first, again = [await client.generate(input_ids=PROMPT, sampling_params=sampling) for _ in range(2)]
-    assert [answer["output_ids"] for answer in first] == [answer["output_ids"] for answer in again]
-    assert first[0]["output_ids"] != first[1]["output_ids"]
+    first, again, other = [(await ask(client, sampling_seed=seed))["output_ids"] for seed in (5, 5, 6)]
+    assert first == again != other

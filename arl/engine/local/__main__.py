@@ -23,7 +23,6 @@ import logging
 import os
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ from arl.web.server import bind, check_address, run_server, serving, stop_event
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from arl.engine.local.endpoint import Inflight
+    from arl.engine.local.generate import Inflight
     from arl.engine.local.scheduler import Scheduler
 
 log = logging.getLogger("arl.engine.local")
@@ -101,7 +100,7 @@ def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
 
 async def run(args: argparse.Namespace, sock: socket.socket) -> int:
     """Load the model, answer until told to stop, and leave nothing running. Returns the exit code."""
-    from arl.engine.local.endpoint import Inflight
+    from arl.engine.local.generate import Inflight
 
     loop, died = asyncio.get_running_loop(), asyncio.Event()
     inflight = Inflight(loop)
@@ -128,21 +127,11 @@ async def run(args: argparse.Namespace, sock: socket.socket) -> int:
 
 def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflight) -> web.Application:
     from arl.engine.local.app import build_app
-    from arl.engine.local.endpoint import Serving
-    from arl.engine.local.job import Text
 
-    serving = Serving(
-        scheduler=scheduler,
-        inflight=inflight,
-        text=Text(scheduler.runner.tokenizer),
-        tokenizing=ThreadPoolExecutor(1, "tokenizing"),
-        model_path=args.model,
-        served_model_name=args.served_model_name or args.model,
-    )
     settings = {name: value for name, value in vars(args).items() if name not in ("api_key", "parent_pid")}
-    settings |= {"model_path": args.model, "context_length": scheduler.runner.context_length}
-    settings |= {"tp_size": 1, "pp_size": 1, "dp_size": 1}  # clients read these of a server that is split over GPUs
-    return build_app(serving, settings, args.api_key)
+    settings |= {"model_path": args.model, "served_model_name": args.served_model_name or args.model}
+    settings |= {"context_length": scheduler.runner.context_length, "tp_size": 1}
+    return build_app(scheduler, inflight, settings, args.api_key)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,205 +2,144 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-import uuid
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from arl.api.errors import EngineClosedError
-from arl.api.types import SamplingParams
 from arl.engine.local.control import (
     AbortBody,
-    AdapterCalls,
     Control,
     DiskBody,
     DistributedBody,
+    EmptyBody,
     GroupBody,
     JoinBody,
     LoadAdapterBody,
     PauseBody,
-    PlainBody,
     UnloadAdapterBody,
-    VersionBody,
     Weights,
 )
-from arl.engine.local.endpoint import Serving, asked, control_error, generate_error, openai_error, path_error
-from arl.engine.local.generate import ClassifyBody, Generate, classifying
-from arl.engine.local.job import Job, TextError
-from arl.engine.local.openai import OpenAI, TokenizeBody
-from arl.web.bodies import RequestError
+from arl.engine.local.generate import ClassifyBody, GenerateBody, Generation, Inflight, TokenizeBody
+from arl.engine.local.scheduler import Scheduler
+from arl.web.bodies import BodyError, RequestBody, RequestError, parse
 from arl.web.server import ErrorShape, Handler, answering, boundary, json_response, require_key
 
-Paths = Mapping[str, Handler]
-
 _MAX_BODY_BYTES = 1 << 30
-"""A batch of long prompts is many megabytes; aiohttp's own limit is one."""
-_HEALTH_TIMEOUT_S = 20.0
-_NO_LANGUAGE_MODEL = "this server has a reward model, which scores sequences and generates none; ask POST /classify"
-_NO_REWARD_MODEL = (
-    "this server has a language model; /classify is for reward models, that is, model directories whose architecture "
-    "is one ForSequenceClassification"
-)
+"""A long prompt is many megabytes; aiohttp's own limit is one."""
+
+B = TypeVar("B", bound=RequestBody)
 
 
 class Info:
-    """The endpoints that only read."""
+    """The endpoints that only read. settings: what the server was started with."""
 
-    def __init__(self, serving: Serving, settings: dict[str, Any]) -> None:
-        self._serving = serving
+    def __init__(self, scheduler: Scheduler, settings: Mapping[str, Any]) -> None:
+        self._scheduler = scheduler
         self._settings = settings
 
-    async def health(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(status=200 if self._serving.scheduler.is_alive else 503)
+    async def health(self, body: EmptyBody) -> Any:
+        return web.Response(status=200 if self._scheduler.is_alive else 503)
 
-    async def health_generate(self, request: web.Request) -> web.StreamResponse:
-        """200 if one token can be generated in time. A paused server is healthy if its model thread lives."""
-        scheduler = self._serving.scheduler
-        if not scheduler.is_alive or scheduler.is_paused:
-            return await self.health(request)
-        rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
-        job = Job(rid=rid, input_ids=[0], sampling=SamplingParams(max_new_tokens=1, temperature=0.0))
-        try:
-            with self._serving.inflight.submit(scheduler, {rid: [job]}) as following:
-                await asyncio.wait_for(following.finish(), _HEALTH_TIMEOUT_S)
-        except (TimeoutError, RequestError):
-            return web.Response(status=503)
-        return await self.health(request)
+    async def model_info(self, body: EmptyBody) -> Any:
+        model = self._scheduler.runner
+        return {
+            "model_path": self._settings["model_path"],
+            "is_generation": not model.is_scorer,
+            "vocab_size": model.vocab_size,
+            "weight_version": self._scheduler.weight_version,
+            "model_type": getattr(model.config, "model_type", None),
+            "architectures": getattr(model.config, "architectures", None),
+        }
 
-    async def model_info(self, request: web.Request) -> web.StreamResponse:
-        scheduler = self._serving.scheduler
-        return json_response(
-            {
-                "model_path": self._serving.model_path,
-                "served_model_name": self._serving.served_model_name,
-                "tokenizer_path": self._serving.model_path,
-                "is_generation": not scheduler.runner.is_scorer,
-                "vocab_size": scheduler.runner.vocab_size,
-                "weight_version": scheduler.weight_version,
-                "load_format": "auto",
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
-                "model_type": getattr(scheduler.runner.config, "model_type", None),
-                "architectures": getattr(scheduler.runner.config, "architectures", None),
-            }
-        )
-
-    async def server_info(self, request: web.Request) -> web.StreamResponse:
-        scheduler = self._serving.scheduler
-        state = {"weight_version": scheduler.weight_version, "is_paused": scheduler.is_paused, **self._load()}
-        return json_response({**self._settings, "version": version("arl"), "internal_states": [state]})
+    async def server_info(self, body: EmptyBody) -> Any:
+        state = {"is_paused": self._scheduler.is_paused, **self._load()}
+        return {**self._settings, "version": version("arl"), "internal_states": [state]}
 
     def _load(self) -> dict[str, int]:
-        scheduler = self._serving.scheduler
-        return {"num_running_reqs": scheduler.num_running, "num_waiting_reqs": scheduler.num_waiting}
+        return {"num_running_reqs": self._scheduler.num_running, "num_waiting_reqs": self._scheduler.num_waiting}
 
-    async def loads(self, request: web.Request) -> web.StreamResponse:
-        load = {"timestamp": time.time(), "dp_rank": 0, **self._load()}
-        return json_response({"version": version("arl"), "loads": [load]})
+    async def loads(self, body: EmptyBody) -> Any:
+        return {"loads": [self._load()]}
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        name, scheduler = self._serving.served_model_name, self._serving.scheduler
-        card = {
-            "id": name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "arl",
-            "root": name,
-            "parent": None,
-            "max_model_len": scheduler.runner.context_length,
-        }
-        own = {"parent": name, "max_model_len": None}
-        adapters = [{**card, "id": id, "root": root, **own} for id, root in scheduler.runner.adapters.loaded.items()]
-        return json_response({"object": "list", "data": [card, *adapters]})
+    async def models(self, body: EmptyBody) -> Any:
+        name, model = self._settings["served_model_name"], self._scheduler.runner
+        card = {"id": name, "object": "model", "root": name, "parent": None, "max_model_len": model.context_length}
+        own = {"object": "model", "parent": name, "max_model_len": None}
+        adapters = [{"id": adapter, "root": path, **own} for adapter, path in model.adapters.loaded.items()]
+        return {"object": "list", "data": [card, *adapters]}
 
 
-def refusing(sentence: str) -> Handler:
-    """Replaces an endpoint that this kind of model cannot answer."""
-
-    async def refuse(request: web.Request) -> web.StreamResponse:
-        raise RequestError(sentence)
-
-    return refuse
-
-
-def build_app(serving: Serving, settings: dict[str, Any], api_key: str | None) -> web.Application:
+def build_app(
+    scheduler: Scheduler, inflight: Inflight, settings: Mapping[str, Any], api_key: str | None
+) -> web.Application:
     """The application over one scheduler.
 
-    settings: what the server was started with, for /server_info; this function uses `device` and `update_timeout_s`.
+    settings: what the server was started with, for /server_info; the application uses `device`, `model_path`,
+    `served_model_name` and `update_timeout_s`.
     """
-    control, info = Control(serving), Info(serving, settings)
-    updating = ThreadPoolExecutor(1, "updating")
-    app = web.Application(
-        middlewares=[boundary(path_error), *([require_key(api_key)] if api_key else [])],
-        client_max_size=_MAX_BODY_BYTES,
-    )
-    asks: Paths = {
-        "/health": info.health,
-        "/health_generate": info.health_generate,
-        "/model_info": info.model_info,
-        "/get_model_info": info.model_info,
-        "/server_info": info.server_info,
-        "/get_server_info": info.server_info,
-        "/v1/loads": info.loads,
-        "/v1/models": info.models,
-        "/flush_cache": control.flush_cache,
-    }
-    _add(app, ("GET",), asks, control_error)
-    _add(app, ("POST",), {"/flush_cache": control.flush_cache, **_requests(control)}, control_error)
-    _add(app, ("POST",), _weights(serving, updating, settings), control_error)
-    completes, answers = _models(serving)
-    _add(app, ("POST",), completes, openai_error)
-    _add(app, ("POST", "PUT"), answers, generate_error)
+    info, control, generation = Info(scheduler, settings), Control(scheduler), Generation(scheduler, inflight)
+    weights = Weights(scheduler, settings["device"], settings["update_timeout_s"])
+    key = [require_key(api_key)] if api_key else []
+    app = web.Application(middlewares=[boundary(path_error), *key], client_max_size=_MAX_BODY_BYTES)
+
+    def add(method: str, path: str, body: type[B], answer: Callable[[B], Awaitable[Any]], shape: ErrorShape) -> None:
+        app.router.add_route(method, path, answering(asked(body, answer), shape, {EngineClosedError: 503}))
+
+    add("GET", "/health", EmptyBody, info.health, control_error)
+    add("GET", "/model_info", EmptyBody, info.model_info, control_error)
+    add("GET", "/server_info", EmptyBody, info.server_info, control_error)
+    add("GET", "/v1/loads", EmptyBody, info.loads, control_error)
+    add("GET", "/v1/models", EmptyBody, info.models, control_error)
+    add("POST", "/generate", GenerateBody, generation.generate, generate_error)
+    add("POST", "/classify", ClassifyBody, generation.classify, generate_error)
+    add("POST", "/tokenize", TokenizeBody, generation.tokenize, generate_error)
+    add("POST", "/abort_request", AbortBody, control.abort_request, control_error)
+    add("POST", "/pause_generation", PauseBody, control.pause_generation, control_error)
+    add("POST", "/continue_generation", EmptyBody, control.continue_generation, control_error)
+    add("POST", "/flush_cache", EmptyBody, control.flush_cache, control_error)
+    add("POST", "/update_weights_from_disk", DiskBody, weights.update_from_disk, control_error)
+    add("POST", "/init_weights_update_group", JoinBody, weights.init_group, control_error)
+    add("POST", "/destroy_weights_update_group", GroupBody, weights.destroy_group, control_error)
+    add("POST", "/begin_weight_update", EmptyBody, weights.begin_update, control_error)
+    add("POST", "/update_weights_from_distributed", DistributedBody, weights.update_from_distributed, control_error)
+    add("POST", "/end_weight_update", EmptyBody, weights.end_update, control_error)
+    add("POST", "/load_lora_adapter", LoadAdapterBody, weights.load_adapter, control_error)
+    add("POST", "/unload_lora_adapter", UnloadAdapterBody, weights.unload_adapter, control_error)
     return app
 
 
-def _add(app: web.Application, methods: tuple[str, ...], paths: Paths, shape: ErrorShape) -> None:
-    for path, handler in paths.items():
-        for method in methods:
-            answer = answering(handler, shape, {TextError: 400, EngineClosedError: 503})
-            app.router.add_route(method, path, answer)
+def asked(body: type[B], answer: Callable[[B], Awaitable[Any]]) -> Handler:
+    """A handler that reads a body and sends the answer of `answer`: an object to send as JSON, or a whole response."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        content = await answer(parse(body, await request.read()))
+        return content if isinstance(content, web.StreamResponse) else json_response(content)
+
+    return handle
 
 
-def _requests(control: Control) -> Paths:
-    return {
-        "/abort_request": asked(AbortBody, control.abort_request),
-        "/pause_generation": asked(PauseBody, control.pause_generation),
-        "/continue_generation": asked(PlainBody, control.continue_generation),
-    }
+# Errors. SGLang has one shape for every malformed body; other errors have the endpoint's shape.
 
 
-def _weights(serving: Serving, updating: ThreadPoolExecutor, settings: dict[str, Any]) -> Paths:
-    weights = Weights(serving, updating, settings["device"], settings["update_timeout_s"])
-    adapters = AdapterCalls(serving, updating)
-    return {
-        "/update_weights_from_disk": asked(DiskBody, weights.update_from_disk),
-        "/init_weights_update_group": asked(JoinBody, weights.init_group),
-        "/destroy_weights_update_group": asked(GroupBody, weights.destroy_group),
-        "/begin_weight_update": asked(PlainBody, weights.begin_update),
-        "/update_weights_from_distributed": asked(DistributedBody, weights.update_from_distributed),
-        "/end_weight_update": asked(PlainBody, weights.end_update),
-        "/update_weight_version": asked(VersionBody, weights.update_version),
-        "/load_lora_adapter": asked(LoadAdapterBody, adapters.load),
-        "/unload_lora_adapter": asked(UnloadAdapterBody, adapters.unload),
-    }
+def generate_error(error: RequestError) -> Mapping[str, Any]:
+    if isinstance(error, BodyError) and (error.param or "").startswith("sampling_params."):
+        return {"error": error.message}
+    return _malformed(error) or {"error": {"message": error.message}}
 
 
-def _models(serving: Serving) -> tuple[Paths, Paths]:
-    """The endpoints that run the model, in OpenAI's protocol and in SGLang's."""
-    openai = OpenAI(serving)
-    is_scorer, no_language_model = serving.scheduler.runner.is_scorer, refusing(_NO_LANGUAGE_MODEL)
-    completes = {
-        "/v1/chat/completions": no_language_model if is_scorer else openai.chat,
-        "/v1/completions": no_language_model if is_scorer else openai.completions,
-        "/tokenize": asked(TokenizeBody, openai.tokenize),
-    }
-    answers = {
-        "/generate": no_language_model if is_scorer else Generate(serving),
-        "/classify": asked(ClassifyBody, classifying(serving)) if is_scorer else refusing(_NO_REWARD_MODEL),
-    }
-    return completes, answers
+def control_error(error: RequestError) -> Mapping[str, Any]:
+    return _malformed(error) or {"success": False, "message": error.message}
+
+
+def path_error(error: RequestError) -> Mapping[str, Any]:
+    """An unknown path, or a method that the path does not have."""
+    return {"detail": error.message}
+
+
+def _malformed(error: RequestError) -> Mapping[str, Any] | None:
+    if not isinstance(error, BodyError) or error.code != "invalid_value":
+        return None
+    return {"object": "error", "message": error.message, "type": "Bad Request", "param": None, "code": error.status}

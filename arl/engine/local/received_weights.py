@@ -221,21 +221,18 @@ class WeightReceiver:
             raise WeightsError("a weight-update session is already open; call end_weight_update() first")
         self._open = _Transaction()
 
-    def receive(
-        self, group_name: str, expected: Sequence[Expected], weight_version: str | None, *, in_one: bool
-    ) -> None:
-        """Receive what rank 0 broadcasts for each (name, dtype, shape), in that order, into the transaction.
+    def receive(self, group_name: str, expected: Sequence[Expected], weight_version: str | None) -> None:
+        """Receive rank 0's broadcast of bytes, in which the expected tensors lie end to end, into the transaction.
 
-        weight_version: the weights' version from then on, unless a later call sets another. in_one: a single broadcast
-        of bytes holds all tensors end to end; otherwise each tensor has one broadcast.
+        weight_version: the weights' version from then on, unless a later call sets another.
         """
         if self._open is None:
             raise WeightsError(
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
         try:
-            buffers, tensors = (_one_buffer if in_one else _buffers)(expected, self._device)
-            self._broadcasts(group_name, buffers)
+            buffer, tensors = _buffer(expected, self._device)
+            self._fill(buffer, group_name)
             check_fit(tensors, self._parameters)
         except WeightsError as error:
             self._open.failure = str(error)
@@ -243,13 +240,12 @@ class WeightReceiver:
         self._open.tensors.update(tensors)
         self._open.weight_version = weight_version or self._open.weight_version
 
-    def _broadcasts(self, group_name: str, buffers: Sequence[torch.Tensor]) -> None:
+    def _fill(self, buffer: torch.Tensor, group_name: str) -> None:
         group = self._groups.get(group_name)
         if group is None:
             raise WeightsError(f"no group {group_name!r}; call init_weights_update_group() first")
         try:
-            for buffer in buffers:
-                dist.broadcast(buffer, group_src=0, group=group)
+            dist.broadcast(buffer, group_src=0, group=group)
         except RuntimeError as error:
             dist.destroy_process_group(self._groups.pop(group_name))
             raise WeightsError(f"receiving from the group {group_name!r} failed: {first_line(error)}") from error
@@ -267,16 +263,8 @@ class WeightReceiver:
         return ended.tensors, ended.weight_version
 
 
-def _buffers(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The buffers to receive into, one for each tensor, and the tensors."""
-    tensors = {
-        name: torch.empty(tuple(shape), dtype=_dtype(name, dtype), device=device) for name, dtype, shape in expected
-    }
-    return list(tensors.values()), tensors
-
-
-def _one_buffer(expected: Sequence[Expected], device: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """One buffer of bytes to receive into, and the tensors that are its views, end to end."""
+def _buffer(expected: Sequence[Expected], device: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A buffer of bytes to receive into, and the tensors that are its views, end to end."""
     dtypes = [_dtype(name, dtype) for name, dtype, _ in expected]
     sizes = [math.prod(shape) * dtype.itemsize for (_, _, shape), dtype in zip(expected, dtypes, strict=True)]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -287,7 +275,7 @@ def _one_buffer(expected: Sequence[Expected], device: str) -> tuple[list[torch.T
             raise WeightsError(f"{name} would begin at byte {start}, where no {dtype} can: send it apart")
         tensors[name] = flat[start : start + size].view(dtype).view(tuple(shape))
         start += size
-    return [flat], tensors
+    return flat, tensors
 
 
 def _dtype(name: str, dtype: str) -> torch.dtype:

@@ -7,7 +7,7 @@ way: the runner calls its layers one after another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.local.adapters import LoadedAdapters
-from arl.engine.local.received_weights import StoredForm
+from arl.engine.local.received_weights import StoredForm, check_fit
 from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
 
 _DEFAULT_CONTEXT = 4096
@@ -27,9 +27,6 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.jso
 
 _HEAD_ROWS = 256
 """Rows of logits held at a time to compute logprobs of given tokens; a row is as long as the vocabulary."""
-
-NamedTensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-"""Yields (parameter name, tensor); called on the model thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,25 +138,15 @@ class ModelRunner:
         return logits, _as_they_are
 
     @torch.inference_mode()
-    def load(self, tensors: NamedTensors) -> None:
-        """Copy tensors into the parameters of their names; copy none if one does not fit.
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors into the parameters of their names. Raises WeightsError, and copies none, if one does not fit.
 
-        Raises ModelError that names the misfit. Parameters without a new tensor stay as they are.
+        Parameters without a new tensor stay as they are.
         """
         parameters = self.model.state_dict()
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, tensor in tensors():
-            parameter = parameters.get(name)
-            if parameter is None:
-                raise ModelError(f"the model has no parameter {name!r}; weights must have the names of its checkpoint")
-            if parameter.shape != tensor.shape:
-                raise ModelError(
-                    f"{name} has shape {list(tensor.shape)}; the model's has {list(parameter.shape)}: "
-                    "the weights are of another model"
-                )
-            staged.append((parameter, tensor))
-        for parameter, tensor in staged:
-            parameter.copy_(tensor)
+        check_fit(tensors, {name: parameter.shape for name, parameter in parameters.items()})
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
 
 
 def _as_they_are(logits: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from arl.engine.local.job import Job
-from arl.engine.local.runner import ModelRunner, NamedTensors
+import torch
+
+from arl.engine.local.runner import ModelRunner
 from arl.engine.local.sampler import BatchSampler, StopStrings, random_stream
-from arl.engine.local.step_plan import Prefix, PrefixIndex, Retained, Row, StepPlan
+from arl.engine.local.sequences import Job, Prefix, PrefixIndex, Retained, Row, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Computed:
 
 
 class RunningBatch:
-    """Continuous batching on one thread: jobs go in, and each step returns those that finished or, streaming, grew.
+    """Continuous batching on one thread: jobs go in, and each step returns those that finished.
 
     prefill_tokens: most prompt tokens in a step, so that a long prompt does not delay the other requests for long.
     prefix_cache_bytes: memory for the keys and values of finished sequences.
@@ -73,7 +74,7 @@ class RunningBatch:
         return not self._rows and not self._waiting
 
     def add(self, job: Job) -> None:
-        """Queue a job whose prompt fits the model. A job with an unknown adapter finishes at once, with the reason."""
+        """Queue a job that fits the context. A job with an unknown adapter finishes at once, with the reason."""
         adapter = self._runner.adapters.find(job.adapter)
         if job.adapter and adapter is None:
             loaded = ", ".join(self._runner.adapters.loaded) or "none"
@@ -86,7 +87,7 @@ class RunningBatch:
                 extra_key=f"{adapter.key}/{job.extra_key}" if adapter else job.extra_key,
                 job=job,
                 adapter=adapter,
-                max_length=min(len(job.input_ids) + sampling.max_new_tokens, self._runner.context_length),
+                max_length=len(job.input_ids) + sampling.max_new_tokens,
                 stream=random_stream(sampling.seed),
                 stop=tuple(string for string in sampling.stop if string),
                 stop_ids=frozenset() if sampling.ignore_eos else self._runner.eos_ids | set(sampling.stop_token_ids),
@@ -96,7 +97,7 @@ class RunningBatch:
     # ---- a step: plan, run, take ------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
-        """Compute one step; returns the jobs that finished in it and the streaming ones that gained tokens.
+        """Compute one step; returns the jobs that finished in it.
 
         Whatever it raises, `fail` brings the batch back to a sound state.
         """
@@ -151,9 +152,11 @@ class RunningBatch:
         else:
             self._take_tokens(plan.sampled, computed)
         ended = [row for row in plan.sampled if row.job.is_done]
-        delivered = [row.job for row in plan.sampled if row.job.is_done or row.job.stream]
-        self._part_with(ended)
-        return delivered
+        for row in ended:
+            self._retain(row)
+        for row in reversed(ended):
+            self._remove(row)
+        return [row.job for row in ended]
 
     def _take_tokens(self, rows: Sequence[Row], computed: Computed) -> None:
         version = self.weight_version
@@ -174,12 +177,6 @@ class RunningBatch:
             row.job.scores = of_labels
             row.job.versions = [self.weight_version]
             row.job.finish_reason = {"type": "length", "length": 0}
-
-    def _part_with(self, ended: Sequence[Row]) -> None:
-        for row in ended:
-            self._retain(row)
-        for row in reversed(ended):
-            self._remove(row)
 
     def _finish_reason(self, row: Row, token: int) -> dict[str, str | int] | None:
         if row.stop and (matched := self._stop_strings.find(row.job.output_ids, row.stop)) is not None:
@@ -284,10 +281,7 @@ class RunningBatch:
 
     def retract(self) -> None:
         """Put the running sequences back to the head of the queue, without their keys and values."""
-        retracted = self._take_out_all()
-        for row in retracted:
-            row.job.num_retractions += 1
-        self._waiting.extendleft(reversed(retracted))
+        self._waiting.extendleft(reversed(self._take_out_all()))
 
     def _take_out_all(self) -> list[Row]:
         rows, self._rows = self._rows, []
@@ -297,7 +291,7 @@ class RunningBatch:
             row.index = -1
         return rows
 
-    def load(self, tensors: NamedTensors, weight_version: str | None) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str | None) -> None:
         """Change weights. From now on, other sequences find no keys and values of the old weights."""
         self._runner.load(tensors)
         self.flush()

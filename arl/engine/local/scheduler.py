@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,12 +20,12 @@ import torch
 from arl.api.config import PauseMode
 from arl.api.errors import EngineClosedError
 from arl.engine.local.adapters import Adapter
-from arl.engine.local.job import Job
-from arl.engine.local.runner import ModelRunner, NamedTensors
+from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.sequences import Job
 
 Deliver = Callable[[Sequence[Job]], None]
-"""Called on the model thread once per step, with the jobs that finished and the streaming jobs that gained tokens."""
+"""Called on the model thread with jobs that have ended."""
 
 _PREFILL_TOKENS = {"cpu": 512}
 """Most prompt tokens in a step, by device: enough to keep the device busy without stalling decoding."""
@@ -148,8 +148,8 @@ class Scheduler:
         """Forget the prefixes of finished requests; always possible."""
         return self._ask(self._batch.flush)
 
-    def load(self, tensors: NamedTensors, weight_version: str | None) -> Future[None]:
-        """Change weights between two steps, paused or not; fails with ModelError and without effect if they do not fit.
+    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str | None) -> Future[None]:
+        """Change parameters between two steps, paused or not. Fails with WeightsError, and changes none, on a misfit.
 
         Tokens sampled from then on carry weight_version (None: the old one). Later jobs find no prefix of old weights.
         """

@@ -13,11 +13,10 @@ import torch
 from adapter_files import write_adapter
 from safetensors.torch import load_file, save_file
 from tiny_qwen import Reference, make_job, prompt_of, run_all, step_until_sampled
-from transformers import AutoModelForCausalLM
 
-from arl.engine.local.job import Job
 from arl.engine.local.received_weights import WeightsError
 from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.sequences import Job
 
 NAMES = ("one", "two")
 
@@ -98,30 +97,6 @@ def test_requests_under_way_and_waiting_keep_an_adapter_that_is_unloaded(
     run_all(batch)
     for job in (running, waiting):
         references["one"].check(job)
-
-
-def test_a_retracted_request_goes_on_under_its_adapter(adapted: RunningBatch, references: dict[str, Reference]) -> None:
-    job = job_under("two", prompt_of(20, 0))
-    adapted.add(job)
-    step_until_sampled(adapted, job, 3)
-    adapted.retract()
-    run_all(adapted)
-    assert job.num_retractions == 1
-    references["two"].check(job)
-
-
-def test_logprobs_of_given_tokens_are_those_under_the_adapter(
-    adapted: RunningBatch, references: dict[str, Reference]
-) -> None:
-    job = job_under("one", prompt_of(30, 0))
-    job.logprob_start = 0
-    run_all(adapted, [job])
-    references["one"].check(job)
-
-
-def test_the_names_of_a_models_parameters_are_its_own_beside_adapters(adapted: RunningBatch, model_dir: str) -> None:
-    names = AutoModelForCausalLM.from_pretrained(model_dir).state_dict().keys()
-    assert adapted._runner.model.state_dict().keys() == names
 
 
 def test_rank_stabilized_adapters_have_their_own_scale(batch: RunningBatch, model_dir: str, tmp_path: Path) -> None:

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_qwen import SIZES, Reference, make_batch_of, make_job, prompt_of, run_all, save, step_until_sampled
-from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
+from tiny_qwen import (
+    SIZES,
+    Reference,
+    make_batch_of,
+    make_job,
+    prompt_of,
+    random_model,
+    run_all,
+    save,
+    step_until_sampled,
+)
+from transformers import GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from arl.engine.local.job import Job
 from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.sequences import Job
 
 MakeBatch = Callable[..., RunningBatch]
 
@@ -29,23 +38,13 @@ MakeBatch = Callable[..., RunningBatch]
     ids=lambda config: type(config).__name__,
 )
 def test_other_architectures_generate_as_transformers_does(tmp_path: Path, config: Any) -> None:
-    torch.manual_seed(0)
-    reference = Reference(AutoModelForCausalLM.from_config(config).eval())
+    reference = Reference(random_model(config))
     batch = make_batch_of(save(reference.model, tmp_path), max_rows=4, prefill_tokens=20, context_length=100)
     jobs = [make_job(prompt_of(3 + 13 * i, i), temperature=0, max_new_tokens=15) for i in range(5)]
     run_all(batch, jobs)
     reference.check_greedy(*jobs)
     for job in jobs:
         reference.check(job)
-
-
-def test_greedy_output_of_ragged_prompts_is_that_of_generate(batch: RunningBatch, reference: Reference) -> None:
-    jobs = [
-        make_job(prompt_of(1 + 11 * i, i), temperature=0, max_new_tokens=10 + 3 * i, ignore_eos=False)
-        for i in range(12)
-    ]
-    run_all(batch, jobs)
-    reference.check_greedy(*jobs)
 
 
 def test_rows_of_very_different_lengths_share_a_batch(make_batch: MakeBatch, reference: Reference) -> None:
@@ -133,7 +132,6 @@ def test_a_seeded_request_that_was_retracted_goes_on_as_if_it_was_not(make_batch
     step_until_sampled(batch, retracted, 10)
     batch.retract()
     run_all(batch)
-    assert retracted.num_retractions == 1
     assert retracted.output_ids == whole.output_ids
 
 
@@ -149,15 +147,6 @@ def test_requests_beyond_the_batch_wait_and_all_finish(make_batch: MakeBatch) ->
     assert most <= 3
     assert [len(job.output_ids) for job in jobs] == [1 + i % 7 for i in range(25)]
     assert all(job.finish_reason == {"type": "length", "length": len(job.output_ids)} for job in jobs)
-
-
-def test_the_context_ends_a_response(make_batch: MakeBatch, reference: Reference) -> None:
-    batch = make_batch(context_length=64)
-    job = make_job(prompt_of(50, 1), temperature=0, max_new_tokens=100)
-    run_all(batch, [job])
-    assert job.finish_reason == {"type": "length", "length": 14}
-    assert len(job.output_ids) == 14
-    reference.check(job)
 
 
 def test_a_cache_that_grows_keeps_what_it_holds(make_batch: MakeBatch, reference: Reference) -> None:
@@ -179,12 +168,3 @@ def test_retained_prefixes_beyond_their_memory_are_evicted(make_batch: MakeBatch
         run_all(batch, [turn])
         assert turn.cached_tokens == num_cached
         reference.check(turn)
-
-
-def test_streaming_jobs_are_delivered_at_every_step_and_others_at_their_end(batch: RunningBatch) -> None:
-    streaming, plain = make_job(prompt_of(5, 1), stream=True), make_job(prompt_of(5, 2), max_new_tokens=3)
-    batch.add(streaming)
-    batch.add(plain)
-    delivered = [batch.step() for _ in range(8)]
-    assert [streaming in jobs for jobs in delivered] == [True] * 8
-    assert [plain in jobs for jobs in delivered] == [False, False, True, False, False, False, False, False]

@@ -7,12 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from tiny_qwen import SIZES, Reference, make_batch_of, make_job, prompt_of, run_all, save, step_until_sampled
-from transformers import AutoModelForCausalLM, GraniteConfig
+from tiny_qwen import (
+    SIZES,
+    Reference,
+    make_batch_of,
+    make_job,
+    prompt_of,
+    random_model,
+    run_all,
+    save,
+    step_until_sampled,
+)
+from transformers import GraniteConfig
 
-from arl.engine.local.job import Job
 from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.sequences import Job
 
 MakeBatch = Callable[..., RunningBatch]
 
@@ -66,9 +75,8 @@ def test_jobs_of_one_prompt_that_run_at_once_are_each_told_all(make_batch: MakeB
 
 
 def test_a_model_that_scales_its_logits_is_asked_for_them_itself(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     config = GraniteConfig(**SIZES, logits_scaling=0.5, embedding_multiplier=3.0)
-    reference = Reference(AutoModelForCausalLM.from_config(config).eval())
+    reference = Reference(random_model(config))
     job = scored(prompt_of(50, 1))
     run_all(make_batch_of(save(reference.model, tmp_path), prefill_tokens=16), [job])
     reference.check(job)

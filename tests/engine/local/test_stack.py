@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_qwen import SIZES, build_model, make_batch_of, save
+from tiny_qwen import SIZES, build_model, make_batch_of, random_model, save
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers import GraniteConfig
 
 from arl.engine.local.runner import quicken_norms
 from arl.engine.local.running_batch import RunningBatch
@@ -20,7 +20,7 @@ def test_qwen3_takes_the_short_way(make_batch: Callable[..., RunningBatch]) -> N
 
 
 def test_a_model_that_scales_its_embeddings_does_not(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(GraniteConfig(**SIZES, embedding_multiplier=3.0))
+    model = random_model(GraniteConfig(**SIZES, embedding_multiplier=3.0))
     assert make_batch_of(save(model, tmp_path))._runner._stack is None
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_qwen import EOS, build_tokenizer, make_job, prompt_of, run_all
+from tiny_qwen import EOS, TOKENIZER, make_job, prompt_of, run_all
 
 from arl.engine.local.runner import StepInput
 from arl.engine.local.running_batch import RunningBatch
 from arl.engine.local.sampler import StopStrings
 
-TOKENIZER: Any = build_tokenizer()
 AB, CD, BC = (TOKENIZER.convert_tokens_to_ids(piece) for piece in ("ab", "cd", "bc"))
 
 
@@ -39,7 +38,7 @@ def first_stop(tokens: list[int], *stop: str) -> tuple[int, str] | None:
         ([AB, AB, CD], ["abab", "abcd"], (2, "abab")),
         (ids("a né b"), ["né"], (5, "né")),
         (ids("one\n\ntwo"), ["\n\n"], (5, "\n\n")),
-        ([*ids("x"), EOS], ["<|end|>"], (2, "<|end|>")),
+        ([*ids("x"), EOS], ["<|im_end|>"], (2, "<|im_end|>")),
         (ids("x" * 50 + "0123456789abcdefghij"), ["0123456789abcdefghij"], (70, "0123456789abcdefghij")),
         (ids("stostostosto"), ["stop"], None),
     ],

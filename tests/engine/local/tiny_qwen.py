@@ -1,43 +1,34 @@
-"""A tiny Qwen3 with a byte-level tokenizer, slow references made of plain transformers calls, and batches of jobs."""
+"""Tiny models on disk, slow references made of plain transformers calls, and batches of jobs."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import reference
 import torch
 from reference import close
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from arl.api.types import SamplingParams
-from arl.engine.local.job import Job
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.running_batch import RunningBatch
+from arl.engine.local.sequences import Job
+from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
 
-EOS = 256
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, and a few for pairs, so that a string has several tokenizations."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: index for index, piece in enumerate(alphabet)}
-    vocab["<|end|>"] = EOS
-    merges = [("a", "b"), ("c", "d"), ("b", "c")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-
-
+TOKENIZER: Any = tiny_tokenizer(("ab", "cd", "bc"))
+"""One token for each byte, and a few for pairs, so that a string has several tokenizations."""
+EOS: int = TOKENIZER.eos_token_id
+# Weights so large that logits differ by units and not by thousandths.
+SHAPE = TinyShape(
+    hidden_size=32, intermediate_size=64, num_layers=2, num_kv_heads=2, head_dim=16, context_length=512,
+    initializer_range=0.3,
+)  # fmt: skip
 SIZES: dict[str, Any] = {
-    "vocab_size": 260,
+    "vocab_size": 288,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -49,19 +40,22 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-"""Weights so large that logits differ by units and not by thousandths."""
+"""The same size, for configurations of other architectures."""
 
 
-def build_model(seed: int, **changes: Any) -> Any:
-    config = Qwen3Config(**(SIZES | {"head_dim": 16, "tie_word_embeddings": True} | changes))
-    torch.manual_seed(seed)
+def build_model(seed: int) -> Any:
+    return tiny_model(TOKENIZER, SHAPE, seed).eval()
+
+
+def random_model(config: Any) -> Any:
+    torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 def save(model: Any, directory: Path) -> str:
     """Write a model and the tokenizer; returns the directory."""
     model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
+    TOKENIZER.save_pretrained(directory)
     return str(directory)
 
 
@@ -104,9 +98,9 @@ class Reference(reference.Reference):
 _rid = itertools.count()
 
 
-def make_job(prompt: Sequence[int], *, stream: bool = False, **sampling: Any) -> Job:
+def make_job(prompt: Sequence[int], **sampling: Any) -> Job:
     settings: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True, **sampling}
-    return Job(f"job-{next(_rid)}", list(prompt), SamplingParams(**settings), stream=stream)
+    return Job(f"job-{next(_rid)}", list(prompt), SamplingParams(**settings))
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -132,17 +126,12 @@ class Deliveries:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self.jobs: list[Job] = []
 
     def __call__(self, jobs: Sequence[Job]) -> None:
         with self._changed:
-            self.jobs.extend(jobs)
             self._changed.notify_all()
 
-    def wait_for(self, is_enough: Callable[[], bool]) -> None:
-        with self._changed:
-            if not self._changed.wait_for(is_enough, timeout=30):
-                raise TimeoutError("the scheduler did not deliver in 30 s")
-
     def wait_done(self, *jobs: Job) -> None:
-        self.wait_for(lambda: all(job.is_done for job in jobs))
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(job.is_done for job in jobs), timeout=30):
+                raise TimeoutError("the scheduler did not deliver in 30 s")

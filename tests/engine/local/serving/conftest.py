@@ -38,7 +38,7 @@ async def client(shared_url: str, model_a: str) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(shared_url) as session:
         client = Client(session)
         yield client
+        await client.post("/pause_generation", {"mode": "abort"})
         await client.post("/continue_generation")
-        await client.post("/abort_request", {"abort_all": True})
         if (await client.get("/model_info")).body["weight_version"] != "v0":
             await client.post("/update_weights_from_disk", {"model_path": model_a, "weight_version": "v0"})

@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from embedded_server import command, environment, server_here, server_process
 from protocol_client import DEADLINE_S, Client
+from weight_trainer import joining as joining_body
 
 from arl.api.errors import ArlError, ConfigError, ModelError
 from arl.engine.local.__main__ import bind, check_arguments, main, parse_arguments, run
@@ -67,8 +68,7 @@ async def test_sigint_ends_the_process_also_while_it_is_paused_and_waits_for_a_t
         async with connected(server.url) as client:
             await client.post("/pause_generation", {"mode": "in_place"})
             waiting = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=ENDLESS))
-            at = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-            joining = asyncio.create_task(client.post("/init_weights_update_group", at))
+            joining = asyncio.create_task(client.post("/init_weights_update_group", joining_body(9, "nobody")))
             await client.until_waiting(1)
             server.process.send_signal(signal.SIGINT)
             assert (await waiting)["meta_info"]["finish_reason"]["type"] == "abort"

@@ -8,17 +8,88 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 
+from arl.api.types import SamplingParams
 from arl.engine.local.adapters import Adapter
-from arl.engine.local.job import Job
 from arl.engine.local.runner import StepInput
 from arl.engine.local.slot_attention import Chunk
 
 _BLOCK = 16
 """Prefixes are indexed at multiples of this many tokens, and at a sequence's end."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request for one continuation of `input_ids`. Only the model thread writes the fields from input_logprobs on.
+
+    output_ids, output_logprobs and versions grow together, one entry for each sampled token.
+    """
+
+    rid: str
+    input_ids: Sequence[int]
+    sampling: SamplingParams
+    extra_key: str = ""
+    """Only jobs of the same extra_key and adapter share keys and values of a prompt."""
+    adapter: str = ""
+    """The name of the adapter that computes it; empty for the model alone."""
+    logprob_start: int | None = None
+    """Also compute the logprobs of the prompt's tokens after this index."""
+    is_prefill_only: bool = False
+    """The job samples nothing and ends with its prompt."""
+
+    input_logprobs: list[float] = field(default_factory=list[float])
+    """Logprobs of input_ids[logprob_start + 1:], from the unscaled logits, whatever the temperature."""
+    scores: list[float] = field(default_factory=list[float])
+    """A reward model's score of the prompt for each label, under the one version in `versions`."""
+    output_ids: list[int] = field(default_factory=list[int])
+    """The sampled tokens, with the stop token."""
+    output_logprobs: list[float] = field(default_factory=list[float])
+    """Natural log, of logits / temperature, before top_p, top_k and min_p."""
+    versions: list[str] = field(default_factory=list[str])
+    """The weight version that sampled each token."""
+    cached_tokens: int = 0
+    finish_reason: dict[str, Any] | None = None
+    """None while it is queued or runs, then SGLang's: {"type": "stop", "matched": id or string},
+    {"type": "length", "length": n} or {"type": "abort", "message": str, "status_code": 400 or 500 if it failed}."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_input_logprobs(self) -> int:
+        """How many of its prompt's tokens need a logprob."""
+        return 0 if self.logprob_start is None else max(0, len(self.input_ids) - 1 - self.logprob_start)
+
+    @property
+    def lacks_input_logprobs(self) -> bool:
+        return len(self.input_logprobs) < self.num_input_logprobs
+
+    def scored(self, start: int, end: int) -> range:
+        """The prompt's positions in start..end-1 whose logits give a needed and still missing logprob."""
+        if self.logprob_start is None or not self.lacks_input_logprobs:
+            return range(0)
+        return range(max(start, self.logprob_start), min(end, len(self.input_ids) - 1))
+
+    def version_spans(self) -> list[dict[str, Any]]:
+        """Runs of equal versions among its output tokens: [{"version", "start", "end"}, ..], end exclusive."""
+        lengths = [(version, len(list(run))) for version, run in groupby(self.versions)]
+        ends = accumulate(length for _, length in lengths)
+        return [
+            {"version": version, "start": end - length, "end": end}
+            for (version, length), end in zip(lengths, ends, strict=True)
+        ]
+
+    def abort(self, message: str, status_code: int | None = None) -> None:
+        """Finish with the tokens so far. A status_code means that the job failed; without one it was cancelled."""
+        reason: dict[str, Any] = {"type": "abort", "message": message}
+        if status_code is not None:
+            reason["status_code"] = status_code
+        self.finish_reason = reason
 
 
 @dataclass(slots=True, eq=False)
