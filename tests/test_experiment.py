@@ -302,11 +302,17 @@ async def test_servers_are_started_or_found_by_their_addresses(tmp_path: Path) -
 # Workflows that are none -----------------------------------------------------------------------------------------
 
 
+class Blocking(Numbers):
+    def arun_episode(self, engine: Any, data: Any) -> Any:
+        return None
+
+
 @pytest.mark.parametrize(
     ("workflow", "complaint"),
     [
         (Numbers, "workflow is the class Numbers; pass an instance of it"),
         (lambda engine, data: None, "workflow is a function; pass an instance of a subclass of arl.RolloutWorkflow"),
+        (Blocking(), "Blocking.arun_episode is not a coroutine function; declare it with `async def`"),
     ],
 )
 async def test_what_is_no_workflow_is_refused_before_anything_starts(

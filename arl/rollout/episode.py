@@ -6,6 +6,7 @@ EpisodeRunner is the one place where an exception in user code becomes data.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import traceback
 from collections import Counter
@@ -214,7 +215,7 @@ class EpisodeRunner:
 
 
 def check_workflow(workflow: object) -> None:
-    """Raise ConfigError if it is not an instance of RolloutWorkflow."""
+    """Raise ConfigError unless it is an instance of RolloutWorkflow whose arun_episode is a coroutine function."""
     if isinstance(workflow, type):
         raise ConfigError(
             f"workflow is the class {workflow.__name__}; pass an instance of it: {workflow.__name__}(...)"
@@ -222,6 +223,10 @@ def check_workflow(workflow: object) -> None:
     if not isinstance(workflow, RolloutWorkflow):
         raise ConfigError(
             f"workflow is a {type(workflow).__name__}; pass an instance of a subclass of arl.RolloutWorkflow"
+        )
+    if not inspect.iscoroutinefunction(inspect.unwrap(workflow.arun_episode)):
+        raise ConfigError(
+            f"{type(workflow).__name__}.arun_episode is not a coroutine function; declare it with `async def`"
         )
 
 
