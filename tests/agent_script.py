@@ -1,6 +1,7 @@
 """A run as users start it: a script with flags, a tiny model, the embedded server. Tests start it as a process."""
 
 import sys
+from collections.abc import Sequence
 
 from arl.api.config import Config
 from arl.api.engine import Sampler
@@ -17,12 +18,12 @@ TOKENIZER = tiny_tokenizer(["Say a number"])
 class SayDigits(RolloutWorkflow):
     """Two turns; the reward is the share of digits in what the model said last."""
 
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+    async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         conversation = Conversation(TOKENIZER, [{"role": "user", "content": f"Say a number {data['number']}"}])
         await conversation.agenerate(engine, SamplingParams(max_new_tokens=6, temperature=0.8))
         conversation.add({"role": "user", "content": "Say a number"})
         turn = await conversation.agenerate(engine, SamplingParams(max_new_tokens=6, temperature=0.8))
-        return conversation.trajectory(reward=sum(c.isdigit() for c in turn.text) / 6)
+        return conversation.trajectories(reward=sum(c.isdigit() for c in turn.text) / 6)
 
 
 async def main(config: Config) -> None:

@@ -15,8 +15,8 @@ from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.score import Score
 from arl.rewards.threads import THREADS, together
 from arl.workflow.chat_template import Message
-from arl.workflow.conversation import Conversation, Turn
-from arl.workflow.dialogue import Rewriting
+from arl.workflow.conversation import Conversation
+from arl.workflow.dialogue import Rewriting, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

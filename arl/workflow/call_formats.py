@@ -23,17 +23,6 @@ from arl.api.types import new_id
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "HERMES",
-    "LLAMA",
-    "CallFormat",
-    "MalformedCall",
-    "ParsedAnswer",
-    "ToolCall",
-    "call_format_of",
-    "parse_tool_calls",
-]
-
 
 def _call_id() -> str:
     return f"call_{new_id()[:24]}"

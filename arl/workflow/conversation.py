@@ -1,8 +1,6 @@
 """Conversation: the transcript of one agent, exact to the token; and the trajectories made of transcripts.
 
-The agent speaks, the environment answers, the agent speaks again: one line through a Dialogue. The Dialogue keeps the
-tokens as they were sampled, and branches where the chat template rewrites earlier turns. Each path from the root to a
-leaf of that tree is a trajectory, and each turn is trained in one of them.
+Each path from the root to a leaf of a Dialogue is a trajectory, and each turn is trained in one of them.
 """
 
 from __future__ import annotations
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 
     from arl.api.engine import Sampler
     from arl.workflow.tools import Tool
-
-__all__ = ["Conversation", "Message", "Turn"]
-
 
 _MOST_UNANSWERED = 100
 """Consecutive calls without room for an answer, after which an error ends a loop that ignores is_full."""
@@ -62,7 +57,6 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """The number of turns that the model spoke."""
         return len(self._dialogue.turns)
 
     @property
@@ -71,14 +65,8 @@ class Conversation:
         return self._num_unanswered > 0
 
     @property
-    def is_truncated(self) -> bool:
-        """Whether a length limit ended the last turn, or left no room for another."""
-        return self.is_full or (self._last is not None and self._last.is_truncated)
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens that the model has seen and sampled, in its present view. Messages added since are not
-        included."""
+        """The tokens that the model has seen and sampled, in its present view, without messages added since."""
         return self._last.token_ids if self._last else self._prompt().input_ids
 
     @property
@@ -99,9 +87,8 @@ class Conversation:
     async def agenerate(self, engine: Sampler, sampling: SamplingParams) -> Turn:
         """Let the model speak. Raises the errors of `engine.agenerate`, and ModelError as `Dialogue.prompt` does.
 
-        If a later prompt does not fit into the model's context, the turn has no tokens and an empty text, is_truncated
-        and is_full are set, and the trajectories are truncated. If the first prompt does not fit, there is nothing to
-        train: raises PromptTooLongError.
+        If a later prompt does not fit into the model's context, the turn has no tokens and an empty text, is_full is
+        set, and the trajectories are truncated. If the first prompt does not fit, raises PromptTooLongError.
         """
         prompt = self._prompt()
         request = ModelRequest(input_ids=prompt.input_ids, sampling=sampling, session_id=self.session_id)
@@ -116,8 +103,7 @@ class Conversation:
         return self._said(self._dialogue.record(prompt, response))
 
     def demonstrate(self, text: str) -> None:
-        """Append a turn that the model should imitate, ended as the template ends turns. The turn has no logprobs. Use
-        `token_ids` and `loss_mask` for supervised training."""
+        """Append a turn to imitate, ended as the template ends turns: for supervised training, it has no logprobs."""
         self._said(self._dialogue.demonstrate(self._prompt(), text))
 
     def trajectories(
@@ -133,9 +119,7 @@ class Conversation:
         """One trajectory, or one for each branch, to return from arun_episode. Each sampled token is trained once.
 
         metrics: added to `context_full`, which is 1 if there was no room for another turn. rewards: named parts of the
-        reward. turn_rewards: the environment's reward for each sampled turn, in addition to `reward`. states: a key of
-        the state that each turn was taken in; see TurnSpan. Raises TrajectoryError unless turn_rewards and states have
-        one entry for each turn.
+        reward. turn_rewards, states: one for each sampled turn (see TurnSpan), else raises TrajectoryError.
         """
         return trajectories(
             self._dialogue.turns,
@@ -147,26 +131,6 @@ class Conversation:
             states=states,
             cut_after=self._last if self.is_full else None,
         )
-
-    def trajectory(
-        self,
-        reward: float,
-        metrics: Mapping[str, float] | None = None,
-        role: str = "agent",
-        *,
-        rewards: Mapping[str, float] | None = None,
-        turn_rewards: Sequence[float] | None = None,
-        states: Sequence[str | None] | None = None,
-    ) -> Trajectory:
-        """The only one of `trajectories`. Raises TrajectoryError if the conversation branched."""
-        made = self.trajectories(reward, metrics, role, rewards=rewards, turn_rewards=turn_rewards, states=states)
-        first, *others = made
-        if others:
-            raise TrajectoryError(
-                f"the conversation branched into {len(made)} trajectories, because its chat template rewrites earlier "
-                "turns or turns were sampled at different temperatures; return conversation.trajectories(...)"
-            )
-        return first
 
     def _prompt(self) -> Prompt:
         return self._dialogue.prompt(self._messages, self._tools, after=self._last)
@@ -200,10 +164,9 @@ def trajectories(
 ) -> tuple[Trajectory, ...]:
     """One trajectory for each path. All have the outcome `reward`, which advantages count once for an episode.
 
-    A turn that lies on several paths is trained in the first of them only, with its process reward. In the others its
-    tokens have loss_mask 0. If the turns of one path were sampled at different temperatures, each temperature gets a
-    separate trajectory. Only the first trajectory has the metrics, so that they are averaged over episodes.
-    turn_rewards, states: one for each of `turns`; see TurnSpan. cut_after: the turn that left no room for another.
+    A turn on several paths is trained in the first of them, and has loss_mask 0 in the others. If the turns of a path
+    were sampled at different temperatures, each temperature gets a trajectory. Only the first trajectory has the
+    metrics, so that they are averaged over episodes. cut_after: the turn that left no room for another.
     Raises TrajectoryError unless turn_rewards and states have one entry for each turn, and if nothing was sampled.
     """
     if not turns or any(turn.response is None for turn in turns):

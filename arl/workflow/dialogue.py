@@ -2,11 +2,9 @@
 
     prompt (messages -> tokens)  --engine-->  record (tokens as sampled)  --> prompt (more messages) ...
 
-The dialogue keeps sampled tokens as they were sampled. It tokenizes later messages as the chat template renders them
-there. Nothing is tokenized twice, so the model is trained on the tokens that it saw. A prompt whose messages continue a
-recorded turn follows that turn in the tree. Some templates rewrite earlier turns (Qwen3's drops the thinking once a
-user speaks again), and the model then sees a different text. In this case the prompt branches off after the last
-unchanged turn. Each path from the root to a leaf is a trajectory (arl.workflow.conversation).
+Nothing is tokenized twice, so the model is trained on the tokens that it saw. A prompt that continues a recorded turn
+follows it in the tree. If the chat template rewrites earlier turns (Qwen3's drops the thinking once a user speaks
+again), the prompt branches off after the last unchanged turn.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import compress
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from weakref import WeakKeyDictionary
 
 from arl.api.engine import Sampler
 from arl.api.errors import (
@@ -42,20 +41,16 @@ class DistillationWorkflow(RolloutWorkflow):
 
         token reward = teacher logprob - behavior logprob
 
-    Use these rewards as advantages (`algorithm.preset=distillation`: no baseline, token_discount 0) with an
-    importance-weighted policy loss. The gradient is then that of the reverse KL(student || teacher), token by token, at
-    the states that the student itself reaches (On-Policy Distillation, Thinking Machines 2025; GKD, Agarwal et al.
-    2023, 2306.13649, with lambda = 1; MiniLLM, Gu et al. 2023, 2306.08543, with no look ahead).
+    With the preset `distillation`, the gradient is that of the reverse KL(student || teacher), token by token, at the
+    states that the student itself reaches (On-Policy Distillation, Thinking Machines 2025; GKD, Agarwal et al. 2023,
+    2306.13649, with lambda = 1; MiniLLM, Gu et al. 2023, 2306.08543, with no look ahead).
 
     keep_reward: keep the workflow's own rewards (of trajectories, turns and tokens), and add `coefficient` times the
-    teacher's, for estimators that look at both. Otherwise the teacher's rewards replace the workflow's, and the metric
-    `task_reward` keeps these. The metric `teacher_kl` is the mean of behavior - teacher logprobs over trained tokens,
-    an estimate of the KL divergence per token. If an episode branched, each trained token is judged once, in the
-    trajectory that trains it, and the metrics cover all its trajectories of a role.
+    teacher's. Otherwise the teacher's rewards replace them, and the metric `task_reward` keeps the trajectory's. The
+    metric `teacher_kl` is the mean of behavior - teacher logprobs over an episode's trained tokens of a role.
 
-    The student must sample at temperature 1, since a server returns a teacher's logprobs at temperature 1 only: raises
-    ConfigError for a trajectory of another temperature. Sampling with top_p or top_k leaves tokens out of the
-    comparison.
+    The student must sample at temperature 1, as the teacher's logprobs are: a trajectory of another temperature raises
+    ConfigError.
     """
 
     def __init__(
@@ -141,23 +136,12 @@ _GREETING_RETRIES = 4
 """At the start, a server that does not answer is more likely a wrong address than a restart."""
 
 
-@dataclass(slots=True)
-class _Greeting:
-    """The first check, in one event loop."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    failure: ArlError | None = None
-    """The last one."""
-    failures: int = 0
-
-
 class ModelServer(JsonClient):
     """A client of one server. It checks the server's model before anything depends on it.
 
-    `async with` checks at once, and closes the connections at the end. Without it, the first call checks. The check
-    gives up after a few seconds. tokenizer: makes the token ids, and is compared with the server's. Leave it out if the
-    server reports the size of its vocabulary (the embedded server does) and surely has the same tokens. The other
-    settings are JsonClient's.
+    `async with` checks at once, and closes the connections at the end. Without it, the first call checks. tokenizer:
+    makes the token ids, and is compared with the server's; needed unless the server reports the size of its vocabulary,
+    as the embedded server does. The other settings are JsonClient's.
     """
 
     def __init__(
@@ -172,7 +156,9 @@ class ModelServer(JsonClient):
     ) -> None:
         super().__init__(url, api_key=api_key, max_concurrent=max_concurrent, timeout_s=timeout_s, retries=retries)
         self._tokenizer = tokenizer
-        self._greetings: WeakKeyDictionary[asyncio.AbstractEventLoop, _Greeting] = WeakKeyDictionary()
+        self._greeting = asyncio.Lock()
+        self._failure: ArlError | None = None
+        """The last one of a greeting."""
         self._info: Mapping[str, Any] | None = None
         self._vocab_size = 0
 
@@ -190,7 +176,7 @@ class ModelServer(JsonClient):
 
     async def aclose(self) -> None:
         """Close this event loop's connections. Idempotent; a later call opens others."""
-        self._greetings.pop(asyncio.get_running_loop(), None)
+        self._greeting = asyncio.Lock()  # a lock stays with the event loop in which someone waited for it
         await super().aclose()
 
     async def info(self) -> Mapping[str, Any]:
@@ -201,17 +187,16 @@ class ModelServer(JsonClient):
         """
         if self._info is not None:
             return self._info
-        greeting = self._greetings.setdefault(asyncio.get_running_loop(), _Greeting())
-        failures = greeting.failures
-        async with greeting.lock:
+        before = self._failure
+        async with self._greeting:
             if self._info is not None:
                 return self._info
-            if greeting.failure and greeting.failures > failures:  # a call failed while this one waited
-                raise type(greeting.failure)(str(greeting.failure)) from greeting.failure
+            if (failure := self._failure) and failure is not before:  # of a call for which this one waited
+                raise type(failure)(str(failure)) from failure
             try:
                 self._info = await self._greet()
             except ArlError as error:
-                greeting.failure, greeting.failures = error, greeting.failures + 1
+                self._failure = error
                 raise
             return self._info
 

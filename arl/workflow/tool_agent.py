@@ -19,7 +19,8 @@ from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, ToolResult, aru
 
 if TYPE_CHECKING:
     from arl.api.engine import Sampler
-    from arl.workflow.conversation import Conversation, Turn
+    from arl.workflow.conversation import Conversation
+    from arl.workflow.dialogue import Turn
 
 ToolLike = Tool | Callable[..., Any]
 """A tool, or a typed function to make a tool from."""

@@ -27,21 +27,8 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from arl.api.errors import ArlError, ConfigError, ToolError
 from arl.rewards.threads import THREADS, CallTimeoutError, together
-from arl.workflow.call_formats import MalformedCall, ToolCall, parse_tool_calls
+from arl.workflow.call_formats import MalformedCall, ToolCall
 from arl.workflow.tool_schema import Arguments, first_complaint, signature_of
-
-__all__ = [
-    "DEFAULT_LIMITS",
-    "MalformedCall",
-    "Tool",
-    "ToolCall",
-    "ToolError",
-    "ToolLimits",
-    "ToolResult",
-    "acall_tools",
-    "arun_tools",
-    "parse_tool_calls",
-]
 
 log = logging.getLogger(__name__)
 

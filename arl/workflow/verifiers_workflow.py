@@ -13,11 +13,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from arl.api.errors import ArlError
 from arl.api.types import Example, SamplingParams, Trajectory
-from arl.api.workflow import RolloutWorkflow
+from arl.api.workflow import RolloutWorkflow, Shared
 from arl.workflow.conversation import trajectories
 from arl.workflow.proxy.openai_proxy import KEY_HEADER, MODEL, OpenAIProxy, SharedURL
 from arl.workflow.proxy.session import EpisodeSession
@@ -62,7 +62,7 @@ def local_environment(config: Mapping[str, Any]) -> vf.Env:
     return vf.load_environment(vf.resolve_env_config(given))
 
 
-class VerifiersWorkflow(RolloutWorkflow):
+class VerifiersWorkflow(Shared, RolloutWorkflow):
     """Runs a task of `env` in each episode. Each agent that the environment trains returns its own trajectories, with
     its reward, the reward's named parts, its metrics, and its name as their role.
 
@@ -81,15 +81,15 @@ class VerifiersWorkflow(RolloutWorkflow):
         context_length: int | None = None,
         call_format: CallFormat | None = None,
     ) -> None:
+        super().__init__()
         self.env = local_environment(env) if isinstance(env, Mapping) else env
         self._sampling = sampling
         self._proxy = OpenAIProxy(
             tokenizer, sampling=sampling, context_length=context_length, call_format=call_format, rewriting="keep"
         )
         self._tasks: list[vf.Task] = []
-        self._stack = AsyncExitStack()
-        self._context: vf.ModelContext | None = None
-        self._shared: SharedURL | None = None
+        self._context: vf.ModelContext
+        self._shared: SharedURL
 
     def rows(self, tasks: Iterable[vf.Task]) -> list[Example]:
         """A dataset of these tasks. The workflow keeps the tasks, so it cannot use rows of another workflow or run.
@@ -103,29 +103,23 @@ class VerifiersWorkflow(RolloutWorkflow):
             for i, task in enumerate(self._tasks[first:], start=first)
         ]
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._proxy)
-            self._shared = stack.enter_context(self._proxy.shared_url())
-            await stack.enter_async_context(self.env.serving())
-            self._context = self._model_context(self._shared)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._context = self._shared = None
-        await self._stack.aclose()
+    async def _open(self, opened: AsyncExitStack) -> None:
+        await opened.enter_async_context(self._proxy)
+        self._shared = opened.enter_context(self._proxy.shared_url())
+        await opened.enter_async_context(self.env.serving())
+        self._context = self._model_context(self._shared)
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Sequence[Trajectory]:
         """Raises EnvironmentFailedError, with the rollout's first error, if the rollout did not finish."""
-        shared, context = self._shared, self._context
-        if shared is None or context is None:
+        if not self.is_open:
             raise ArlError("this VerifiersWorkflow is not open; use it within `async with`")
         slot = self.env.slots(self._tasks[data["task"]])[0]
         async with self._proxy.episode(engine) as session:
             with ExitStack() as admitted:
                 episode = await self.env.run_slot(
-                    slot, context, on_trace=lambda trace: admitted.enter_context(shared.admitting(trace.id, session))
+                    slot,
+                    self._context,
+                    on_trace=lambda trace: admitted.enter_context(self._shared.admitting(trace.id, session)),
                 )
         if not self.env.complete(episode):
             cause = session.errors[0] if session.errors else None

@@ -10,7 +10,7 @@ from calculator import calculator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arl.workflow.tools import ToolError
+from arl.api.errors import ToolError
 
 
 @pytest.mark.parametrize(

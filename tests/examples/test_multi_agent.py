@@ -12,7 +12,7 @@ from played import TOKENIZER, played
 from warm_start import Demonstration, tool_call
 
 from arl.cli import load_config
-from arl.workflow.tools import parse_tool_calls
+from arl.workflow.call_formats import parse_tool_calls
 
 ENTRY = next(e for e in math_tasks.held_out(50) if e["metadata"]["source_dataset"] == "products")
 EXPRESSION = math_tasks.expressions(ENTRY)[0]

@@ -11,7 +11,7 @@ from search_agent import SearchTool, prompt, shown
 from search_server import Index, SearchEngine
 
 from arl.engine.tiny import tiny_tokenizer
-from arl.workflow.tools import parse_tool_calls
+from arl.workflow.call_formats import parse_tool_calls
 
 REGIONS = ("demonstrations", "training", "held_out")
 

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_start import Demonstration, demonstrated, frequent_phrases, tool_call
 
 from arl.engine.tiny import TinyShape, tiny_tokenizer
+from arl.workflow.call_formats import parse_tool_calls
 from arl.workflow.conversation import Conversation
-from arl.workflow.tools import Tool, parse_tool_calls
+from arl.workflow.tools import Tool
 
 small_warm_start = partial(
     warm_start.warm_start,

@@ -12,7 +12,7 @@ from arl.api.errors import ConfigError, DatasetError, PromptTooLongError, Reward
 from arl.api.types import Example, SamplingParams
 from arl.rewards import InlineReward, RewardPool, Score
 from arl.workflow.agent import SingleTurnWorkflow
-from arl.workflow.conversation import Turn
+from arl.workflow.dialogue import Turn
 
 QUESTION = {"question": "2 + 2 = ?", "answer": "4"}
 TOLD = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]

@@ -107,7 +107,7 @@ async def test_versions_logprobs_and_temperature_are_those_of_the_responses() ->
     )
     conversation = Conversation(TOKENIZER, user("?"))
     await conversation.agenerate(ScriptedEngine(lambda _: response), SAMPLING)
-    trajectory = conversation.trajectory(0.5, {"calls": 2}, role="solver")
+    (trajectory,) = conversation.trajectories(0.5, {"calls": 2}, role="solver")
     assert trajectory.versions[-2:] == (3, 4)
     assert trajectory.behavior_logprobs[-2:] == (-0.5, -0.25)
     assert (trajectory.temperature, trajectory.reward, trajectory.role) == (0.7, 0.5, "solver")
@@ -116,7 +116,9 @@ async def test_versions_logprobs_and_temperature_are_those_of_the_responses() ->
 
 async def test_each_sampled_turn_has_its_span_with_its_reward_and_state() -> None:
     conversation = await talked(["abc", "de"], [[("user", "more")]], ended=True)
-    trajectory = conversation.trajectory(1.0, rewards={"form": 0.5}, turn_rewards=[0.25, 0.0], states=["start", None])
+    (trajectory,) = conversation.trajectories(
+        1.0, rewards={"form": 0.5}, turn_rewards=[0.25, 0.0], states=["start", None]
+    )
     first, second = trajectory.turns
     sampled = [TOKENIZER.decode(list(trajectory.token_ids[turn.start : turn.stop])) for turn in (first, second)]
     assert sampled == ["abc<|im_end|>", "de<|im_end|>"]
@@ -128,16 +130,16 @@ async def test_each_sampled_turn_has_its_span_with_its_reward_and_state() -> Non
 async def test_turn_by_turn_values_that_are_not_as_many_as_turns_are_named(name: str) -> None:
     conversation = await talked(["abc", "de"], [[("tool", "more")]], ended=True)
     with pytest.raises(TrajectoryError, match=f"{name} has 1 entries, but 2 turns were sampled; give one for each"):
-        conversation.trajectory(1.0, **{name: [0.0] if name == "turn_rewards" else ["s"]})
+        conversation.trajectories(1.0, **{name: [0.0] if name == "turn_rewards" else ["s"]})
 
 
 async def test_a_trajectory_is_truncated_where_a_length_limit_ended_its_last_turn() -> None:
     conversation = Conversation(TOKENIZER, user("?"))
     await conversation.agenerate(saying("abc"), SamplingParams(max_new_tokens=2))
-    assert conversation.trajectory(0.0).is_truncated
+    assert conversation.trajectories(0.0)[0].is_truncated
     conversation.add(*user("go on"))
     await conversation.agenerate(saying("abc"), SAMPLING)
-    assert not conversation.trajectory(0.0).is_truncated
+    assert not conversation.trajectories(0.0)[0].is_truncated
 
 
 def is_full(_: ModelRequest) -> list[int]:
@@ -148,11 +150,11 @@ async def test_a_trajectory_is_truncated_where_there_was_no_room_for_another_tur
     conversation = await talked(["abc"], [[("tool", "a long result")]], ended=True)
     turn = await conversation.agenerate(ScriptedEngine(is_full), SAMPLING)
     assert (turn.text, turn.output_ids, turn.is_truncated, conversation.is_full) == ("", (), True, True)
-    trajectory = conversation.trajectory(0.0)
+    (trajectory,) = conversation.trajectories(0.0)
     assert (trajectory.is_truncated, trajectory.metrics) == (True, {"context_full": 1.0})
     assert (len(trajectory.turns), conversation.num_turns) == (1, 1)
     await conversation.agenerate(saying("de"), SAMPLING)  # with fewer new tokens there may be room again
-    trajectory = conversation.trajectory(0.0)
+    (trajectory,) = conversation.trajectories(0.0)
     assert (trajectory.is_truncated, trajectory.metrics["context_full"], len(trajectory.turns)) == (False, 0.0, 2)
 
 
@@ -172,7 +174,7 @@ async def test_a_greedy_episode_makes_a_trajectory_as_any_other() -> None:
     await conversation.agenerate(engine, SamplingParams(temperature=0.7))
     conversation.add(*user("more"))
     await conversation.agenerate(engine, SamplingParams(temperature=0.7))
-    assert conversation.trajectory(1.0).temperature == 1.0
+    assert conversation.trajectories(1.0)[0].temperature == 1.0
 
 
 async def test_turns_of_one_episode_share_a_session_and_episodes_do_not() -> None:
@@ -223,8 +225,6 @@ async def test_a_template_that_rewrites_earlier_turns_makes_a_branch() -> None:
     before, after = conversation.trajectories(1.0)
     assert QWEN3.decode(before.token_ids) == first + THOUGHT + "<|im_end|>"
     assert QWEN3.decode(after.token_ids) == second + "5<|im_end|>"
-    with pytest.raises(TrajectoryError, match="its chat template rewrites earlier turns"):
-        conversation.trajectory(1.0)
 
 
 async def test_a_template_that_rewrites_earlier_turns_is_an_error_where_that_is_asked_for() -> None:
@@ -240,7 +240,7 @@ async def test_rewritten_turns_stay_in_view_where_that_is_asked_for() -> None:
     third = ScriptedEngine(lambda _: [QWEN3.eos_token_id])
     await conversation.agenerate(third, SAMPLING)
     assert QWEN3.decode(third.requests[0].input_ids).startswith(second + THOUGHT + "<|im_end|>\n<|im_start|>user\nrea")
-    assert len(conversation.trajectory(1.0).turns) == 3
+    assert len(conversation.trajectories(1.0)[0].turns) == 3
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_do() -> None:

@@ -15,9 +15,10 @@ import pytest
 from scripted_answers import TOKENIZER, exact, saying, seen_by
 
 from arl.api.errors import ConfigError, ServerError
+from arl.workflow.call_formats import ToolCall
 from arl.workflow.mcp_tools import MCPTools
 from arl.workflow.tool_agent import ToolAgentWorkflow
-from arl.workflow.tools import Tool, ToolCall, ToolLimits, ToolResult, arun_tools
+from arl.workflow.tools import Tool, ToolLimits, ToolResult, arun_tools
 
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 MUTE = ["sh", "-c"]

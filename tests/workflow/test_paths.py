@@ -9,14 +9,16 @@ import pytest
 from arl.api.errors import TrajectoryError
 from arl.api.types import ModelResponse, Trajectory
 from arl.workflow.conversation import trajectories
-from arl.workflow.dialogue import Prompt, Turn
+from arl.workflow.dialogue import Fingerprint, Prompt, Turn
 
 
 def turn(
     parent: Turn | None, output_ids: Sequence[int], *, temperature: float = 1.0, is_cut: bool = False, given: int = 2
 ) -> Turn:
     """A turn after `given` tokens 0, whose tokens have their own numbers for versions and logprobs."""
-    prompt = Prompt(parent=parent, after=parent, given_ids=(0,) * given, messages=(), tools=(), shown=None, key=b"")
+    prompt = Prompt(
+        parent=parent, after=parent, given_ids=(0,) * given, messages=(), tools=(), shown=Fingerprint.of(""), key=b""
+    )
     response = ModelResponse(
         output_ids=tuple(output_ids),
         output_logprobs=tuple(-float(i) for i in output_ids),

@@ -16,9 +16,9 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example
 from arl.engine.tiny import tiny_tokenizer
 from arl.rewards import Score
-from arl.workflow.call_formats import LLAMA
+from arl.workflow.call_formats import LLAMA, ToolCall
 from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode, ToolLike
-from arl.workflow.tools import Tool, ToolCall, ToolLimits
+from arl.workflow.tools import Tool, ToolLimits
 
 QUESTION = {"question": "What is it?", "answer": "done"}
 

@@ -14,17 +14,15 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from arl.api.errors import ConfigError, ServerError
+from arl.api.errors import ConfigError, ServerError, ToolError
+from arl.workflow.call_formats import ToolCall, parse_tool_calls
 from arl.workflow.tools import (
     DEFAULT_LIMITS,
     Tool,
-    ToolCall,
-    ToolError,
     ToolLimits,
     ToolResult,
     acall_tools,
     arun_tools,
-    parse_tool_calls,
 )
 
 
