@@ -53,9 +53,8 @@ from arl.rollout.episode import EpisodeRunner, FailureLog, check_workflow
 from arl.rollout.group import GroupRules
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display
-from arl.training.evaluation import Evaluator
 from arl.training.learner import Learner, TrainThread
-from arl.training.metrics import RunLog, RunTotals, make_run_dir
+from arl.training.metrics import Evaluator, RunLog, RunTotals, make_run_dir
 from arl.training.trainer import Trainer
 from arl.workflow.teachers import DistillationWorkflow
 

@@ -47,7 +47,7 @@ from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEng
 from arl.api.engine import WeightTransport
 from arl.api.types import ModelRequest, SamplingParams, TrainSequence
 from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.fsdp.logprobs import token_logprobs
+from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 from arl.engine.weights.disk import DiskTransport

@@ -1,4 +1,4 @@
-"""Checkpoints as directories that are complete or absent: written aside, synced, renamed; the newest K are kept.
+"""Checkpoints as directories that are complete or absent: written aside, synced, renamed; the newest stay.
 
 run_dir/checkpoints/version-00000040/state.json      totals, dataset cursor, ledger
                                      groups.npz      finished groups that wait for a batch
@@ -87,7 +87,7 @@ class _Cursor:
 
 
 def _record(group: Group) -> dict[str, Any]:
-    """A group without its tokens, as JSON values."""
+    """A group without its tokens, as JSON."""
     return {
         "group_id": group.group_id,
         "example_id": group.example_id,
@@ -162,7 +162,7 @@ def _exact(numbers: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """The state of a run in a checkpoint, without the train engine: one moment between two steps."""
+    """The state of a run between two steps, without the train engine's."""
 
     values: dict[str, Any]
     """JSON values."""
@@ -176,7 +176,7 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, directory: Path, keep: int, identity: dict[str, Any]) -> None:
-        """keep: how many checkpoints stay on the disk. identity: settings that a run may not change to continue."""
+        """keep: how many stay on the disk. identity: settings that must not change for a run to continue."""
         self._directory = directory
         self._keep = keep
         self._identity = identity
@@ -185,10 +185,7 @@ class Checkpoints:
         return max(self._versions(), default=None)
 
     def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> CheckpointSaving:
-        """Copy the train engine aside. `wait` of the result writes the checkpoint of `version`.
-
-        Both raise CheckpointError.
-        """
+        """Copy the train engine aside. The result's `wait` writes the checkpoint. Both raise CheckpointError."""
         aside = self._directory / f"{_ASIDE}{version}"
         shutil.rmtree(aside, ignore_errors=True)
         try:
@@ -200,18 +197,15 @@ class Checkpoints:
         return CheckpointSaving(version=version, aside=aside, engine=engine, state=state, checkpoints=self)
 
     def complete(self, version: int, aside: Path, engine: Saving, state: RunState) -> None:
-        """Write the state that `begin` took, rename the directory, and delete the oldest checkpoints past `keep`."""
+        """Write what `begin` took, rename the directory, and delete the oldest checkpoints past `keep`."""
         try:
             engine.wait()
             for name, groups in (("groups.npz", state.groups), ("replay.npz", state.replay)):
                 with (aside / name).open("wb") as file:
                     write_groups(file, groups)
-                    file.flush()
-                    os.fsync(file.fileno())
-            with (aside / "state.json").open("w") as file:
-                json.dump({"identity": self._identity, **state.values}, file)
-                file.flush()
-                os.fsync(file.fileno())
+                _sync(aside / name)
+            (aside / "state.json").write_text(json.dumps({"identity": self._identity, **state.values}))
+            _sync(aside / "state.json")
             _sync(aside)
             aside.rename(self._path(version))
             _sync(self._directory)
@@ -222,9 +216,9 @@ class Checkpoints:
             self._delete(old)
 
     def load_newest(self, load_engine: Callable[[Path], None]) -> RunState | None:
-        """Load the newest checkpoint and return its state, or None without a checkpoint.
+        """Load the newest checkpoint and return its state; None if there is none. Raises CheckpointError.
 
-        Removes half-written directories that a kill left. Raises CheckpointError.
+        Removes what a kill left half written.
         """
         for pattern in (f"{_ASIDE}*", f"{_RETIRED}*"):
             for left_by_a_kill in self._directory.glob(pattern):
@@ -266,13 +260,13 @@ class Checkpoints:
             raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
 
     def _delete(self, version: int) -> None:
-        """Rename, then delete: a kill in the middle leaves no half checkpoint under its name."""
+        """Rename, then delete: a kill leaves no half checkpoint under its name."""
         retired = self._directory / f"{_RETIRED}{version}"
         try:
             self._path(version).rename(retired)
             shutil.rmtree(retired)
         except OSError as error:
-            log.warning("the checkpoint of version %d, no longer needed, could not be deleted: %s", version, error)
+            log.warning("cannot delete the old checkpoint of version %d: %s", version, error)
 
     def _path(self, version: int) -> Path:
         return self._directory / f"version-{version:08d}"
@@ -286,7 +280,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaving:
-    """The Saving of a whole checkpoint, all of whose parts are copied aside."""
+    """The Saving of a whole checkpoint, whose parts are copied aside."""
 
     version: int
     aside: Path
@@ -295,19 +289,20 @@ class CheckpointSaving:
     checkpoints: Checkpoints
 
     def wait(self) -> None:
-        """Block until it is on the disk. Call once, on any thread. Raises CheckpointError, e.g. for a full disk."""
+        """Block until it is on the disk. Call it once. Raises CheckpointError."""
         self.checkpoints.complete(self.version, self.aside, self.engine, self.state)
 
 
 def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint of version {version} could not be written to {directory}: {error}; earlier ones are "
-        "untouched, and the same command continues from them once there is room, or the other cause is repaired"
+        f"cannot write the checkpoint of version {version} to {directory}: {error}; earlier ones are untouched, and "
+        "the same command continues from them once the cause is repaired"
     )
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Force a file, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -31,14 +31,14 @@ LINE_EVERY_S = 10.0
 """Seconds between two plain lines about the same work."""
 
 Advance = Callable[..., None]
-"""Called after each piece of work with the numbers to show, by name: `advance(loss=0.3)`."""
+"""Called after each piece of work, with numbers to show: `advance(loss=0.3)`."""
 
 
 class Display:
-    """One per console, used from any thread. A terminal shows the last steps, and a bar for each piece of open work."""
+    """A terminal shows the last steps, and a bar for each piece of open work. One per console, for any thread."""
 
     def __init__(self, num_steps: int | None = None, console: Console | None = None) -> None:
-        """num_steps: the steps of the run, if known. console: stdout if not given; a quiet console shows nothing."""
+        """num_steps: of the run, if known. console: stdout if not given."""
         self._console = console or Console()
         self._is_live = self._console.is_terminal and not self._console.quiet
         self._num_steps = num_steps

@@ -23,10 +23,10 @@ Demonstration = tuple[Sequence[int], Sequence[int]]
 """(token_ids, loss_mask) of equal length. The mask is 1 on the tokens to learn, never on the first token."""
 
 OnStep = Callable[[int, Mapping[str, float]], None]
-"""Called on the calling thread with each step's number, from 1, and its metrics."""
+"""Called with each step's number, from 1, and its metrics."""
 
 _FORWARDED_AT_ONCE = 1024
-"""How many sequences go through one forward call. The engine brings all of them to its device."""
+"""Sequences per forward call: the engine brings all of them to its device."""
 
 
 def finetune(
@@ -40,10 +40,10 @@ def finetune(
 ) -> dict[str, float]:
     """Train on demonstrations, one optimizer step per batch; return the last step's metrics.
 
-    Each epoch shuffles the examples; the order depends on `seed` alone. An epoch's last batch may be smaller. A step's
-    loss is the mean negative log-likelihood of its batch's trained tokens. The engine's version counts these steps
-    too, so export the result and start reinforcement learning on a new engine. Raises DatasetError before training; it
-    names the first demonstration that is malformed, does not fit the model or has nothing to learn.
+    A step's loss is the mean negative log-likelihood of its batch's trained tokens. Each epoch shuffles the examples by
+    `seed`; its last batch may be smaller. The engine's version counts these steps, so export the result and start
+    reinforcement learning on a new engine. Raises DatasetError before training; it names the first demonstration that
+    is malformed, does not fit the model or has nothing to learn.
     """
     sequences = [to_sequence(f"demonstration {i}", example, engine.limits) for i, example in enumerate(examples)]
     if not sequences:
@@ -55,7 +55,6 @@ def finetune(
 def _train(
     engine: TrainEngine, minibatches: Iterable[list[TrainSequence]], loss: TokenLoss, on_step: OnStep | None
 ) -> dict[str, float]:
-    """Make one optimizer step per minibatch; return the last step's metrics."""
     metrics: dict[str, float] = {}
     for step, minibatch in enumerate(minibatches, start=1):
         metrics = engine.train_batch([minibatch], loss)
@@ -65,7 +64,7 @@ def _train(
 
 
 def shuffled_batches(items: Sequence[ItemT], epochs: int, batch_size: int, seed: int) -> Iterator[list[ItemT]]:
-    """All items once per epoch, shuffled for each epoch. An epoch's last batch may be smaller."""
+    """All items once per epoch, shuffled anew. An epoch's last batch may be smaller."""
     if epochs < 1 or batch_size < 1:
         raise ValueError(f"epochs is {epochs} and batch_size is {batch_size}; both must be at least 1")
     shuffle = random.Random(seed)
@@ -76,7 +75,7 @@ def shuffled_batches(items: Sequence[ItemT], epochs: int, batch_size: int, seed:
 
 
 def to_sequence(name: str, example: Demonstration, limits: ModelLimits) -> TrainSequence:
-    """Convert a demonstration for the engine. Raises DatasetError, which refers to the demonstration by `name`."""
+    """Convert a demonstration. Raises DatasetError, which refers to it by `name`."""
     if not is_pair(example):
         raise DatasetError(f"{name} is a {type(example).__name__}; it must be a pair (token_ids, loss_mask)")
     token_ids, loss_mask = to_tokens(name, example[0], limits), _integers(name, "loss_mask", example[1])
@@ -135,7 +134,7 @@ def _integers(name: str, field: str, values: Any) -> torch.Tensor:
 
 
 def _first(is_wrong: torch.Tensor) -> int | None:
-    """The first index at which bool[T] is true."""
+    """The first index where bool[T] is true."""
     places = is_wrong.nonzero()
     return int(places[0]) if len(places) else None
 
@@ -145,7 +144,7 @@ def _first(is_wrong: torch.Tensor) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Two answers to one prompt. Each holds the prompt too; its mask is 1 on the answer alone."""
+    """Two answers to one prompt. Each includes the prompt; its mask is 1 on the answer alone."""
 
     chosen: Demonstration
     rejected: Demonstration
@@ -163,9 +162,8 @@ def train_preferences(
 ) -> dict[str, float]:
     """Train with DPO or IPO, one optimizer step per batch of pairs; return the last step's metrics.
 
-    loss: DPO with beta 0.1 if not given. The reference is the model at the start of the call. Its logprobs of all
-    pairs are computed first, so no copy of its weights is held. Order, on_step, versions and errors are as in
-    `finetune`.
+    loss: DPO with beta 0.1 if not given. The reference is the model at the start of the call: its logprobs are computed
+    first, and no copy of its weights is held. Order, on_step, versions and errors are as in `finetune`.
     """
     pairs = _whole(_preference(i, preference, engine.limits) for i, preference in enumerate(preferences))
     pairs = _with_reference(engine, pairs)
@@ -185,10 +183,9 @@ def train_reward_model(
 ) -> dict[str, float]:
     """Train a reward model on pairs (chosen token_ids, rejected token_ids), each a prompt with its answer.
 
-    engine: a train engine with head "value". Its `export` writes a Hugging Face sequence-classification model of one
-    label. A text's score is the score of its last token. SGLang and the embedded server serve the model at /classify.
-    The rest is as in `train_preferences`. Raises ConfigError for an engine without a value head, and DatasetError as
-    in `finetune`.
+    engine: a train engine with head "value", or ConfigError. Its `export` writes a Hugging Face sequence-classification
+    model of one label, which SGLang and the embedded server serve at /classify. A text's score is that of its last
+    token. The rest is as in `train_preferences`.
     """
     pairs = _whole(_texts(i, texts, engine.limits) for i, texts in enumerate(preferences))
     _check_scores(engine)
@@ -197,13 +194,13 @@ def train_reward_model(
 
 
 def _check_scores(engine: TrainEngine) -> None:
-    """Raise ConfigError unless the engine's model has a value head and no other: the export holds no other."""
-    engine.forward([], "values")  # raises where there is none
+    """Raise ConfigError unless the engine has a value head alone: an export holds no value head beside a policy's."""
+    engine.forward([], "values")  # raises if there is none
     try:
         engine.forward([], "logprobs")
     except ConfigError:
         return
-    raise ConfigError("a reward model has a value head alone, and this engine a policy beside it; use head='value'")
+    raise ConfigError("a reward model has a value head alone, but this engine has a policy, too; use head='value'")
 
 
 def _with_reference(engine: TrainEngine, pairs: Sequence[Pair]) -> list[Pair]:
@@ -237,7 +234,7 @@ def _texts(index: int, texts: tuple[Sequence[int], Sequence[int]], limits: Model
 
 
 def _scored(token_ids: torch.Tensor) -> TrainSequence:
-    """The text and one more token. That token's value is the text's score."""
+    """The text and one more token, whose value is the text's score."""
     loss_mask = torch.zeros(len(token_ids) + 1, dtype=torch.bool)
     loss_mask[-1] = True
     return TrainSequence(token_ids=torch.cat([token_ids, torch.zeros(1, dtype=torch.int64)]), loss_mask=loss_mask)
@@ -250,5 +247,5 @@ def _whole(pairs: Iterable[Pair]) -> list[Pair]:
         raise DatasetError("there are no pairs to learn from")
     for index, (chosen, rejected) in enumerate(known):
         if torch.equal(chosen.token_ids, rejected.token_ids) and torch.equal(chosen.loss_mask, rejected.loss_mask):
-            raise DatasetError(f"pair {index} is twice the same, so that there is nothing to prefer; leave it out")
+            raise DatasetError(f"pair {index} has twice the same answer, so there is nothing to prefer; leave it out")
     return known

@@ -39,9 +39,9 @@ class PreparedBatch:
 
 
 class Learner:
-    """Applies the algorithm to a batch, with the policy's train engine and the engine of a separate critic, if any.
+    """Applies the algorithm to a batch, with the policy's train engine and that of a separate critic, if any.
 
-    The learner owns its engines: `close` closes them. `version` counts the batches trained.
+    `close` closes the engines.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Learner:
         return self.engine.version
 
     def prepare(self, groups: Sequence[Group], replayed: Sequence[Group] = ()) -> PreparedBatch:
-        """Compute logprobs, advantages and minibatches of a batch under the current weights. Changes no weights.
+        """Compute logprobs, advantages and minibatches under the current weights. Changes no weights.
 
-        replayed: groups of earlier batches, spread over the minibatches of the new groups.
+        replayed: groups of earlier batches, spread over the new groups' minibatches.
         """
         config = self._config
         batch = Batch.of([*groups, *replayed], config.overlong)
@@ -96,14 +96,13 @@ class Learner:
         return metrics
 
     def save(self, directory: Path) -> Saving:
-        """Copy everything that `load` needs to continue, and begin to write it to `directory`."""
         if self._critic is None:
             return self.engine.save(directory)
         directory.mkdir(parents=True, exist_ok=True)
         return _BothSavings(self.engine.save(directory / "policy"), self._critic.save(directory / "critic"))
 
     def load(self, directory: Path) -> None:
-        """Continue from a directory that `save` wrote. Raises CheckpointError, which names the mismatch."""
+        """Raises CheckpointError, which names the mismatch."""
         has_critic = (directory / "critic").is_dir()
         if has_critic != (self._critic is not None):
             wrote, has = ("with", "none") if has_critic else ("without", "one")
@@ -118,7 +117,6 @@ class Learner:
         self._critic.load(directory / "critic")
 
     def close(self) -> None:
-        """Idempotent."""
         try:
             self.engine.close()
         finally:
@@ -140,9 +138,9 @@ class Learner:
         return replace(batch, **known)
 
     def _minibatches(self, num_new: int, num_replayed: int) -> Iterator[list[int]]:
-        """The groups of each minibatch: equally many new groups, and nearly equally many replayed ones.
+        """The groups of each minibatch: equally many new ones, nearly equally many replayed ones.
 
-        The first epoch follows the batch's order. Later epochs shuffle it.
+        The first epoch follows the batch's order; later ones shuffle it.
         """
         config, size = self._config, num_new // self._config.minibatches
         for epoch in range(config.epochs):

@@ -1,13 +1,10 @@
-"""The log of a run: metrics, trajectories and evaluations as JSONL files in the run directory.
-
-A resumed run cuts the files back to the checkpoint's version, so each version has one line. All calls are short and
-blocking; the trainer makes them on a thread.
-"""
+"""The numbers of a run: evaluations on held-out examples, metrics of batches, and the JSONL files that hold them."""
 
 from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,11 +15,12 @@ from typing import Any
 
 from rich.console import Console
 
-from arl.api.config import LogConfig
-from arl.api.engine import PublishStats
+from arl.api.config import EvaluationConfig, LogConfig
+from arl.api.engine import InferenceEngine, PublishStats
 from arl.api.errors import ConfigError, RunFileError
 from arl.api.types import Group, StepStats, Trajectory
-from arl.rollout.episode import episode_reward
+from arl.rollout.controller import Dataset, run_examples
+from arl.rollout.episode import EpisodeRunner, episode_reward
 from arl.training.display import Display
 
 
@@ -41,8 +39,61 @@ class Evaluation:
     """Means of the workflow's metrics and of the parts of its reward."""
 
 
+class Evaluator:
+    """Runs one episode for each held-out example with the workflow and engine of training, but not its buffer."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        runner: EpisodeRunner,
+        dataset: Dataset,
+        config: EvaluationConfig,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        """seed: gives each request a seed, the same in every evaluation. None: requests keep the workflow's seed."""
+        self._engine = engine
+        self._runner = runner
+        self._dataset = dataset
+        self._config = config
+        self._seed = seed
+
+    @property
+    def num_examples(self) -> int:
+        return len(self._dataset)
+
+    async def evaluate(self, on_end: Callable[[], None] = lambda: None) -> Evaluation:
+        """Run all held-out examples. `version` is the published version at the start.
+
+        Failed and rejected episodes count as reward 0. on_end: called after each episode.
+        """
+        began, version = time.monotonic(), self._engine.version
+        episodes = await run_examples(
+            self._engine,
+            self._runner,
+            self._dataset,
+            max_concurrent=self._config.max_concurrent_episodes,
+            seed=self._seed,
+            on_end=on_end,
+        )
+        return Evaluation(
+            version=version,
+            reward=fmean(episode.reward for episode in episodes),
+            num_episodes=len(episodes),
+            num_failed=sum(episode.error is not None for episode in episodes),
+            wall_s=time.monotonic() - began,
+            metrics={
+                **mean_metrics([t for episode in episodes for t in episode.trajectories]),
+                **mean_rewards(episode.trajectories for episode in episodes),
+            },
+        )
+
+
 class RunLog:
-    """Writes a run's files, and shows its steps and evaluations. Not thread-safe. Raises RunFileError."""
+    """Writes a run's files, and shows its steps and evaluations. Not thread-safe. Raises RunFileError.
+
+    A resumed run cuts the files back to the checkpoint's version, so each version has one line.
+    """
 
     def __init__(
         self,
@@ -52,8 +103,7 @@ class RunLog:
         display: Display | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """display: shows steps and evaluations; None shows nothing. decode: token ids -> text, for the file of
-        trajectories; without it the file holds token ids alone."""
+        """display: None shows nothing. decode: token ids -> text; None: trajectories are written without text."""
         with _usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
@@ -62,18 +112,18 @@ class RunLog:
         self.display = display or Display(console=Console(quiet=True))
 
     def resume(self, version: int) -> None:
-        """Delete the lines of later versions, and torn lines."""
+        """Delete lines of later versions, and torn lines."""
         for path in self._paths.values():
             with _usable(path):
                 rows = [row for row in read_jsonl(path) if row["version"] <= version]
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def evaluations(self) -> dict[int, Evaluation]:
-        """The evaluations in the file, by version."""
+        """By version."""
         return {row["version"]: Evaluation(**row) for row in read_jsonl(self._paths["evaluations"])}
 
     def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
-        """Log a step. advantages: each trajectory's mean over its trained tokens; None without trained tokens."""
+        """advantages: each trajectory's mean over its trained tokens; None without trained tokens."""
         self._append("metrics", [dict(stats.metrics)])
         self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages))
         self.display.step(stats)
@@ -109,7 +159,7 @@ class RunLog:
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Create the directory if needed, and check that it is writable. Raises ConfigError."""
+    """Create the directory if needed. Raises ConfigError if it is not writable."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
@@ -206,7 +256,6 @@ def episode_rewards(groups: Sequence[Group]) -> list[float]:
 
 
 def _episodes(groups: Sequence[Group]) -> list[list[Trajectory]]:
-    """The trajectories of each episode."""
     episodes: list[list[Trajectory]] = []
     for group in groups:
         by_episode: dict[int, list[Trajectory]] = {}
@@ -219,11 +268,10 @@ def _episodes(groups: Sequence[Group]) -> list[list[Trajectory]]:
 def batch_metrics(
     groups: Sequence[Group], version: int, replayed: Sequence[Group] = (), *, mask_truncated: bool = False
 ) -> dict[str, float]:
-    """Staleness of the trained tokens against the trainer's `version`, lengths, the workflow's metrics and the parts of
-    its reward.
+    """Staleness of the trained tokens at the trainer's `version`, lengths, the workflow's metrics and reward parts.
 
-    replayed: groups of earlier batches, trained beside the new ones. They count in the staleness alone; earlier steps
-    reported their other metrics. mask_truncated: truncated trajectories are not trained.
+    replayed: groups of earlier batches, trained beside the new ones. They count in the staleness alone.
+    mask_truncated: truncated trajectories are not trained.
     """
 
     def is_trained(trajectory: Trajectory) -> bool:
@@ -248,7 +296,7 @@ def batch_metrics(
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
-    """Statistics of the rewards of a batch's episodes."""
+    """Statistics of a batch's episode rewards."""
     return {
         "reward": fmean(rewards),
         "reward_std": pstdev(rewards),
@@ -272,8 +320,8 @@ def mean_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def mean_rewards(episodes: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
-    """`reward/NAME`: each named part of the reward, averaged over the episodes that have it. An episode's part is the
-    mean over its trajectories that have it."""
+    """`reward/NAME`: each named part of the reward, averaged over an episode's trajectories that have it, then over
+    episodes."""
     values: dict[str, list[float]] = {}
     for trajectories in episodes:
         for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
@@ -283,7 +331,7 @@ def mean_rewards(episodes: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
 
 
 def publish_metrics(published: PublishStats | None) -> dict[str, float]:
-    """Metrics of the newest complete publish. With overlap it is a publish of an earlier version."""
+    """Of the newest complete publish, which may be of an earlier version."""
     if published is None:
         return {}
     return {

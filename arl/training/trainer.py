@@ -36,10 +36,10 @@ from arl.api.types import Group, StepStats
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.training.checkpoint import Checkpoints, RunState
-from arl.training.evaluation import Evaluator
 from arl.training.learner import Learner, TrainThread
 from arl.training.metrics import (
     Evaluation,
+    Evaluator,
     RunLog,
     RunTotals,
     batch_metrics,
@@ -53,22 +53,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Step:
-    """A batch from the start of its optimizer steps until its log line. Times are of the monotonic clock."""
+    """A batch from the start of its training until its log line. Times are of the monotonic clock."""
 
     groups: Sequence[Group]
-    """The new groups."""
     replayed: Sequence[Group]
     """Groups of earlier batches, trained with the new ones."""
     advantages: Sequence[float | None]
-    """As in PreparedBatch."""
+    """See PreparedBatch."""
     began: float
-    """When the trainer began to wait for the batch."""
+    """When the wait for the batch began."""
     taken: float
-    """When it had the batch."""
+    """When the wait ended."""
     call: asyncio.Future[dict[str, float]]
-    """The training of the batch."""
     trained: float | None = None
-    """When its training had ended."""
+    """When training ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ class _Snapshot:
 
     update: WeightUpdate
     taken: float
-    """When the snapshot was complete, on the monotonic clock."""
+    """When the snapshot was complete."""
     snapshot_s: float
     """How long training waited for it."""
 
@@ -102,7 +100,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.version = self.learner.version
         self.evaluations = self.log.evaluations()
-        """All evaluations in this run directory, by version, those from before a resume included."""
+        """All evaluations in this run directory, by version."""
         self._tasks = asyncio.TaskGroup()
         self._rollout_task: asyncio.Task[None] | None = None
         self._undelivered: _Snapshot | None = None
@@ -164,7 +162,7 @@ class Trainer:
         return stats
 
     def _settle(self) -> None:
-        """Mark the batch as trained once the engine has trained it, even if the step was cancelled meanwhile."""
+        """Mark the batch as trained if the engine has trained it, even if the step was cancelled meanwhile."""
         if self._open_step and self.learner.version > self.version:
             self.version = self.learner.version
             self.rollout.trained(self._open_step.groups)
@@ -185,7 +183,7 @@ class Trainer:
             await self._delivered()
 
     async def _deliver(self) -> None:
-        """Deliver the newest snapshot to the servers, one delivery at a time, until none is left."""
+        """Deliver the newest snapshot until none is left; one delivery at a time."""
         while self._undelivered:
             snapshot, self._undelivered = self._undelivered, None
             cost = await self.transport.deliver(snapshot.update, self.inference_engine)
@@ -237,7 +235,7 @@ class Trainer:
             self._saving = self._tasks.create_task(_written(saving))
 
     async def _evaluate_while_due(self) -> None:
-        """Run one evaluation at a time. Evaluations that come due during a long one are run as one."""
+        """Run one evaluation at a time. Evaluations that come due during a long one become one."""
         while self._is_evaluation_due:
             self._is_evaluation_due = False
             await self.evaluate()
@@ -257,16 +255,16 @@ class Trainer:
     async def save(self) -> None:
         """Write a checkpoint of the last trained version, between steps. Episodes in flight will run again.
 
-        Writes nothing if nothing was trained since the last checkpoint, or if optimizer steps failed: they may have
-        changed the weights, so a run continues from the checkpoint before them. Raises CheckpointError.
+        Writes nothing if nothing was trained since the last checkpoint, or after a failed optimizer step, as it may
+        have changed the weights. Raises CheckpointError.
         """
         if saving := await self._begin_saving():
             await _written(saving)
 
     async def export(self, directory: Path) -> None:
-        """Write the trained model as a Hugging Face directory, whole or not at all. Call it between steps.
+        """Write the trained model, adapters merged, as a complete Hugging Face directory. Call it between steps.
 
-        Adapters are merged into the model. Raises TransportError.
+        Raises TransportError.
         """
         snapshot = await self.thread(self.learner.engine.snapshot)
         try:
@@ -277,7 +275,7 @@ class Trainer:
     async def _begin_saving(self) -> Saving | None:
         """Copy the state of this moment for a checkpoint; None if there is nothing to write.
 
-        One checkpoint is written at a time: training waits here for a disk that is slower than `checkpoint.every`.
+        One checkpoint is written at a time, so training waits here for a disk that is slower than `checkpoint.every`.
         """
         if self._saving:
             await asyncio.wait([self._saving])  # its error ends the TaskGroup; do not raise it twice
@@ -297,7 +295,7 @@ class Trainer:
 
     @asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:
-        """Save, whatever ends the block. An error that ends the block is raised, even if saving fails too."""
+        """Save, whatever ends the block. Its error is raised, even if saving fails too."""
         try:
             yield
         except asyncio.CancelledError:
@@ -307,7 +305,7 @@ class Trainer:
             try:
                 await self.save()
             except (ArlError, OSError) as failure:
-                log.error("the run's end could not be saved either: %s", failure)
+                log.error("saving the run's end failed, too: %s", failure)
                 error.add_note(str(failure))
             raise
         await self.save()
@@ -318,7 +316,7 @@ class Trainer:
     # Numbers ----------------------------------------------------------------------------------------------------
 
     async def _record(self) -> StepStats:
-        """Log the trained step, once. This collects the loop's own numbers; a thread does the rest."""
+        """Log the trained step, once. This collects the loop's numbers; a thread does the rest."""
         step, self._open_step = self._open_step, None
         if step is None:
             raise RuntimeError("there is no trained step to record")
@@ -352,7 +350,7 @@ class Trainer:
 
 
 def _logged(log: RunLog, step: _Step, version: int, known: Mapping[str, float], is_masked: bool) -> StepStats:
-    """Log the step that led to `version`. It reads its arguments alone, because the event loop goes on meanwhile.
+    """Log the step that led to `version`. It reads its arguments alone, as the event loop goes on.
 
     known: metrics computed before. is_masked: truncated trajectories were not trained.
     """
@@ -374,7 +372,7 @@ def _logged(log: RunLog, step: _Step, version: int, known: Mapping[str, float], 
 
 
 async def _written(saving: Saving) -> None:
-    """Wait on a thread until the saving is on the disk. A cancelled wait goes on too: no error may be lost."""
+    """Wait on a thread until the saving is on the disk. A cancelled wait goes on, too, so that no error is lost."""
     call = asyncio.get_running_loop().run_in_executor(None, saving.wait)
     try:
         await asyncio.shield(call)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arl.engine.fsdp.logprobs import token_logprobs
+from arl.engine.fsdp.policy import token_logprobs
 
 H, V, CHUNK = 64, 50_000, 128
 

@@ -25,7 +25,7 @@ from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards import AsyncReward, InlineReward, RewardPool, Score, ThreadReward, WeightedReward, as_reward
 from arl.rewards.score import score_of
 from arl.rollout.episode import EpisodeRunner
-from arl.training.evaluation import Evaluator
+from arl.training.metrics import Evaluator
 
 
 async def judge(answer: str, data: Example) -> float:

@@ -86,7 +86,7 @@ def test_a_kill_leaves_the_one_before_and_its_rest_is_gone_after_the_next_start(
 
 def test_a_full_disk_while_copying_is_an_error_that_says_so_and_leaves_no_rest(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"No space left on device; earlier ones are untouched.*once there is room"
+        CheckpointError, match=r"No space left on device; earlier ones are untouched.*once the cause is repaired"
     ):
         checkpoints(tmp_path).begin(1, lambda _: fails(), RunState(values={}))
     assert list(tmp_path.iterdir()) == []

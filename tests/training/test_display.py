@@ -6,23 +6,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from training.records import stats
 
-from arl.api.types import StepStats
 from arl.training import display
 from arl.training.display import Display
-
-
-def stats(version: int) -> StepStats:
-    return StepStats(
-        version=version,
-        reward=0.5,
-        num_episodes=2,
-        mean_staleness=1.0,
-        max_staleness_seen=2,
-        wait_s=0.1,
-        train_s=0.2,
-        metrics={"samples_per_s": 8.0, "loss": 0.25},
-    )
 
 
 @pytest.fixture

@@ -6,27 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training.records import group, trajectory
 
 from arl.api.algorithm import preset
 from arl.api.errors import CheckpointError
 from arl.api.scripted import ScriptedTrainEngine
-from arl.api.types import Group, TrainSequence, Trajectory
+from arl.api.types import Group, TrainSequence
 from arl.training.learner import Learner
 
 
-def group(number: int) -> Group:
+def pair(number: int) -> Group:
     """Two trajectories whose second token is the group's number."""
-    trajectories = tuple(
-        Trajectory(
-            token_ids=(1, number, 3),
-            loss_mask=(0, 0, 1),
-            behavior_logprobs=(0.0, 0.0, -1.0),
-            versions=(-1, -1, 0),
-            reward=reward,
-        )
-        for reward in (0.0, 1.0)
-    )
-    return Group(group_id=number, example_id=(0, number), stamp=0, trajectories=trajectories, episode_indices=(0, 1))
+    of: dict[str, Any] = {"token_ids": (1, number, 3), "loss_mask": (0, 0, 1), "behavior_logprobs": (0.0, 0.0, -1.0)}
+    return group(*(trajectory(reward, (-1, -1, 0), **of) for reward in (0.0, 1.0)), number=number)
 
 
 def trained(
@@ -35,7 +27,7 @@ def trained(
     """The group numbers of each minibatch, in order, and the minibatches."""
     engine = ScriptedTrainEngine()
     learner = Learner(engine, preset("decoupled_ppo", **settings))
-    new, replayed = [group(i) for i in range(num_new)], [group(100 + i) for i in range(num_replayed)]
+    new, replayed = [pair(i) for i in range(num_new)], [pair(100 + i) for i in range(num_replayed)]
     learner.train(learner.prepare(new, replayed))
     (batch,) = engine.batches
     return [[int(s.token_ids[1]) for s in minibatch[::2]] for minibatch in batch], list(batch)
@@ -68,15 +60,15 @@ def test_the_shares_of_each_minibatch_add_up_to_one() -> None:
 
 def test_preparing_a_batch_trains_nothing_and_tells_the_new_trajectories_advantages() -> None:
     learner = Learner(engine := ScriptedTrainEngine(), preset("grpo"))
-    batch = learner.prepare([group(0)], [group(100)])
+    batch = learner.prepare([pair(0)], [pair(100)])
     assert (learner.version, engine.batches) == (0, [])
     assert batch.advantages == pytest.approx([-1.0, 1.0], abs=0.5)
     assert batch.advantages[0] == -(batch.advantages[1] or 0)
 
 
 def test_a_trajectory_that_is_masked_out_has_no_advantage() -> None:
-    cut = replace(group(0).trajectories[0], is_truncated=True)
-    masked = replace(group(0), trajectories=(cut, group(0).trajectories[1]))
+    cut = replace(pair(0).trajectories[0], is_truncated=True)
+    masked = replace(pair(0), trajectories=(cut, pair(0).trajectories[1]))
     batch = Learner(ScriptedTrainEngine(), preset("grpo", overlong={"mask_truncated": True})).prepare([masked])
     assert [advantage is None for advantage in batch.advantages] == [True, False]
 
@@ -85,7 +77,7 @@ def test_while_the_critic_warms_up_the_policy_stands_still_and_reports_nothing()
     policy, critic = ScriptedTrainEngine(), ScriptedTrainEngine()
     config = preset("ppo", minibatches=1, critic={"warmup_batches": 1}, kl={"coefficient": 0.0})
     learner = Learner(policy, config, critic=critic)
-    metrics = [learner.train(learner.prepare([group(0)])) for _ in range(2)]
+    metrics = [learner.train(learner.prepare([pair(0)])) for _ in range(2)]
     assert [len(batch) for batch in policy.batches] == [0, 1]
     assert [len(batch) for batch in critic.batches] == [1, 1]
     assert [sorted(m) for m in metrics] == [["critic/loss"], ["critic/loss", "loss"]]

@@ -1,14 +1,14 @@
 """What a run writes for its users: one line per version, also after a resume, and a picture."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training.records import group, stats, trajectory
 
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
-from arl.api.types import Group, StepStats, Trajectory, TurnSpan
+from arl.api.types import Group, Trajectory, TurnSpan
 from arl.training.metrics import (
     Evaluation,
     RunLog,
@@ -22,48 +22,6 @@ from arl.training.metrics import (
 QUIET = LogConfig(console=False, trajectories=3)
 
 
-def trajectory(reward: float = 1.0, versions: tuple[int, ...] = (-1, 3, 4), **metrics: float) -> Trajectory:
-    return Trajectory(
-        token_ids=(5, 6, 7),
-        loss_mask=(0, 1, 1),
-        behavior_logprobs=(0.0, -0.5, -0.25),
-        versions=versions,
-        reward=reward,
-        metrics=metrics,
-    )
-
-
-def group(*trajectories: Trajectory, episodes: tuple[int, ...] | None = None) -> Group:
-    return Group(
-        group_id=7,
-        example_id=(0, 2),
-        stamp=0,
-        trajectories=trajectories,
-        episode_indices=episodes or tuple(range(len(trajectories))),
-    )
-
-
-def stats(version: int) -> StepStats:
-    metrics = {
-        "version": version,
-        "time_s": version * 1.5,
-        "reward": 0.5,
-        "samples_per_s": 10.0,
-        "staleness/max": 2,
-        "staleness/mean": 1.0,
-    }
-    return StepStats(
-        version=version,
-        reward=0.5,
-        num_episodes=2,
-        mean_staleness=1.0,
-        max_staleness_seen=2,
-        wait_s=0.1,
-        train_s=0.2,
-        metrics=metrics,
-    )
-
-
 def write(log: RunLog, version: int, *groups: Group) -> None:
     """Log a step; a trajectory's advantage is its reward less 0.5."""
     log.step(stats(version), groups, [t.reward - 0.5 for group in groups for t in group.trajectories])
@@ -73,42 +31,23 @@ def evaluation(version: int) -> Evaluation:
     return Evaluation(version=version, reward=0.25, num_episodes=4, num_failed=0, wall_s=1.0, metrics={})
 
 
-def test_each_step_is_a_line_of_metrics(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, QUIET)
-    write(log, 1, group(trajectory()))
-    write(log, 2, group(trajectory()))
-    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_trajectories_are_written_token_by_token_with_versions_and_text(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, QUIET, decode=lambda ids: " ".join(map(str, ids)))
-    write(log, 1, group(*[trajectory(reward) for reward in (0.0, 1.0)]), group(trajectory(), trajectory()))
-    rows = read_jsonl(tmp_path / "trajectories.jsonl")
-    assert [row["reward"] for row in rows] == [0.0, 1.0, 1.0]
-    assert rows[0]["versions"] == [-1, 3, 4]
-    assert rows[0]["text"] == "5 6 7"
-    assert rows[0]["example_id"] == [0, 2]
-
-
-def test_trajectories_are_written_with_their_turns_and_their_groups_baseline(tmp_path: Path) -> None:
+def test_trajectories_are_written_token_by_token_with_what_they_were_trained_with(tmp_path: Path) -> None:
     turn = TurnSpan(start=1, stop=3, reward=0.5, state="s")
-    of = replace(trajectory(), rewards={"form": 0.25}, turns=(turn,), is_truncated=True)
-    write(RunLog(tmp_path, QUIET), 1, replace(group(of), greedy_rewards={"agent": 0.75}))
-    (row,) = read_jsonl(tmp_path / "trajectories.jsonl")
-    assert row["turns"] == [{"start": 1, "stop": 3, "reward": 0.5, "state": "s"}]
-    assert (row["rewards"], row["is_truncated"], row["greedy_rewards"]) == ({"form": 0.25}, True, {"agent": 0.75})
-
-
-def test_trajectories_are_written_with_the_advantage_that_they_were_trained_with(tmp_path: Path) -> None:
-    masked = group(trajectory(), trajectory())
-    log = RunLog(tmp_path, QUIET)
-    log.step(stats(1), [group(trajectory()), masked], [0.25, None, -0.25])
-    assert [row["advantage"] for row in read_jsonl(tmp_path / "trajectories.jsonl")] == [0.25, None, -0.25]
+    first = trajectory(0.0, rewards={"form": 0.25}, turns=(turn,), is_truncated=True)
+    log = RunLog(tmp_path, QUIET, decode=lambda ids: " ".join(map(str, ids)))
+    groups = group(first, greedy_rewards={"agent": 0.75}), group(trajectory(), trajectory(), trajectory())
+    log.step(stats(1), groups, [0.25, None, -0.25, 0.0])
+    rows = read_jsonl(tmp_path / "trajectories.jsonl")
+    assert [(row["reward"], row["advantage"]) for row in rows] == [(0.0, 0.25), (1.0, None), (1.0, -0.25)]
+    assert (rows[0]["versions"], rows[0]["text"], rows[0]["example_id"]) == ([-1, 3, 4], "5 6 7", [0, 2])
+    assert rows[0]["turns"] == [{"start": 1, "stop": 3, "reward": 0.5, "state": "s"}]
+    assert (rows[0]["rewards"], rows[0]["greedy_rewards"]) == ({"form": 0.25}, {"agent": 0.75})
+    assert [row["is_truncated"] for row in rows] == [True, False, False]
 
 
 def test_each_named_part_of_the_reward_is_averaged_over_the_episodes_that_have_it() -> None:
     def of(**rewards: float) -> Trajectory:
-        return replace(trajectory(), rewards=rewards)
+        return trajectory(rewards=rewards)
 
     metrics = batch_metrics(
         [group(of(correct=1.0), of(correct=0.0), of(), episodes=(0, 0, 1)), group(of(correct=0.1))], 4
@@ -167,14 +106,16 @@ def test_staleness_is_of_trained_tokens_against_the_trainers_version() -> None:
 
 
 def test_replayed_groups_are_counted_and_only_their_staleness_is_added() -> None:
-    new, old = group(trajectory(versions=(-1, 4, 4))), group(trajectory(versions=(-1, 2, 2), calls=3.0))
+    new, old = group(trajectory(versions=(-1, 4, 4))), group(trajectory(versions=(-1, 2, 2), metrics={"calls": 3.0}))
     metrics = batch_metrics([new], version=5, replayed=[old])
     assert (metrics["replayed_groups"], metrics["staleness/mean"], metrics["staleness/max"]) == (1, 2.0, 3)
     assert "episode/calls" not in metrics
 
 
 def test_workflow_metrics_are_averaged_over_those_that_have_them() -> None:
-    numbers = batch_metrics([group(trajectory(calls=1.0), trajectory(calls=3.0), trajectory())], version=6)
+    numbers = batch_metrics(
+        [group(trajectory(metrics={"calls": 1.0}), trajectory(metrics={"calls": 3.0}), trajectory())], version=6
+    )
     assert numbers["episode/calls"] == 2.0
 
 
@@ -185,20 +126,20 @@ def test_a_step_tells_how_rewards_are_spread_and_which_groups_teach_nothing() ->
         "reward_min": 0.0,
         "reward_max": 1.0,
     }
-    cut = replace(trajectory(), is_truncated=True)
+    cut = trajectory(is_truncated=True)
     numbers = batch_metrics([group(trajectory(), cut), group(trajectory(), trajectory(reward=0.0))], version=6)
     assert numbers["equal_groups"] == 0.5
     assert numbers["truncated"] == 0.25
 
 
 def test_a_step_tells_how_many_trajectories_an_episode_has_beyond_one_for_each_role() -> None:
-    branched = trajectory(), trajectory(), replace(trajectory(), role="checker")
+    branched = trajectory(), trajectory(), trajectory(role="checker")
     made = group(*branched, trajectory(), episodes=(0, 0, 0, 1))
     assert batch_metrics([made], version=6)["branches"] == 0.5
 
 
 def test_trajectories_that_truncation_masks_are_not_among_the_trained() -> None:
-    cut = replace(trajectory(versions=(-1, 0, 0)), is_truncated=True)
+    cut = trajectory(versions=(-1, 0, 0), is_truncated=True)
     numbers = batch_metrics([group(trajectory(versions=(-1, 5, 5)), cut)], version=6, mask_truncated=True)
     assert numbers["staleness/max"] == 1
     assert numbers["length/trained_tokens"] == 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training.trainer_run import DirectTransport, running, trained_examples
+from training.trainer_run import DirectTransport, run, running, trained_examples
 
 from arl.api.engine import Output, WeightUpdate
 from arl.api.errors import ConfigError, ServerError
@@ -30,10 +30,13 @@ async def test_each_iteration_trains_and_publishes_one_batch(tmp_path: Path) -> 
     assert [len(batch) for batch in trained_examples(train_engine)] == [4, 4, 4, 4]
 
 
-async def test_with_max_staleness_0_every_token_is_of_the_version_being_trained(tmp_path: Path) -> None:
+async def test_with_max_staleness_0_a_step_ends_when_its_weights_are_served_and_tokens_are_of_no_older_ones(
+    tmp_path: Path,
+) -> None:
     train_engine = ScriptedTrainEngine()
     async with running(tmp_path, train_engine, rollout={"max_staleness": 0}) as trainer:
-        _ = [step async for step in trainer]
+        async for step in trainer:
+            assert trainer.inference_engine.version == step.version
     versions = [{int(v) for m in batch for s in m for v in s.versions[s.loss_mask]} for batch in train_engine.batches]
     assert versions == [{0}, {1}, {2}, {3}]
 
@@ -58,8 +61,7 @@ async def test_a_step_does_not_wait_for_the_delivery_of_the_weights_before(tmp_p
             loop.call_soon_threadsafe(trained.set)
 
     loop, train_engine = asyncio.get_running_loop(), ScriptedTrainEngine(on_train=note)
-    async with running(tmp_path, train_engine, DirectTransport(until_trained_again), steps=2) as trainer:
-        _ = [step async for step in trainer]
+    await run(tmp_path, train_engine, DirectTransport(until_trained_again), steps=2)
     assert delivered == [0, 1, 2]
 
 
@@ -101,26 +103,18 @@ async def test_an_evaluation_waits_for_its_version_and_not_for_a_moment_without_
         trained[6].set()
 
 
-async def test_with_max_staleness_0_a_step_ends_when_its_weights_are_served(tmp_path: Path) -> None:
-    async with running(tmp_path, rollout={"max_staleness": 0}) as trainer:
-        async for step in trainer:
-            assert trainer.inference_engine.version == step.version
-
-
 async def test_servers_that_fail_an_update_end_the_run_with_their_error(tmp_path: Path) -> None:
     async def fail(update: WeightUpdate) -> None:
         if update.version == 2:
             raise ServerError("every server is gone")
 
     with pytest.raises(ServerError, match="every server is gone"):
-        async with running(tmp_path, transport=DirectTransport(fail)) as trainer:
-            _ = [step async for step in trainer]
+        await run(tmp_path, transport=DirectTransport(fail))
 
 
 async def test_a_rerun_continues_and_trains_no_example_twice(tmp_path: Path) -> None:
     first, second = ScriptedTrainEngine(), ScriptedTrainEngine()
-    async with running(tmp_path, first, steps=3) as trainer:
-        _ = [step async for step in trainer]
+    await run(tmp_path, first, steps=3)
     async with running(tmp_path, second, steps=6) as trainer:
         steps = [step.version async for step in trainer]
         summary = trainer.summary()
@@ -143,8 +137,7 @@ async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tm
     first, second = ScriptedTrainEngine(on_train=block_in_second_batch), ScriptedTrainEngine()
 
     async def train() -> None:
-        async with running(tmp_path, first) as trainer:
-            _ = [step async for step in trainer]
+        await run(tmp_path, first)
 
     task = asyncio.create_task(train())
     await is_training.wait()
@@ -168,8 +161,7 @@ async def test_a_batch_that_failed_halfway_is_not_saved(tmp_path: Path) -> None:
 
     train_engine = ScriptedTrainEngine(on_train=fail_in_third)
     with pytest.raises(RuntimeError, match="out of memory"):
-        async with running(tmp_path, train_engine, checkpoint={"every": 1}) as trainer:
-            _ = [step async for step in trainer]
+        await run(tmp_path, train_engine, checkpoint={"every": 1})
     assert Checkpoints(tmp_path / "checkpoints", 2, {}).newest_version() == 2
 
 
@@ -184,8 +176,7 @@ async def test_an_error_before_the_first_optimizer_step_of_a_batch_leaves_weight
     prepare = Learner.prepare
     monkeypatch.setattr(Learner, "prepare", fail_in_third)
     with pytest.raises(ValueError, match="cannot be compared"):
-        async with running(tmp_path) as trainer:
-            _ = [step async for step in trainer]
+        await run(tmp_path)
     monkeypatch.undo()
     async with running(tmp_path, second := ScriptedTrainEngine()) as trainer:
         assert trainer.version == 2
@@ -201,32 +192,20 @@ async def test_checkpoints_are_written_every_so_many_versions(tmp_path: Path) ->
     assert names == [f"version-{version:08d}" for version in (2, 4, 6, 7)]
 
 
-async def test_evaluation_beside_training_is_logged_at_its_version(tmp_path: Path) -> None:
-    async with running(tmp_path, evaluate=True, evaluation={"every": 2}) as trainer:
+async def test_evaluations_are_logged_at_the_version_that_they_were_due_at(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=6, evaluate=True, evaluation={"every": 3}) as trainer:
         before = await trainer.evaluate()
         _ = [step async for step in trainer]
         after = await trainer.evaluate()
     assert (before.version, before.reward, before.num_episodes) == (0, 1.5, 4)
-    assert after.version == 4
-    assert {0, 4} <= {row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")}
+    assert after.version == 6
+    assert [row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")] == [0, 3, 6, 6]
 
 
 async def test_evaluating_without_held_out_examples_says_what_to_give(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
         with pytest.raises(ConfigError, match="give launch an eval_dataset"):
             await trainer.evaluate()
-
-
-async def test_minibatches_are_of_whole_groups(tmp_path: Path) -> None:
-    train_engine = ScriptedTrainEngine()
-    settings: dict[str, Any] = {"algorithm": {"minibatches": 2}, "rollout": {"batch_size": 4}}
-    async with running(tmp_path, train_engine, steps=1, **settings) as trainer:
-        _ = [step async for step in trainer]
-    (batch,) = train_engine.batches
-    assert [len(minibatch) for minibatch in batch] == [4, 4]
-    for minibatch in batch:
-        assert len({int(s.token_ids[1]) for s in minibatch}) == 2
-        assert sum(float(s.loss_weights.sum()) for s in minibatch) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -248,15 +227,8 @@ async def test_proximal_logprobs_cost_a_forward_only_where_they_differ(
             return super().forward(sequences, output)
 
     train_engine = Forwarding()
-    async with running(tmp_path, train_engine, algorithm=algorithm) as trainer:
-        _ = [step async for step in trainer]
+    await run(tmp_path, train_engine, algorithm=algorithm)
     assert train_engine.calls == forwards
-
-
-async def test_an_evaluation_beside_training_has_the_version_it_was_due_at(tmp_path: Path) -> None:
-    async with running(tmp_path, steps=6, evaluate=True, evaluation={"every": 3}) as trainer:
-        _ = [step async for step in trainer]
-    assert [row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")] == [3, 6]
 
 
 async def test_giving_up_on_an_evaluation_does_not_cancel_the_delivery_it_waited_for(tmp_path: Path) -> None:

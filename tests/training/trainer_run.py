@@ -8,15 +8,14 @@ from typing import Any
 from arl.api.config import Config
 from arl.api.engine import DiskWeights, InferenceEngine, Sampler, TrainEngine, UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
+from arl.api.types import Example, ModelRequest, SamplingParams, StepStats, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
 from arl.training.checkpoint import Checkpoints
-from arl.training.evaluation import Evaluator
 from arl.training.learner import Learner, TrainThread
-from arl.training.metrics import RunLog, RunTotals
+from arl.training.metrics import Evaluator, RunLog, RunTotals
 from arl.training.trainer import Trainer
 
 EXAMPLES = [{"number": n} for n in range(64)]
@@ -113,3 +112,9 @@ async def running(
 def trained_examples(engine: ScriptedTrainEngine) -> list[list[int]]:
     """The example of each sequence, batch by batch."""
     return [[int(s.token_ids[1]) for minibatch in batch for s in minibatch] for batch in engine.batches]
+
+
+async def run(run_dir: Path, *arguments: Any, **settings: Any) -> list[StepStats]:
+    """The steps of a whole run of such a trainer."""
+    async with running(run_dir, *arguments, **settings) as trainer:
+        return [step async for step in trainer]

@@ -1,8 +1,8 @@
 """Attention over a packed row: each token sees its own sequence up to itself, and nothing else of the row.
 
-A microbatch is one row [1, T] in which tokens that sequences share lie once. What a token sees is therefore a path of a
-radix tree, which `PackedLayout` describes. The layout travels through the model's keyword arguments to
-`packed_attention`, which is registered with transformers, so models run unchanged. It calls one of
+In a microbatch's row [1, T], tokens that sequences share lie once, so a token sees a path of a radix tree.
+`PackedLayout` describes it, and travels through the model's keyword arguments to `packed_attention`, which is
+registered with transformers: models run unchanged. It calls one of
 
     block_attention     CPU: causal blocks and rectangles of the row, whose softmaxes are merged
     masked_attention    CPU: one stretch after another under a mask, for sliding windows and unequal head sizes
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 PACKED_ATTENTION = "arl_packed"
-"""The name under which transformers knows `packed_attention` (the model's `attn_implementation`)."""
+"""The `attn_implementation` under which transformers knows `packed_attention`."""
 
 _MIN_FLEX_HEAD_SIZE = 16
-"""Triton multiplies no smaller matrices: models with smaller heads get masked_attention on GPUs too."""
+"""Triton multiplies no smaller matrices; smaller heads get masked_attention on GPUs too."""
 _FLEX_BLOCK = 128
-"""Tokens of a block of flex attention's mask."""
+"""Tokens in a block of flex attention's mask."""
 _MOST_KERNELS = 64
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -41,7 +41,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedLayout:
-    """What attends to what in a row of T tokens, in the form that each kernel reads."""
+    """Which tokens of a row attend to which, in the form that each kernel reads."""
 
     stretches: tuple[Stretch, ...]
     """See RowPlan."""
@@ -54,7 +54,7 @@ class PackedLayout:
     subtree_stops: torch.Tensor
     """int32[T], see RowPlan.subtree_stops."""
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
-    """Flex attention's masks by sliding window, made when a layer first asks for them."""
+    """Flex attention's masks by sliding window, made on first use."""
 
     @classmethod
     def of_plan(cls, plan: RowPlan, device: torch.device) -> PackedLayout:
@@ -68,7 +68,7 @@ class PackedLayout:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
-        """Sequences end to end that share nothing."""
+        """Sequences that share nothing, end to end."""
         return cls.of_plan(RowPlan.of(PrefixOrder.unshared(lengths)), device)
 
 
@@ -86,12 +86,12 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], no attention weights).
 
-    windows_seen: a list to which each layer's sliding window is appended; a loaded model is checked by it.
-    Raises ModelError when the model asks for soft-capping, sinks or position biases, which none of the kernels has.
+    windows_seen: a list that collects each layer's sliding window. Raises ModelError for soft-capping, sinks and
+    position biases, which no kernel here computes.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} uses {name} in its attention, which arl cannot train with yet")
+            raise ModelError(f"{type(module).__name__} uses {name} in its attention, which arl cannot compute yet")
     if isinstance(windows_seen := kwargs.get("windows_seen"), list):
         windows_seen.append(sliding_window)
     if sliding_window is not None and sliding_window >= packed_layout.max_keys:
@@ -115,7 +115,7 @@ def block_attention(
 ) -> torch.Tensor:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
 
-    The first blocks are causal and hold each query once. Keys that many queries share are read for all of them at once.
+    The first blocks are causal and hold each query once.
     """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     output = _BlockAttention.apply(query, key, value, blocks, scaling)
@@ -130,7 +130,7 @@ class _BlockAttention(torch.autograd.Function):
 
         l = log sum_i exp(l_i)        o = sum_i exp(l_i - l) o_i
 
-    A block's backward pass needs o and l alone: its probabilities are exp(q k - l), whatever else was attended to.
+    A block's backward pass needs o and l alone, as its probabilities are exp(q k - l).
     """
 
     @staticmethod
@@ -182,7 +182,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _merge(total: torch.Tensor, log_total: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor) -> None:
-    """Add a block's output [1, H, N, D], normalised by exp(logsumexp [1, H, N]), to the sums, in place."""
+    """Add a block's output [1, H, N, D], normalised by exp(logsumexp [1, H, N]), to the sums in place."""
     both = torch.logaddexp(log_total, logsumexp)
     total.mul_((log_total - both).exp_()[..., None])
     total.addcmul_(output.to(total.dtype), (logsumexp - both).exp_()[..., None])
@@ -194,13 +194,13 @@ def _of(rows: torch.Tensor, run: Run) -> torch.Tensor:
 
 
 def _like_transposed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Empty, of x's shape [1, H, T, D], and laid out in memory as [1, T, H, D], as the model reads it next."""
+    """Empty, of x's shape [1, H, T, D], but [1, T, H, D] in memory, as the model reads it next."""
     batch, heads, length, size = x.shape
     return torch.empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
 
 
 def _repeated(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Keys or values [1, H_kv, T, D] of grouped queries, repeated for each of the heads that share them."""
+    """Repeat the keys or values [1, H_kv, T, D] of grouped queries for each head that shares them."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
@@ -212,7 +212,7 @@ def masked_attention(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """As block_attention, with a sliding window: a query sees the last `sliding_window` tokens up to itself."""
+    """As block_attention, but a query sees only the last `sliding_window` tokens up to itself."""
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     outputs: list[torch.Tensor] = []
     for stretch in stretches:
@@ -257,18 +257,18 @@ def flex_attention(
         block_mask=layout.block_masks[sliding_window],
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-        # For short rows too: torch's kernel for decoding would be one more to compile, and is made for other masks.
+        # Else short rows would compile torch's kernel for decoding, which is made for other masks.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
     )
     return output.transpose(1, 2)
 
 
 def block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
-    """The row's mask for flex attention, computed from each block's extremes: no [T, T] is ever held."""
+    """The row's mask for flex attention, from each block's extremes: it never holds [T, T]."""
     from torch.nn.attention.flex_attention import BlockMask
 
     stops, positions = layout.subtree_stops, layout.positions
-    # A tensor is an argument of the kernel: one kernel serves all windows.
+    # As a tensor it is an argument of the kernel, so one kernel serves all windows.
     window = None if sliding_window is None else torch.full((), sliding_window, dtype=torch.int32, device=stops.device)
 
     def sees(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ def block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
 
 
 def _block_tables(stops: torch.Tensor, sliding_window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool[N, N] for blocks of queries and of keys: whether any query may see any key, whether each sees every key."""
+    """bool[N, N] by blocks of queries and of keys: any query may see any key; every query sees every key."""
     num_blocks = -(-len(stops) // _FLEX_BLOCK)
     padded = stops.new_zeros(num_blocks * _FLEX_BLOCK)
     padded[: len(stops)] = stops
@@ -297,22 +297,22 @@ def _block_tables(stops: torch.Tensor, sliding_window: int | None) -> tuple[torc
     q, k = block[:, None], block[None, :]
     some = (k == q) | ((k < q) & (latest > q * _FLEX_BLOCK))
     every = (k < q) & (earliest >= ((q + 1) * _FLEX_BLOCK).clamp(max=len(stops)))
-    # A window leaves fewer keys than these: sees() decides.
+    # With a window, sees() decides.
     return some, every if sliding_window is None else torch.zeros_like(every)
 
 
 def _block_lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32[1, 1, N], how many blocks of keys the table marks, and int32[1, 1, N, N], all blocks, the marked first."""
+    """int32[1, 1, N]: how many blocks of keys are marked. int32[1, 1, N, N]: all blocks, the marked ones first."""
     order = torch.argsort(table.to(torch.int8), dim=1, descending=True, stable=True)
     return table.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 @cache
 def _flex(compiled: bool) -> Any:
-    """torch's flex attention, compiled once for rows of any length. On a GPU it has to be: else it holds [H, T, T].
+    """torch's flex attention, compiled once for rows of any length; uncompiled it holds [H, T, T].
 
-    A model needs few kernels: with a window or without, with gradients or without, for one block of a row or more.
-    Several models in one process would meet torch's limit of 8.
+    A model needs a few kernels (window or none, gradients or none, one block or more). Several models in one process
+    would exceed torch's limit of 8.
     """
     from torch.nn.attention import flex_attention as torch_flex
 

@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from arl.api.config import LoRAConfig
-from arl.api.errors import ConfigError, ModelError
-from arl.engine.fsdp.export import whole_directory
-from arl.engine.fsdp.model import LoadedModel
-from arl.engine.fsdp.optimizer import local_shard
+from arl.api.errors import ConfigError, ModelError, TransportError
+from arl.engine.fsdp.model import LoadedModel, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
+from arl.engine.fsdp.policy import local_shard
 from arl.engine.weights.layout import rows_of
 
 _ADAPTER = "default"
@@ -37,19 +36,18 @@ _VALUE_HEAD = "score"
 
 
 class Adapters:
-    """The adapters of a model, one for each targeted layer."""
+    """A model's adapters, one for each targeted layer."""
 
     def __init__(self, loaded: LoadedModel, base: str | Path, config: LoRAConfig, dtype: str, seed: int) -> None:
-        """Freeze the model and inject adapters, in place and before it is sharded; the same for a seed.
+        """Freeze the model and inject adapters, in place, before it is sharded. A seed fixes them.
 
         base: the model's directory or name, which adapter files record. dtype: of the computation. Raises ModelError
-        where peft finds no such layers or finds layers that are not linear, and ConfigError without peft.
+        for targets that are no linear layers, and ConfigError without peft.
         """
         self.model = model = loaded.model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._layers = _inject(model, config)
-            """The names of the adapted layers."""
         if dtype == "bfloat16":
             _narrow(loaded)
         self._rank, self._alpha = config.rank, config.alpha
@@ -59,7 +57,7 @@ class Adapters:
 
     @cached_property
     def origin(self) -> LoRAOrigin:
-        """The model that a checkpoint of the adapters alone belongs to; a collective when first asked for."""
+        """The model that the adapters belong to; a collective when first asked for."""
         frozen = {name: p.detach() for name, p in self.model.named_parameters() if not p.requires_grad}
         sums = torch.stack([_fingerprint(tensor) for tensor in frozen.values()])
         dist.all_reduce(sums)
@@ -70,23 +68,23 @@ class Adapters:
             frozen=dict(zip(frozen, sums.tolist(), strict=True)),
         )
 
-    def copy(self) -> AdapterCopy:
-        """Copy the adapters aside, whole and on the CPU of rank 0; a collective."""
+    def copy(self, version: int) -> RankAdapter:
+        """Copy the whole adapters aside, on the CPU of rank 0; a collective."""
         state = self.model.state_dict()
         whole = {file: _whole(state[name]) for name, file in self._file_names.items()}
         is_kept = dist.get_rank() == 0
         tensors = {file: tensor.to("cpu", copy=True) for file, tensor in whole.items() if is_kept}
-        return AdapterCopy(config=self._config, tensors=tensors)
+        return RankAdapter(version, self._config, tensors)
 
     def merged(self) -> MergedWeights:
-        """The model's tensors as they were named before the injection; a collective. Valid until the next step."""
+        """The model's tensors by their names before the injection; a collective. Valid until the next step."""
         state = self.model.state_dict()
         a = {layer: _whole(state[f"{layer}.lora_A.{_ADAPTER}.weight"]) for layer in self._layers}
         return MergedWeights(state=state, a=a, scaling=self._alpha / self._rank)
 
     @property
     def _suffixes(self) -> list[str]:
-        """The names by which peft finds the same layers: the last part of each, where that is enough."""
+        """Names by which peft finds the same layers: the last part of each if that is enough."""
         last = {name.rpartition(".")[2] for name in self._layers}
         others = {
             name.rpartition(".")[2]
@@ -109,13 +107,13 @@ class LoRAOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MergedWeights:
-    """Merges a tensor when it is looked up, so that no more of them are held than are being copied.
+    """Merges a tensor when it is looked up, so that few merged ones are held at a time.
 
-    Merged tensors are float32, and as sharded as the model is: W and B have the same rows on a rank, and A is whole.
+    Merged tensors are float32, sharded as the model is: a rank has the same rows of W and B, and all of A.
     """
 
     state: Mapping[str, torch.Tensor]
-    """The model's tensors by the names they have now."""
+    """The model's tensors by their present names."""
     a: Mapping[str, torch.Tensor]
     """A of each adapted layer, whole."""
     scaling: float
@@ -140,25 +138,33 @@ class MergedWeights:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterCopy:
-    """Adapters copied aside."""
+class RankAdapter:
+    """One rank's copy of the adapters: an AdapterSnapshot (weights/adapter.py). Rank 0's has the tensors."""
 
-    config: bytes
-    """adapter_config.json"""
-    tensors: Mapping[str, torch.Tensor]
-    """Whole, by the names in peft's files. Empty on ranks other than 0."""
+    def __init__(self, version: int, config: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+        """config: adapter_config.json. tensors: whole, by the names in peft's files."""
+        self.version = version
+        self._rank = dist.get_rank()
+        self._config = config
+        self._tensors: Mapping[str, torch.Tensor] | None = tensors
 
-    def write(self, directory: Path) -> int:
-        """Write a directory in peft's format, complete or not at all; returns the bytes written."""
+    def write_adapter(self, directory: Path) -> int:
+        """Write a complete directory in peft's format on rank 0; returns its bytes. Others return 0."""
+        if (tensors := self._tensors) is None:
+            raise TransportError(f"the snapshot of version {self.version} was released")
+        if self._rank:
+            return 0
         with whole_directory(directory) as aside:
-            save_file(dict(self.tensors), aside / "adapter_model.safetensors", metadata={"format": "pt"})
-            (aside / "adapter_config.json").write_bytes(self.config)
+            save_file(dict(tensors), aside / "adapter_model.safetensors", metadata={"format": "pt"})
+            (aside / "adapter_config.json").write_bytes(self._config)
             return sum(file.stat().st_size for file in aside.iterdir())
+
+    def release(self) -> None:
+        self._tensors = None
 
 
 def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """Adapt layers, freeze all else but a value head, and return the layers' names."""
+    """Adapt layers, freeze everything else but a value head, and return the layers' names."""
     peft = _peft()
     named = list(config.target_modules) if config.target_modules != "all-linear" else []
     settings = peft.LoraConfig(
@@ -190,7 +196,7 @@ def _inject(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
 
 
 def _narrow(loaded: LoadedModel) -> None:
-    """Hold frozen weights that are stored in bfloat16 in bfloat16. They never move, and each use rounds them anyway."""
+    """Hold frozen weights in bfloat16 if files do: they never move, and each use rounds them anyway."""
     for name, parameter in loaded.model.named_parameters():
         is_narrow = loaded.stored_dtype(name.replace(".base_layer.", ".")) == torch.bfloat16
         if is_narrow and not parameter.requires_grad:
@@ -198,7 +204,7 @@ def _narrow(loaded: LoadedModel) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Not peft's own "all-linear": that includes fused experts, which peft merges anew in each forward pass."""
+    """All but heads. peft's own "all-linear" includes fused experts, which it merges anew in each forward pass."""
     heads = _heads(model).values()
     return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m not in heads]
 
@@ -211,7 +217,7 @@ def _heads(model: PreTrainedModel) -> dict[str, Any]:
 def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
     """int64: this rank's part of a sum over float32 bit patterns, each times a number that depends on its row.
 
-    Integer sums, modulo 2^64, are the same for any number of ranks.
+    Sums of integers modulo 2^64 do not depend on the number of ranks.
     """
     rows = local_shard(parameter).float().view(torch.int32).flatten(start_dim=1 if parameter.ndim > 1 else 0)
     first = 0
@@ -232,19 +238,19 @@ def _peft() -> Any:
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:
-    """The adapters' parameters: name in the model -> name in peft's files."""
+    """For each trained parameter: name in the model -> name in peft's files."""
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     of_files = _peft().get_peft_model_state_dict(
         model, state_dict=parameters, adapter_name=_ADAPTER, save_embedding_layers=False
     )
     of_files |= _value_head(model)
-    # As a PeftModel, which wraps the model twice, names them.
+    # A PeftModel wraps the model twice.
     return {names[id(parameter)]: f"base_model.model.{name}" for name, parameter in of_files.items()}
 
 
 def _value_head(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters of a sequence-classification model's head. It may be new, so it is trained whole."""
+    """The parameters of a sequence-classification model's head. It may be new, so all of it is trained."""
     head = _heads(model).get("value")
     return {f"{_VALUE_HEAD}.{name}": p for name, p in head.named_parameters()} if head is not None else {}
 

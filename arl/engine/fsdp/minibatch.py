@@ -1,4 +1,4 @@
-"""A minibatch on its way through the ranks: divided into shares, packed into microbatches, and its metrics added up.
+"""A minibatch's way through the ranks: shares, microbatches, and the sums of its metrics.
 
 TrainSequences --divide--> shares --PackedSequences--> ranks --build_microbatch--> Microbatch --> MinibatchTally
 """
@@ -6,7 +6,7 @@ TrainSequences --divide--> shares --PackedSequences--> ranks --build_microbatch-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
@@ -25,9 +25,9 @@ _FIELDS = tuple(field.name for field in fields(TrainSequence))
 
 
 def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:
-    """Indices into `sequences` in shares that forward nearly equal numbers of tokens; a share may be empty.
+    """Indices into `sequences`, in shares that forward nearly equal numbers of tokens; a share may be empty.
 
-    Sequences without a trained token are in no share: there is nothing to compute for them.
+    Sequences without a trained token are in no share.
     """
     trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
     shares = balanced_shares([sequences[i] for i in trained], num_shares, share_prefixes=share_prefixes)
@@ -56,36 +56,34 @@ class PackedSequences:
         )
 
     def unpack(self) -> list[TrainSequence]:
-        """The sequences, as views of a copy: arrays that arrive through shared memory are read-only."""
+        """The sequences, as views of a copy, because arrays in Ray's shared memory are read-only."""
         columns: dict[str, Sequence[Any]] = {
             name: torch.from_numpy(array.copy()).split(self.lengths) for name, array in self.per_token.items()
         }
-        return [TrainSequence(**row) for row in _rows(columns | self.per_sequence, len(self.lengths))]
-
-
-def _rows(columns: dict[str, Sequence[Any]], count: int) -> Iterator[dict[str, Any]]:
-    return ({name: column[i] for name, column in columns.items()} for i in range(count))
+        columns |= self.per_sequence
+        rows = ({name: column[i] for name, column in columns.items()} for i in range(len(self.lengths)))
+        return [TrainSequence(**row) for row in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Microbatch:
-    """S sequences of U tokens together, packed into one row of T tokens. M of the U are trained.
+    """S sequences of U tokens together, M of them trained, packed into one row of T tokens.
 
-    Tokens that sequences share lie in the row once, and tokens that no trained token follows are left out. All tensors
-    of length M are in the order of the sequences.
+    The row holds shared tokens once, and omits tokens that no trained token follows. Tensors of length M are in the
+    order of the sequences.
     """
 
     input_ids: torch.Tensor
     """int64[1, T]"""
     position_ids: torch.Tensor
-    """int64[1, T], from 0 at each sequence's beginning."""
+    """int64[1, T], from 0 in each sequence."""
     layout: PackedLayout
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
     trained: torch.Tensor
     """bool[U]: the loss masks end to end, on the CPU."""
     predictors: torch.Tensor
-    """int64[M]: the place in the row whose hidden state predicts each trained token; several may share one."""
+    """int64[M]: the place in the row that predicts each trained token; several may share one."""
     targets: torch.Tensor
     """int64[M]: the trained tokens."""
     temperatures: torch.Tensor
@@ -94,12 +92,12 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequences, U."""
+        """U"""
         return sum(self.lengths)
 
     @property
     def num_forwarded_tokens(self) -> int:
-        """Tokens of the row, T."""
+        """T"""
         return self.input_ids.shape[1]
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -112,7 +110,7 @@ class Microbatch:
 def build_microbatch(
     sequences: Sequence[TrainSequence], device: torch.device, *, share_prefixes: bool = True
 ) -> Microbatch:
-    """Pack at least one sequence. Raises ValueError when a first token is marked as trained."""
+    """Pack at least one sequence. Raises ValueError if a first token is marked as trained."""
     order = prefix_order(sequences, share_prefixes=share_prefixes)
     plan = RowPlan.of(order)
     lengths = tuple(len(s) for s in sequences)
@@ -124,7 +122,7 @@ def build_microbatch(
     temperatures = torch.tensor([s.temperature for s in sequences], dtype=torch.float32)
 
     def of_trained(name: str) -> torch.Tensor:
-        # Selected before it is copied: on a GPU, each selection by a mask would wait for all that is queued there.
+        # Selected before it is copied: on a GPU, selecting by a mask waits for everything queued there.
         return torch.cat([getattr(s, name) for s in sequences])[trained].to(device)
 
     layout = PackedLayout.of_plan(plan, device)
@@ -148,10 +146,7 @@ def build_microbatch(
 def _laid_out(
     token_ids: torch.Tensor, lengths: Sequence[int], order: PrefixOrder, plan: RowPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row, int64[T], and for each token of the sequences end to end its place there, int64[U]; -1 for none.
-
-    token_ids int64[U]: of the sequences end to end.
-    """
+    """The row, int64[T], and the place in it of each token, int64[U]; -1 for none. token_ids: int64[U]."""
     starts = list(accumulate(lengths, initial=0))
     forwarded = positions_of([(starts[i], starts[i] + n) for i, n in zip(order.indices, order.lengths, strict=True)])
     places = positions_of([run for runs in plan.runs for run in runs])
@@ -163,25 +158,24 @@ def _laid_out(
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:
-    """One untrained token. A rank without work computes it while others have work, so that collectives match."""
+    """One untrained token, for a rank without work: collectives must match."""
     token = TrainSequence(token_ids=torch.zeros(1, dtype=torch.int64), loss_mask=torch.zeros(1, dtype=torch.bool))
     return build_microbatch([token], device)
 
 
 def _unit_numbers(sequences: Sequence[TrainSequence]) -> torch.Tensor:
-    """For each sequence the number of its unit in this microbatch, by first appearance."""
+    """[S] The number of each sequence's unit in this microbatch, by first appearance."""
     numbers: dict[int | tuple[int], int] = {}
     units = [s.unit if s.unit >= 0 else (index,) for index, s in enumerate(sequences)]
     return torch.tensor([numbers.setdefault(unit, len(numbers)) for unit in units], dtype=torch.int64)
 
 
 _KINDS = ("loss", "mean", "weighted", "above", "below", "size", "square")
-"""The sums: of the loss, means, weighted sums, both sides of quotients, and weights with their squares."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MinibatchTally:
-    """A minibatch's sums and maxima. `add` each microbatch, `reduce` once over microbatches and ranks, then read."""
+    """A minibatch's sums and maxima. `add` each microbatch, `reduce` once over the ranks, then read."""
 
     budget: int
     """Tokens that a microbatch may forward."""
@@ -199,7 +193,7 @@ class MinibatchTally:
     _maxima: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def add(self, batch: Microbatch, loss: torch.Tensor, losses: TokenLosses) -> None:
-        """loss: the microbatch's share of the minibatch's loss, detached. Nothing waits for the device here."""
+        """loss: the microbatch's share of the minibatch's loss, detached. Does not wait for the device."""
         self._add("loss", {"": loss})
         self._add("mean", losses.means)
         self._add("weighted", {name: v * batch.tokens.loss_weights for name, v in losses.weighted.items()})
@@ -221,7 +215,7 @@ class MinibatchTally:
             self._sums.setdefault((kind, name), []).append(value.double().sum())
 
     def reduce(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """A collective. Every rank has the same names, as every rank ran the same loss."""
+        """A collective. The ranks have the same names, as they ran the same loss."""
         if not self.microbatches:
             return
         sums = torch.stack([torch.stack(parts).sum() for parts in self._sums.values()])
@@ -254,8 +248,8 @@ class MinibatchTally:
 def mean_of_minibatches(tallies: Sequence[MinibatchTally]) -> dict[str, float]:
     """The metrics of one train_batch: means of the minibatches' metrics, maxima of their maxima, sums of their counts.
 
-    A minibatch without a trained token counts in the sums alone, and a gradient norm that is not finite in
-    `nonfinite_grads` alone. A metric's mean is over the minibatches that report it.
+    A metric's mean is over the minibatches that report it. Minibatches without a trained token count in the sums alone,
+    and gradient norms that are not finite in `nonfinite_grads` alone.
     """
     trained = [tally for tally in tallies if tally.trained_tokens]
     metrics = {

@@ -1,22 +1,21 @@
-"""Loads a Hugging Face model for training, and computes log-probabilities or values with it.
-
-tokens --decoder--> hidden states --language-model head--> log-probabilities, entropies
-                                  --value head [1, H]----> values
-"""
+"""Reads Hugging Face model directories for training, refusing models that arl cannot train exactly, and writes them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
 from torch import nn
-from torch.utils._pytree import register_dataclass
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,17 +25,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from arl.api.engine import Head, ModelLimits, TokenOutputs
+from arl.api.engine import Head, ModelLimits, TensorSpec
 from arl.api.errors import ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
-from arl.engine.fsdp.logprobs import token_logprobs
-from arl.engine.fsdp.minibatch import Microbatch
-
-# Sharding gathers the root's weights for the backward pass when it reaches the outputs. torch before 2.13 finds them
-# only in registered records.
-register_dataclass(TokenOutputs)
+from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
+from arl.engine.weights.layout import spec_of
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"
@@ -44,7 +40,7 @@ _SCORE = "score.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A model with float32 weights, its tokenizer, and its config as it was stored (with the stored dtype)."""
+    """A model with float32 weights, its tokenizer, and its config with the dtype that files have."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -53,83 +49,18 @@ class LoadedModel:
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in which files and servers hold the floating-point tensor of this name.
 
-        It is the config's dtype, except for tensors that a model keeps in float32, such as the biases that choose among
-        experts: bfloat16 would make them equal.
+        Models keep some in float32, such as the biases that choose among experts: bfloat16 would make them equal.
         """
         dtype = self.stored_config.dtype
         is_exempt = any(part in name for part in self.model._keep_in_fp32_modules_strict or ())
         return dtype if isinstance(dtype, torch.dtype) and not is_exempt else torch.float32
 
 
-class TokenModel(nn.Module):
-    """The model as the trainer uses it: a microbatch goes in, outputs for its trained tokens come out.
-
-    Heads' weights are used inside `forward`, so that sharding this module as the root gathers them when needed.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def predicting(self, batch: Microbatch) -> torch.Tensor:
-        """The hidden states [M, H] from which the trained tokens are predicted."""
-        return decode(self.model, batch.input_ids, batch.position_ids, batch.layout)[batch.predictors]
-
-
-class Policy(TokenModel):
-    """A causal language model, optionally with a value head of its own."""
-
-    def __init__(self, model: PreTrainedModel, logprob_chunk_size: int, value_head: nn.Linear | None = None) -> None:
-        super().__init__(model)
-        self.logprob_chunk_size = logprob_chunk_size
-        self.value_head = value_head
-
-    def forward(self, batch: Microbatch, *, with_logprobs: bool = True) -> TokenOutputs:
-        """Without `with_logprobs` only values are computed; logprobs and entropy are then 0."""
-        hidden = self.predicting(batch)
-        nothing = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-        logprobs, entropy = nothing, nothing
-        if with_logprobs:
-            logprobs, entropy = token_logprobs(
-                hidden, head_weight(self.model), batch.targets, batch.temperatures, self.logprob_chunk_size
-            )
-        values = token_values(hidden, self.value_head.weight) if self.value_head is not None else nothing
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=values)
-
-
-class Critic(TokenModel):
-    """A sequence-classification model of one label, read at every trained token: a critic, or a reward model.
-
-    A token's value is that of the context before it. So the score that the model by itself gives a whole text is the
-    value of any token appended to the text.
-    """
-
-    def forward(self, batch: Microbatch, *, with_logprobs: bool = True) -> TokenOutputs:
-        """Logprobs and entropy are always 0, as there is no vocabulary."""
-        values = token_values(self.predicting(batch), score_weight(self.model))
-        nothing = torch.zeros_like(values, requires_grad=False)
-        return TokenOutputs(logprobs=nothing, entropy=nothing, values=values)
-
-
-def token_values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """hidden [M, H], weight [1, H] of a value head -> float32[M], summed in float32."""
-    return hidden.float() @ weight.float()[0]
-
-
-def decode(
-    model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: PackedLayout
-) -> torch.Tensor:
-    """The last hidden states [T, H] of a packed row [1, T]."""
-    output = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout)
-    return output.last_hidden_state[0]
-
-
 def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
-    """Load a directory or, by name, a model of the hub. Raises ModelError naming what is missing or cannot be trained.
+    """Load a directory or, by name, a model of the hub. Raises ModelError.
 
-    head value: a sequence-classification model of one label, with a new head of zeros where `name` is a causal language
-    model. Other heads: a causal language model. The model stays in evaluation mode, as dropout would make the trainer's
-    log-probabilities random.
+    head value: a sequence-classification model of one label; a causal language model gets a new head of zeros. Other
+    heads: a causal language model. The model is in evaluation mode, as dropout would make logprobs random.
     """
     if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
         raise ModelError(
@@ -153,17 +84,6 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     return LoadedModel(model=model, tokenizer=tokenizer, stored_config=config)
 
 
-def new_value_head(model: PreTrainedModel) -> nn.Linear:
-    """A value head for the model's hidden states. It is zero, so every context's first value is 0.
-
-    A random head would add noise to the advantages, and its gradient would move a shared backbone in random directions
-    until the head has learnt something.
-    """
-    head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
-    nn.init.zeros_(head.weight)
-    return head
-
-
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or of a model on the hub. Raises ModelError."""
     tokenizer = _load(AutoTokenizer, name, "its tokenizer")
@@ -183,7 +103,7 @@ def end_token_ids(name: str | Path) -> frozenset[int]:
 
 
 def model_limits(config: PreTrainedConfig) -> ModelLimits:
-    """The limits of a model with this config. Scaled rotary positions reach as far as they are scaled."""
+    """Scaled rotary positions reach as far as they are scaled."""
     text: Any = config.get_text_config()
     context_length = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -205,21 +125,6 @@ def local_directory(name: str) -> str:
         ) from error
 
 
-def transformer_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's repeated blocks. They are sharded one by one."""
-    return cast("nn.ModuleList", model.get_decoder().layers)
-
-
-def head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The language-model head's weight [V, H]; the embedding's own when they are tied."""
-    return cast("nn.Linear", model.get_output_embeddings()).weight
-
-
-def score_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The weight [1, H] of a sequence-classification model's head."""
-    return cast("nn.Linear", model.score).weight
-
-
 def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:
     try:
         return auto_class.from_pretrained(str(name), **options)
@@ -232,7 +137,7 @@ def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> An
 
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
-    """Silence transformers' own report of missing tensors; _check_whole reports them instead."""
+    """Silence transformers' report of missing tensors; _check_whole reports them instead."""
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -247,12 +152,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:
-    """Whether the config is that of a causal language model."""
     return any(name.endswith("ForCausalLM") for name in config.architectures or ())
 
 
 def _check_whole(report: Mapping[str, Any], name: str | Path, head: Head, *, may_lack: set[str]) -> None:
-    """Raise ModelError if transformers made a tensor up, or left a head out."""
+    """Raise ModelError if transformers invented a tensor or left a head out."""
     if missing := sorted(set(report["missing_keys"]) - may_lack):
         raise ModelError(f"the weights of {name} lack {', '.join(missing)}: the download or copy is incomplete")
     if head != "value" and _SCORE in report["unexpected_keys"]:
@@ -273,9 +177,9 @@ def _describe_classifier(
 ) -> None:
     """Turn a causal language model's config and tokenizer into those of the value model that was built from it.
 
-    The model by itself scores a padded text at its last token that is not the pad token, so no text may end in the pad
-    token. Candidates are the tokenizer's own, a new one if the embedding has a row for it, and the first token of every
-    text. Without any of them the pad token stays unset, and the model by itself takes no padded texts.
+    transformers scores a padded text at its last token that is not the pad token, so no text may end in the pad token.
+    It becomes the tokenizer's own, or a new one if the embedding has a spare row, or the token that begins every text.
+    Failing these it stays unset, and transformers takes no padded texts.
     """
     config.architectures = [type(model).__name__]
     config.num_labels = 1
@@ -313,9 +217,9 @@ def _check_head(model: PreTrainedModel, name: str | Path, head: Head) -> None:
 
 @torch.no_grad()
 def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
-    """Compare with the model's own logits, so that a final scaling or soft-capping is refused and not left out.
+    """Refuse models that scale or soft-cap their logits, by comparing with the model's own.
 
-    Sliding windows that a model applies by its mask alone are refused too, as a packed row has no mask.
+    Refuse sliding windows that a model applies by its mask alone, too: a packed row has no mask.
     """
     config = model.config.get_text_config()
     # Without the pad token: a sequence-classification model by itself would score the token before it.
@@ -346,3 +250,83 @@ def _num_sliding_layers(config: Any) -> int:
     if types := getattr(config, "layer_types", None):
         return list(types).count("sliding_attention")
     return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
+
+
+# Writing
+
+
+class ModelWriter:
+    """Writes model directories, after every step if need be: config and tokenizer are rendered once and then copied."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        """Make it before the model is sharded."""
+        self.model = loaded.model
+        self._companions = _companion_files(loaded)
+        tied = getattr(loaded.model, "all_tied_weights_keys", None) or {}
+        own = {name: tensor for name, tensor in loaded.model.state_dict().items() if name not in tied}
+        self.own_specs = _specs(own, loaded)
+        """The model's tensors by its own names, in its order, with the files' dtypes; tied ones once."""
+        served = _specs(self.served({name: tensor.to("meta") for name, tensor in own.items()}), loaded)
+        self.is_converted = set(served) != set(self.own_specs)
+        """Whether files and servers have other tensors than the model, as with fused experts."""
+        self.specs = served if self.is_converted else self.own_specs
+        """The tensors as files and servers have them."""
+
+    def served(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's tensors as files have them: transformers fuses some at loading, such as experts."""
+        return revert_weight_conversion(self.model, dict(tensors))
+
+    def write(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Write a complete model directory; returns its bytes. tensors: as own_specs, on the CPU."""
+        with whole_directory(directory) as aside:
+            weights = {name: tensor.contiguous() for name, tensor in self.served(tensors).items()}
+            save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
+            for name, content in self._companions.items():
+                (aside / name).write_bytes(content)
+            return sum(file.stat().st_size for file in aside.iterdir())
+
+
+def _specs(tensors: Mapping[str, torch.Tensor], loaded: LoadedModel) -> tuple[TensorSpec, ...]:
+    return tuple(
+        spec_of(name, tensor, loaded.stored_dtype(name) if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in tensors.items()
+    )
+
+
+@contextlib.contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """A directory to write to. At the end it is renamed to `directory`; on an error it is deleted.
+
+    It may not survive a power cut, as forcing it to the disk would hold up a step. Checkpoints do.
+    """
+    directory = Path(os.path.abspath(directory))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        yield aside
+        aside.chmod(0o755)
+        replace_directory(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Rename `source` to `target`, moving an older `target` out of the way and deleting it afterwards."""
+    if not target.exists():
+        source.rename(target)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    target.rename(retired / target.name)
+    source.rename(target)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _companion_files(loaded: LoadedModel) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as scratch:
+        loaded.stored_config.save_pretrained(scratch)
+        loaded.tokenizer.save_pretrained(scratch)
+        if loaded.model.can_generate() and loaded.model.generation_config is not None:
+            # save_pretrained refuses the generation configs of some published models.
+            loaded.model.generation_config.to_json_file(Path(scratch) / "generation_config.json")
+        return {file.name: file.read_bytes() for file in Path(scratch).iterdir() if file.is_file()}

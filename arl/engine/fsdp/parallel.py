@@ -40,41 +40,53 @@ from transformers import AttentionInterface, PreTrainedModel
 from arl.api.config import TrainConfig
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
-from arl.engine.fsdp.model import TokenModel, transformer_layers
+from arl.engine.fsdp.policy import TokenModel, transformer_layers
 
 
-class ProcessGroupLease:
-    """Holds torch's default process group for an engine: the one that exists, or one of this process alone.
-
-    FSDP2 needs a group even for one rank. A group that was there stays as it was. A group made here is shared by the
-    engines of the process and destroyed with the last of them; it meets through memory and opens no port.
-    """
+class Lease:
+    """Holds something for an engine: what this process has already, and keeps; or what the last holder ends."""
 
     _holders: ClassVar[int] = 0
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, is_there: bool, start: Callable[[], None]) -> None:
         cls = type(self)
-        self._owned = cls._holders > 0 or not dist.is_initialized()
-        if self._owned and cls._holders == 0:
-            backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
-            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        if self._owned:
+        self._is_held = cls._holders > 0 or not is_there
+        if self._is_held:
+            if cls._holders == 0:
+                start()
             cls._holders += 1
 
     def release(self) -> None:
-        """Let go; idempotent."""
-        if not self._owned:
-            return
-        self._owned = False
-        cls = type(self)
-        cls._holders -= 1
-        if cls._holders == 0:
-            dist.destroy_process_group()
+        """Idempotent."""
+        if self._is_held:
+            self._is_held = False
+            cls = type(self)
+            cls._holders -= 1
+            if cls._holders == 0:
+                self._end()
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class ProcessGroupLease(Lease):
+    """Torch's default process group, which FSDP2 needs even for one rank: the one that exists, or one of this process
+    alone, which meets through memory and opens no port.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
+        super().__init__(
+            dist.is_initialized(), lambda: dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        )
+
+    def _end(self) -> None:
+        dist.destroy_process_group()
 
 
 def rank_device(device: str) -> torch.device:
-    """The device of this rank. `device` is train.device. Raises ConfigError for one that torch cannot use here."""
+    """The device of this rank. device: train.device. Raises ConfigError."""
     if device == "cpu":
         return torch.device(device)
     if not torch.cuda.is_available():
@@ -82,7 +94,7 @@ def rank_device(device: str) -> torch.device:
     named, rank = torch.device(device).index, os.environ.get("LOCAL_RANK")
     if named is not None and rank is not None and named != int(rank):
         raise ConfigError(
-            f"train.device is {device}, but this process is local rank {rank}; say cuda, without a number"
+            f"train.device is {device}, but this process is local rank {rank}; set it to cuda, without a number"
         )
     index = named if named is not None else int(rank or 0)
     torch.cuda.set_device(index)
@@ -90,16 +102,13 @@ def rank_device(device: str) -> torch.device:
 
 
 def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
-    """All ranks, as "dp" alone or as "dp" x "tp": ranks that split their layers are neighbours.
+    """All ranks as "dp", or as "dp" x "tp", where neighbours split their layers. Raises ConfigError.
 
-    Rank r trains share r // tensor_parallel of the data. Raises ConfigError where tensor_parallel does not divide the
-    number of ranks.
+    Rank r trains share r // tensor_parallel of the data.
     """
     world_size = dist.get_world_size()
     if world_size % tensor_parallel:
-        raise ConfigError(
-            f"train.tensor_parallel is {tensor_parallel}, which does not divide the {world_size} rank(s) there are"
-        )
+        raise ConfigError(f"train.tensor_parallel is {tensor_parallel}, which does not divide the {world_size} rank(s)")
     if tensor_parallel == 1:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     sizes = (world_size // tensor_parallel, tensor_parallel)
@@ -110,7 +119,7 @@ def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
 def loading_turn() -> Iterator[None]:
     """Let the ranks of one machine load one after another, so that its memory holds one whole model at a time.
 
-    The lock is on a file and ends with its process, so a rank that dies while it loads blocks nobody.
+    The lock ends with its process: a rank that dies blocks nobody.
     """
     if dist.get_world_size() == 1:
         yield
@@ -123,7 +132,7 @@ def loading_turn() -> Iterator[None]:
 def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
     """Split, compile and checkpoint the layers as `config` says; shard them, and the rest at the root, over "dp".
 
-    Gradients are summed over ranks. Nothing is sent, as each rank holds the whole model and keeps its part.
+    Nothing is sent: each rank holds the whole model and keeps its part.
     """
     layers = list(transformer_layers(module.model))
     if config.tensor_parallel > 1:
@@ -140,35 +149,35 @@ def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
     # The microbatch's temperatures stay float32.
     uncast = dataclasses.replace(precision, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
-    # On one rank a gathered layer is a copy of its shard: keeping it until the backward pass saves a second copy. With
-    # offloading the device has no room for it.
+    # On one rank a gathered layer is a copy of its shard; kept until the backward pass it need not be copied twice.
+    # With offloading the device has no room for it.
     keep = mesh["dp"].size() == 1 and not config.cpu_offload
     for part, casting in (*((layer, precision) for layer in layers), (module, uncast)):
         fully_shard(part, mesh=mesh["dp"], mp_policy=casting, offload_policy=offload, reshard_after_forward=not keep)
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            # FSDP2 averages by default, for losses that are means of each rank's tokens. Ours are parts of one sum.
+            # FSDP2 averages by default. Our ranks' losses are parts of one sum.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
 
 def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap each layer's own computation, inside the hooks that gather its weights."""
+    """Wrap each layer's computation, inside the hooks that gather its weights."""
     for layer in layers:
         layer.forward = wrap(layer.forward)
 
 
 def _compile(layers: list[nn.Module]) -> None:
-    """Compile what is around attention, once for all layers and for any number of tokens, at the first step.
+    """Compile the layers at the first step, once for any number of tokens, except attention.
 
-    Attention stays outside: it depends on the lengths of the row's sequences, which differ each time.
+    Attention depends on the lengths of the row's sequences, which differ each time.
     """
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     _wrap_forward(layers, functools.partial(torch.compile, dynamic=True))
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, keeping only its inputs for the backward pass. transformers' own checkpointing needs training mode."""
+    """`forward`, keeping only its inputs for the backward pass. transformers' version needs training mode."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +188,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_compiler(device_type: str, what: str) -> None:
-    """Raises ConfigError naming what torch.compile lacks; it would say so only in the middle of the first step."""
+    """Raises ConfigError if torch.compile lacks something; torch would only notice in the middle of the first step."""
     variable, names = ("CXX", ("g++", "clang++", "c++")) if device_type == "cpu" else ("CC", ("gcc", "clang", "cc"))
     wanted = [named] if (named := os.environ.get(variable)) else list(names)
     if not any(shutil.which(name.split()[0]) for name in wanted):
@@ -195,14 +204,13 @@ def _check_compiler(device_type: str, what: str) -> None:
 
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model types (`model_type` in config.json) whose layers have weights under the names below and no others."""
+"""Model types (config.json) whose layers have weights under the names in `_plan` and no others."""
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Replace the layers' parameters by this rank's parts, in place, by DTensor plans. `mesh` has one dimension.
 
-    Nothing is sent, as every rank holds the whole model. Raises ModelError for layers without a plan, and for heads or
-    an intermediate size that the ranks cannot share equally.
+    Raises ModelError for layers without a plan, and for sizes that the ranks cannot share equally.
     """
     _check_divisible(model, mesh.size())
     has_head_norms = model.config.model_type == "qwen3"
@@ -211,10 +219,8 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def whole_tensor(tensor: DTensor) -> torch.Tensor:
-    """All of a tensor that is sharded over "dp" and possibly split over "tp"; a collective.
-
-    It gathers one dimension of the mesh after the other, because torch warns when both are gathered at once.
-    """
+    """A tensor that is sharded over "dp" and possibly split over "tp", gathered; a collective."""
+    # One dimension of the mesh after the other: torch warns when both are gathered at once.
     placements = list(tensor.placements)
     for index in range(len(placements)):
         placements[index] = Replicate()
@@ -225,8 +231,7 @@ def whole_tensor(tensor: DTensor) -> torch.Tensor:
 def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
     """Styles by module name within a layer.
 
-    Inputs become DTensors where a block begins and not at each projection, so that their gradients are summed over the
-    ranks once for the block.
+    Inputs become DTensors where a block begins, so that their gradients are summed over the ranks once for the block.
     """
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {

@@ -1,10 +1,8 @@
 """The ranks of a RayTrainEngine: an actor with an FSDPTrainEngine in each process, and the driver that calls them all.
 
-    Ranks (this process) ----Ray----> RankActor --> FSDPTrainEngine      training: one thread, as collectives need it
-             |                           |                               beside: snapshots and checkpoints copied aside
-             +<----- CallOutcome --------+                               leaving: calls that end others
-
-A method of the actor never raises: its CallOutcome holds the value or the error.
+Ranks (this process) ----Ray----> RankActor --> FSDPTrainEngine      training: one thread, as collectives need it
+         |                           |                               beside: snapshots and savings
+         +<----- CallOutcome --------+                               leaving: calls that end others
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ from arl.engine.fsdp.snapshot import RankAdapter, RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 _THREADS = {"training": 1, "beside": 64, "leaving": 4}
-"""Ray's concurrency groups, with their threads."""
+"""Ray's concurrency groups and their threads."""
 _GRACE_S = 3.0
-"""How long other ranks may take to end, one way or the other, once one has failed; the rest sit in a collective."""
+"""How long a call may go on after one rank has failed; ranks in a collective would wait for ever."""
 _CLOSING_S = 300.0
-"""How long ranks may take to end by themselves: they finish checkpoints that they are writing."""
+"""How long closing ranks may take to finish their checkpoints."""
 
 P = ParamSpec("P")
 
@@ -62,7 +60,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOutcome:
-    """How a call on a rank ended: with a value, or with an error and its traceback."""
+    """How a call on a rank ended: with a value or an error."""
 
     value: Any = None
     error: Exception | None = None
@@ -70,12 +68,10 @@ class CallOutcome:
     messages: tuple[Message, ...] = ()
     """Logged on the rank since its last call."""
     is_dead: bool = False
-    """Whether the rank did not raise the error, but is gone."""
+    """Whether the rank is gone."""
 
 
 class _Messages(logging.Handler):
-    """Keeps the last hundred messages until they are taken."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._messages: deque[Message] = deque(maxlen=100)
@@ -88,7 +84,7 @@ class _Messages(logging.Handler):
 
 
 def reported(method: Callable[Concatenate[RankActor, P], Any]) -> Callable[Concatenate[RankActor, P], CallOutcome]:
-    """Make a method of the actor return a CallOutcome, also of an error."""
+    """Make a method of the actor return a CallOutcome instead of raising."""
 
     @functools.wraps(method)
     def call(self: RankActor, *args: P.args, **kwargs: P.kwargs) -> CallOutcome:
@@ -102,10 +98,7 @@ def reported(method: Callable[Concatenate[RankActor, P], Any]) -> Callable[Conca
 
 
 class RankActor:
-    """One rank: an FSDPTrainEngine in a process of its own.
-
-    Keys name snapshots and savings. The driver makes them up, the same for every rank.
-    """
+    """One rank: an FSDPTrainEngine in a process of its own. The driver names snapshots and savings by keys."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -117,11 +110,11 @@ class RankActor:
 
     @reported
     def open_store(self, address: str) -> int:
-        """Open the store through which the ranks meet, at `address` alone; returns its port."""
+        """Open the store through which the ranks meet, listening at `address` alone; returns its port."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
-        # Handed over open: a port that is only looked up may be taken by the time it is used.
+        # Handed over open, so that nobody else takes the port.
         self._store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -129,7 +122,7 @@ class RankActor:
 
     @reported
     def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int, head: Head) -> ModelLimits:
-        """Join the process group and build the engine, on the thread that will train; returns its limits."""
+        """Join the process group and build the engine on the thread that will train; returns its limits."""
         address, port = store
         meeting = self._store or TCPStore(address, port, is_master=False)
         with _gloo_at(address):
@@ -162,12 +155,12 @@ class RankActor:
 
     @reported
     def keep(self, key: str, name: str, *args: Any) -> None:
-        """Keep what the engine's method `name` returns: snapshot, snapshot_adapter or save."""
+        """Call the engine's `name` (snapshot, snapshot_adapter or save) and keep what it returns."""
         self._kept[key] = getattr(self._engine, name)(*args)
 
     @reported
     def ask(self, key: str, name: str, args: tuple[Any, ...]) -> Any:
-        """The attribute `name` of a kept snapshot or saving, or what it returns when called with `args`."""
+        """The attribute `name` of a kept snapshot or saving; a method is called with `args`."""
         answer = getattr(self._kept[key], name)
         return answer(*args) if callable(answer) else answer
 
@@ -186,9 +179,8 @@ class RankActor:
 
 @contextmanager
 def _gloo_at(address: str) -> Iterator[None]:
-    """Let the gloo groups that are made within listen at loopback, if the ranks meet there.
-
-    Later groups may include servers on other machines.
+    """Let the gloo groups made in this block listen at loopback, if the ranks meet there. Later ones may have to reach
+    servers on other machines.
     """
     is_local = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ
     if is_local:
@@ -201,7 +193,7 @@ def _gloo_at(address: str) -> Iterator[None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error itself if it can be sent to another process, else a RuntimeError with its text."""
+    """The error if it pickles, else a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 (an exception's own pickling may raise anything)
@@ -210,19 +202,19 @@ def _portable(error: Exception) -> Exception:
 
 
 class RankTracebackError(Exception):
-    """The cause that a rank's error is raised from: its text is the traceback on the rank."""
+    """The cause of a rank's error: its text is the traceback on the rank."""
 
 
 class Ranks:
     """N actors. `train` calls a method on all of them, one call at a time; `beside` calls one, from any thread.
 
-    When a rank raises or dies in a call of `train`, others may wait for it in a collective for ever. So all are ended,
-    and TrainingError names the rank and the error. If every rank raises the same error of arl's own, none waits: the
-    error is raised, and the ranks live on. After their end, calls raise EngineClosedError.
+    If a rank raises or dies in `train`, others may wait for it in a collective for ever. So `train` ends all of them,
+    and raises TrainingError with the rank and the error; later calls raise EngineClosedError. If every rank raises the
+    same ArlError, none waits: `train` raises that error, and the ranks live on.
     """
 
     def __init__(self, count: int, placement: Placement, *, num_threads: int, num_gpus: int) -> None:
-        # Ray shows each actor its own GPU alone, so it is the first.
+        # Ray shows each actor one GPU, its own.
         environment = {"OMP_NUM_THREADS": str(num_threads), "LOCAL_RANK": "0"}
         actor: Any = ray.remote(concurrency_groups=_THREADS)(RankActor)  # pyright: ignore[reportCallIssue] (stubs lag)
         self._actors: list[Any] = [
@@ -241,14 +233,14 @@ class Ranks:
         return len(self._actors)
 
     def put(self, value: Any) -> Any:
-        """A reference to a copy of `value`, as an argument of ranks. Raises TypeError if it does not pickle."""
+        """A reference to a copy of `value`, as an argument for ranks. Raises TypeError if it does not pickle."""
         self._check()
         return ray.put(value)
 
     def train(self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline: float | None = None) -> list[Any]:
-        """Call `method` on the first ranks, each with its own arguments, and return what each returns.
+        """Call `method` on the first ranks, each with its own arguments; returns what each returns.
 
-        deadline: on the monotonic clock, for calls that belong to the start.
+        deadline: on the monotonic clock, for calls of the start.
         """
         self._check()
         try:
@@ -263,17 +255,17 @@ class Ranks:
         return [outcomes[rank].value for rank in range(len(refs))]
 
     def train_alike(self, method: str, *arguments: Any, deadline: float | None = None) -> list[Any]:
-        """`train` with the same arguments for all ranks."""
+        """`train` on all ranks with the same arguments."""
         return self.train(method, [arguments] * len(self), deadline=deadline)
 
     def beside(self, rank: int, method: str, *arguments: Any, group: str = "beside") -> Any:
-        """Call `method` on one rank; returns or raises as it does there. Raises TrainingError if the rank died."""
+        """Call `method` on one rank; returns or raises what it does. Raises TrainingError if the rank died."""
         self._check()
         outcome = _outcome(self._submit(rank, group, method, arguments))
         return self._value(rank, outcome)
 
     def beside_all(self, method: str, *arguments: Any) -> None:
-        """Call `method` on every rank, and wait until it has ended on each or one of them is dead."""
+        """Call `method` on every rank and wait until it has ended on all, or one is dead."""
         self._check()
         refs = [self._submit(rank, "beside", method, arguments) for rank in range(len(self))]
         outcomes = self._collect(refs)
@@ -294,7 +286,7 @@ class Ranks:
             self.end("")
 
     def end(self, reason: str) -> None:
-        """Kill the ranks. Later calls raise with the reason. Idempotent: the first reason stays."""
+        """Kill the ranks. Later calls raise EngineClosedError with the first `reason`."""
         with self._ending:
             if self._ended is not None:
                 return
@@ -310,7 +302,7 @@ class Ranks:
             raise EngineClosedError("the train engine was closed" + (f": {self._ended}" if self._ended else ""))
 
     def _collect(self, refs: Sequence[Any], deadline: float | None = None) -> dict[int, CallOutcome]:
-        """How the call ended on each rank, without ranks that had not ended soon after others failed."""
+        """How the call ended on each rank; ranks that had not ended soon after others failed are missing."""
         ranks = {ref: rank for rank, ref in enumerate(refs)}
         outcomes: dict[int, CallOutcome] = {}
         while ranks:
@@ -331,7 +323,7 @@ class Ranks:
         if outcome.error is None:
             return outcome.value
         if outcome.is_dead:
-            self._check()  # if the ranks were ended, that is the reason
+            self._check()  # raises the reason if `end` killed it
             raise TrainingError(f"rank {rank} of {len(self)} died") from RankTracebackError(outcome.traceback)
         raise outcome.error from RankTracebackError(f"on rank {rank}:\n{outcome.traceback}")
 
@@ -341,10 +333,10 @@ class Ranks:
             late = [rank for rank in range(len(self)) if rank not in outcomes]
             self.end(reason := f"{method} took too long on ranks {late} of {len(self)}")
             raise TrainingError(
-                f"{reason}: longer than train.startup_timeout_s for each rank (those of a machine load the model one "
-                "after another). Set it higher if the model is large or its storage slow"
+                f"{reason}: longer than train.startup_timeout_s for each rank, as ranks of one machine load the model "
+                "one after another. Set it higher if the model is large or its storage slow"
             )
-        # A dead rank is the cause of the others' broken connections; otherwise the first that failed is.
+        # A dead rank is the cause of the others' broken connections.
         rank, first = min(failed.items(), key=lambda item: not item[1].is_dead)
         cause = RankTracebackError(f"on rank {rank}:\n{first.traceback}")
         if isinstance(first.error, ArlError) and _are_all_alike(failed, len(self)):
@@ -368,7 +360,7 @@ def _outcome(ref: Any) -> CallOutcome:
 
 
 def _log(outcomes: Mapping[int, CallOutcome]) -> None:
-    """Repeat the ranks' messages in this process's log; a message of several ranks once."""
+    """Repeat the ranks' messages in this process's log, each message once."""
     said: dict[Message, int] = {}
     for rank, outcome in sorted(outcomes.items()):
         for message in outcome.messages:

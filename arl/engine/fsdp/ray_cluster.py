@@ -1,4 +1,4 @@
-"""Ray for an engine: a cluster that exists, or one on this machine for this run alone; and a place for each rank."""
+"""Ray for an engine: a cluster that exists or one for this run alone, and a place in it for each rank."""
 
 from __future__ import annotations
 
@@ -16,53 +16,38 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
+from arl.engine.fsdp.parallel import Lease
 
 _OBJECT_STORE_BYTES = 1 << 30
 _BINDING_TIMEOUT_S = 5.0
 _REACHING_TIMEOUT_S = 10.0
 _LONGEST_BASE = 24
-"""Ray's sockets lie 80 characters below its directory's parent, and a socket's path may have 107."""
+"""Ray appends 80 characters for its sockets, whose paths may have 107."""
 
 logger = logging.getLogger(__name__)
 
 
-class RayLease:
-    """Holds Ray for an engine. If this process uses Ray already, that one is taken and left as it was.
+class RayLease(Lease):
+    """Ray: the one that this process uses already, or one that ends with the last lease.
 
-    Otherwise, address None starts Ray on this machine alone, with so many CPUs and GPUs whatever the machine has. It
-    listens at loopback, asks for a token, reports to nobody, and ends with the last lease or the process. Any other
-    address is that of a cluster, which this process leaves with the last lease.
+    address None: Ray on this machine alone, which declares num_cpus and num_gpus whatever the machine has. It listens
+    at loopback, asks for a token, reports to nobody, and ends with the process, too. Else: a cluster's address.
     """
 
-    _holders: ClassVar[int] = 0
     _directory: ClassVar[str | None] = None
 
     def __init__(self, address: str | None, *, num_cpus: int, num_gpus: int) -> None:
         """Raises ConfigError without Ray, or without a cluster at the address."""
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("several ranks need Ray: pip install 'arl[ray]', or set train.num_ranks to 1")
-        cls = type(self)
         with _as_ray_starts(private=address is None):
             self._ray: Any = importlib.import_module("ray")
-            self._owned = cls._holders > 0 or not self._ray.is_initialized()
-            if self._owned and cls._holders == 0:
-                self._connect(address) if address is not None else self._start(num_cpus, num_gpus)
-        if self._owned:
-            cls._holders += 1
-
-    def release(self) -> None:
-        """Let go; idempotent."""
-        if not self._owned:
-            return
-        self._owned = False
-        cls = type(self)
-        cls._holders -= 1
-        if cls._holders == 0:
-            self._stop()
+            start = partial(self._start, num_cpus, num_gpus) if address is None else partial(self._connect, address)
+            super().__init__(self._ray.is_initialized(), start)
 
     def _start(self, num_cpus: int, num_gpus: int) -> None:
         base = tempfile.gettempdir()
@@ -80,19 +65,19 @@ class RayLease:
                 _temp_dir=directory,
             )
         except BaseException as error:
-            self._stop()
+            self._end()
             if isinstance(error, Exception):
                 raise TrainingError(f"Ray could not be started on this machine: {error}") from error
             raise
-        atexit.register(self._stop)  # for a script that ends without closing its engine
+        atexit.register(self._end)  # for a script that ends without closing its engine
 
-    def _stop(self) -> None:
+    def _end(self) -> None:
         cls = type(self)
         self._ray.shutdown()
         if cls._directory:
             shutil.rmtree(cls._directory, ignore_errors=True)
             cls._directory = None
-        atexit.unregister(self._stop)
+        atexit.unregister(self._end)
 
     def _connect(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -112,13 +97,13 @@ class RayLease:
 
 @contextmanager
 def _as_ray_starts(*, private: bool) -> Iterator[None]:
-    """Set the variables that Ray reads at import and start. Afterwards undo what Ray changed in this process."""
+    """Set the variables that Ray reads at import and start; afterwards undo what Ray changed in this process."""
     environment = dict(os.environ)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if private:
-        # Ranks bring an environment of their own, so workers started before them would idle.
+        # Ranks have an environment of their own, so workers started before them would idle.
         os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (this is its name)
-        # Ray's setting for machines whose firewall asks: everything listens at loopback. It is read at import.
+        # Ray's setting for machines with a firewall, read at import: everything listens at loopback.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if not os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
             os.environ["RAY_AUTH_TOKEN"] = _token()  # else Ray makes one and leaves it in the home directory
@@ -139,18 +124,18 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
 
 @cache
 def _token() -> str:
-    """One token for this process's life, as Ray reads it only once."""
+    """One for this process's life, as Ray reads it only once."""
     return secrets.token_hex(32)
 
 
 class Placement:
-    """A place on the cluster for each rank: so many CPUs and GPUs each, on as few nodes as possible.
+    """A place on the cluster for each rank, with num_cpus and num_gpus, on as few nodes as possible.
 
     Rank 0's is on this node if there is room, and ranks of one node follow one another.
     """
 
     def __init__(self, num_ranks: int, *, num_cpus: int, num_gpus: int, deadline: float) -> None:
-        """deadline: on the monotonic clock. Raises TrainingError if the cluster has no room until then."""
+        """deadline: on the monotonic clock. Raises TrainingError if the cluster has no room by then."""
         import ray
 
         self._ray = ray
@@ -163,7 +148,7 @@ class Placement:
         """The address of rank 0's node."""
 
     def strategy(self, rank: int) -> Any:
-        """Ray's scheduling strategy that puts an actor into the rank's place."""
+        """The scheduling strategy that puts an actor into the rank's place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
@@ -175,7 +160,7 @@ class Placement:
         return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
 
     def _reserve(self, num_ranks: int, here: str, deadline: float) -> Any:
-        """A placement group, with one bundle bound to this node if there is room soon."""
+        """A placement group; one bundle is bound to this node if there is room soon."""
         bundles = [dict(self._bundle) for _ in range(num_ranks)]
         on_this_node = {f"node:{self._nodes()[here]['NodeManagerAddress']}": 0.001}
         soon = min(deadline, time.monotonic() + _BINDING_TIMEOUT_S)

@@ -4,8 +4,7 @@
                                                                                                         |
     metrics, once <-- the same on every rank <-- sums of loss, gradients, counts <--gloo or NCCL--------+
 
-Loss weights hold the minibatch's denominators. So shares exchange nothing but the sum of the gradients, and numbers do
-not depend on how many ranks there are.
+Loss weights hold the minibatch's denominators, so shares exchange nothing but the sum of the gradients.
 """
 
 from __future__ import annotations
@@ -33,22 +32,20 @@ if TYPE_CHECKING:
     from arl.engine.weights.adapter import AdapterSnapshot
 
 _ENGINES = 2
-"""Engines for which a Ray of this process alone declares CPUs: a policy's and a critic's."""
+"""A Ray of this process alone declares CPUs for so many: a policy's and a critic's."""
 
 
 class RayTrainEngine:
     """Trains over config.num_ranks processes; see arl.api.engine.TrainEngine for the contract.
 
-    With config.tensor_parallel T, T neighbouring ranks compute one share of the data together. The ranks read and write
-    directories, so on a cluster all nodes must see them. If a rank fails or dies, TrainingError names it and the cause,
-    and the engine is closed.
+    Each config.tensor_parallel neighbouring ranks compute one share of the data together. All nodes must see the
+    directories that are read and written. If a rank fails or dies, TrainingError names it and the cause, and the engine
+    is closed.
     """
 
     def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
-        """model, seed, head: as FSDPTrainEngine's.
-
-        Raises ModelError, ConfigError, and TrainingError if the cluster has no room within config.startup_timeout_s, or
-        if building takes longer than that for each rank.
+        """As FSDPTrainEngine's. Raises TrainingError, too, if the cluster has no room within config.startup_timeout_s,
+        or building takes longer than that for each rank.
         """
         self._config = config
         self._version = 0
@@ -72,7 +69,6 @@ class RayTrainEngine:
         return self._limits
 
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
-        """The output, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
         shares = self._divide(sequences)
         packed = [PackedSequences.of([sequences[i] for i in share]) for share in shares]
         answers = self._ranks.train("forward", [(share, output) for (share,) in self._to_ranks(packed)])
@@ -85,14 +81,10 @@ class RayTrainEngine:
         return outputs
 
     def update_reference(self, share: float = 1.0) -> None:
-        """Move the reference towards the current weights. Each rank holds its shards of both."""
         self._ranks.train_alike("update_reference", share)
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
-        """One optimizer step for each minibatch, then version += 1. Metrics are FSDPTrainEngine's, of all ranks.
-
-        Raises TypeError for a loss that does not pickle.
-        """
+        """Metrics are FSDPTrainEngine's, of all ranks. Raises TypeError for a loss that does not pickle."""
         loss_ref = self._ranks.put(loss)
         packed: list[list[PackedSequences]] = [[] for _ in range(self._num_shares)]
         for minibatch in minibatches:
@@ -104,17 +96,16 @@ class RayTrainEngine:
         return metrics
 
     def snapshot(self) -> RankZeroSnapshot:
-        """Copy the weights aside, in the dtype that servers hold. Later steps do not change the copy."""
         return RankZeroSnapshot(self._ranks, self._kept("snapshot"), self._version)
 
     def snapshot_adapter(self) -> AdapterSnapshot:
-        """Copy the adapters alone aside. Raises ConfigError without train.lora."""
+        """Raises ConfigError without train.lora."""
         if self._config.lora is None:
             raise ConfigError("there are no adapters to publish: the ranks train the whole model; set train.lora")
         return RankZeroSnapshot(self._ranks, self._kept("snapshot_adapter"), self._version)
 
     def export(self, directory: Path) -> int:
-        """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written."""
+        """As FSDPTrainEngine's."""
         snapshot = self.snapshot()
         try:
             return snapshot.write(directory)
@@ -122,11 +113,10 @@ class RayTrainEngine:
             snapshot.release()
 
     def save(self, directory: Path) -> RanksSaving:
-        """Copy aside everything that `load` needs to continue bit for bit, and begin to write it."""
         return RanksSaving(self._ranks, self._kept("save", Path(directory).absolute()))
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`'s directory, whatever number of ranks wrote it. Raises CheckpointError."""
+        """Continue from a directory that any number of ranks wrote. Raises CheckpointError."""
         self._version = self._ranks.train_alike("load", Path(directory).absolute())[0]
 
     def close(self) -> None:
@@ -138,7 +128,7 @@ class RayTrainEngine:
         return self._config.num_ranks // self._config.tensor_parallel
 
     def _kept(self, method: str, *args: Any) -> str:
-        """Call `method` on all ranks; returns the key under which they keep what it returns."""
+        """Call `method` on all ranks; returns the key under which they keep the results."""
         key = new_id()
         self._ranks.train_alike("keep", key, method, *args)
         return key
@@ -152,7 +142,7 @@ class RayTrainEngine:
         return [(refs[rank // self._config.tensor_parallel],) for rank in range(self._config.num_ranks)]
 
     def _agreed(self, metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-        """Rank 0's metrics, after a check that all ranks report the same."""
+        """Rank 0's metrics, which all ranks must report alike."""
         for rank, others in enumerate(metrics):
             for name, value in metrics[0].items():
                 if not _is_same(value, others[name]):
@@ -163,14 +153,14 @@ class RayTrainEngine:
 
 
 class RankZeroSnapshot:
-    """A SendableSnapshot on rank 0, in another process. Its methods run there, beside training."""
+    """A SendableSnapshot whose methods run on rank 0, beside training."""
 
     def __init__(self, ranks: Ranks, key: str, version: int) -> None:
         self.version = version
         self._ranks = ranks
         self._key = key
         self._is_released = False
-        # A snapshot that is dropped without a release frees its memory all the same.
+        # One that is dropped without a release frees its memory, too.
         weakref.finalize(self, ranks.tell, "forget", key).atexit = False
 
     @cached_property
@@ -205,7 +195,7 @@ class RankZeroSnapshot:
             self._ranks.beside(0, "ask", self._key, "leave", (group,), group="leaving")
 
     def release(self) -> None:
-        """Does not wait for the ranks, so an event loop may call it."""
+        """Does not wait for the ranks."""
         self._is_released = True
         self._ranks.tell("ask", self._key, "release", ())
 
@@ -216,7 +206,7 @@ class RankZeroSnapshot:
 
 
 class RanksSaving:
-    """A checkpoint that all ranks are writing; see arl.api.engine.Saving."""
+    """The Saving (arl.api.engine) of a checkpoint that all ranks are writing."""
 
     def __init__(self, ranks: Ranks, key: str) -> None:
         self._ranks = ranks
@@ -229,7 +219,7 @@ class RanksSaving:
 
 
 def check_gpus(config: TrainConfig, num_engines: int = 1) -> None:
-    """Raises ConfigError if so many engines' ranks need more GPUs than this machine has."""
+    """Raises ConfigError if the ranks of num_engines engines need more GPUs than this machine has."""
     count, there = num_engines * config.num_ranks, torch.cuda.device_count()
     if not _is_cuda(config) or config.ray_address is not None or there >= count:
         return
@@ -246,7 +236,7 @@ def _is_cuda(config: TrainConfig) -> bool:
 
 
 def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tuple[Ranks, str]:
-    """Start the actors, each in its place; returns them and rank 0's address. `stack` ends all that was started."""
+    """Start the actors; returns them and rank 0's address. `stack` ends everything that was started."""
     check_gpus(config)
     num_gpus = 1 if _is_cuda(config) else 0
     count, num_threads = config.num_ranks, config.num_threads

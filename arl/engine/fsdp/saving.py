@@ -1,11 +1,10 @@
-"""Checkpoints of a sharded model and its optimizer: torch DCP, written beside training, atomic, refused where unfit.
+"""Checkpoints of a sharded model and its optimizer: torch DCP, written during later steps, whole or absent.
 
     training's thread    copy this rank's shards aside --> train on
                                         |
     arl-checkpoint           write, fsync --> all ranks done --> rank 0: progress.json, fsync, rename
 
-The thread and its process group are there for checkpoints alone. So later steps neither change what is written nor
-wait for it, and their collectives never mix with those of the thread.
+The thread has a process group of its own, so its collectives never mix with those of later steps.
 """
 
 from __future__ import annotations
@@ -32,35 +31,34 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
 from arl.api.errors import CheckpointError, DamagedCheckpointError
-from arl.engine.fsdp.export import replace_directory
 from arl.engine.fsdp.lora import Adapters, LoRAOrigin
-from arl.engine.fsdp.optimizer import Reference
+from arl.engine.fsdp.model import replace_directory
+from arl.engine.fsdp.policy import Reference, trained_parameters
 
 _PROGRESS_FILE = "progress.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a checkpoint holds beside tensors."""
+    """The contents of a checkpoint beside tensors."""
 
     version: int
     num_updates: int
     """Optimizer steps taken."""
     world_size: int
-    """The ranks that wrote it, each with its random state."""
+    """How many ranks wrote it, each with its random state."""
     device: str
-    """The kind of device that they computed on: cpu or cuda."""
+    """The type of the device that they computed on: cpu or cuda."""
     parameters: Mapping[str, list[int]]
-    """Name -> shape of each whole trained parameter."""
+    """Name -> whole shape of each trained parameter."""
     lora: LoRAOrigin | None = None
-    """The model that the adapters belong to, which is not in the checkpoint; None without adapters."""
+    """The model that the adapters belong to; None without adapters. The checkpoint does not hold that model."""
     has_reference: bool = False
-    """Whether it holds a reference policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSaving:
-    """One rank's part of a checkpoint being written; see arl.api.engine.Saving. Any thread may wait for it."""
+    """One rank's Saving (arl.api.engine). Any thread may wait for it."""
 
     written: Future[None]
 
@@ -69,7 +67,7 @@ class RankSaving:
 
 
 class CheckpointWriter:
-    """Writes a train engine's checkpoints, one after the other. All ranks make the same calls, in the same order."""
+    """Writes a train engine's checkpoints, one after another. All ranks make the same calls in the same order."""
 
     def __init__(self, adapters: Adapters | None) -> None:
         """A collective of the default process group."""
@@ -90,9 +88,9 @@ class CheckpointWriter:
     ) -> RankSaving:
         """Copy weights, optimizer state, reference and random state aside, and begin to write them to `directory`.
 
-        Waits for the previous checkpoint, so that there is one copy at a time. The directory gets its name when it is
-        complete and on the disk. After a kill before that, the name does not exist or is the older checkpoint, and
-        what was written aside begins with a dot. If any rank fails, the saving raises CheckpointError on every rank.
+        Waits for the previous checkpoint, so that there is one copy at a time. The directory gets its name once it is
+        complete and on the disk; a kill before that leaves a directory whose name begins with a dot. If any rank fails,
+        the saving raises CheckpointError on every rank.
         """
         if self._last:
             wait([self._last])  # its error belongs to its own saving
@@ -110,7 +108,7 @@ class CheckpointWriter:
         return RankSaving(written=self._last)
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, and leave the process group."""
+        """Wait for the checkpoint under way, and leave the process group."""
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
 
@@ -118,7 +116,7 @@ class CheckpointWriter:
         aside: Path | None = None
         try:
             aside = directory.parent / f".{directory.name}.{self._agree(uuid.uuid4().hex)}"
-            # The copies are on the CPU. Copying ahead, DCP would open a CUDA context on this thread's device, GPU 0.
+            # To copy ahead, DCP would open a CUDA context on GPU 0; the tensors are on the CPU anyway.
             files = _Files(aside, per_thread_copy_ahead=0)
             save_tensors(tensors, storage_writer=files, process_group=self._group)
             self._on_rank_0(partial(_complete, aside, directory, progress))
@@ -128,13 +126,13 @@ class CheckpointWriter:
             raise CheckpointError(f"cannot write the checkpoint {directory}: {_cause(error)}") from error
 
     def _agree(self, value: str) -> str:
-        """Rank 0's value, on every rank."""
+        """Broadcast rank 0's value."""
         values = [value]
         dist.broadcast_object_list(values, group=self._group)
         return values[0]
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Do it there alone, and raise everywhere if it fails: no rank may wait for one that has given up."""
+        """Run `action` on rank 0. If it fails, raise on all ranks: none may wait for one that has given up."""
         failure = ""
         if dist.get_rank() == 0:
             try:
@@ -152,21 +150,18 @@ def load_checkpoint(
     adapters: Adapters | None,
     reference: Reference,
 ) -> Progress:
-    """Read weights, optimizer state, reference and random state in place; also with another number of ranks than it
-    was saved.
+    """Read weights, optimizer state, reference and random state in place, on any number of ranks.
 
-    A reference that is there and not held is held from now on; one that is held has to be there.
-    A rank that the checkpoint has no random state for keeps its own. Raises CheckpointError naming what is missing or
-    does not fit. Where tensors turn out to be unreadable only while they are read, the engine is left half loaded and
-    must not be used on.
+    A stored reference is held from now on. A rank without a stored random state keeps its own. Raises CheckpointError,
+    which names the mismatch; after a DamagedCheckpointError the engine may be half loaded and must not be used.
     """
     progress = _read_progress(directory)
     _check_origin(directory, progress.lora, adapters.origin if adapters else None)
     _check_parameters(directory, progress, _shapes(module))
     if reference.is_held and not progress.has_reference:
         raise CheckpointError(
-            f"{directory} was written without a reference policy, which is held here: with algorithm.kl.coefficient at "
-            "0, say. Leave it there, or begin another run from the model itself"
+            f"{directory} has no reference policy, and this run needs one: it was written with "
+            "algorithm.kl.coefficient at 0, say. Leave it at that, or begin another run from the model itself"
         )
     if progress.has_reference and not reference.is_held:
         reference.update(1.0)
@@ -186,7 +181,7 @@ def load_checkpoint(
 
 
 class _Files(FileSystemWriter):
-    """DCP's files, each forced to the disk, with the system's own error when one cannot be written."""
+    """DCP's writer, but a failed write raises the system's own error."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         try:
@@ -199,13 +194,13 @@ class _Files(FileSystemWriter):
 
 
 def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Reference, rank: int | None) -> dict[str, Any]:
-    """The checkpoint's tensors, sharing storage with the model's; with the random state of a rank that has one."""
-    named = _trained(module)
+    """The checkpoint's tensors, in the model's own memory. rank: whose random state to include."""
+    named = trained_parameters(module)
     tensors: dict[str, Any] = {
         "model": {name: p.detach() for name, p in named.items()},
         "exp_avg": {name: optimizer.state[p]["exp_avg"] for name, p in named.items()},
         "exp_avg_sq": {name: optimizer.state[p]["exp_avg_sq"] for name, p in named.items()},
-        # Steps differ: a parameter that a loss does not reach takes none.
+        # A parameter that a loss does not reach takes no step.
         "step": {name: optimizer.state[p]["step"] for name, p in named.items()},
     }
     if reference.is_held:
@@ -217,24 +212,19 @@ def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Referen
     return tensors
 
 
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a checkpoint holds. Frozen ones, beside adapters, are loaded from the model's directory."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
 def _shapes(module: nn.Module) -> dict[str, list[int]]:
-    return {name: list(p.shape) for name, p in _trained(module).items()}
+    return {name: list(p.shape) for name, p in trained_parameters(module).items()}
 
 
 def _device_type(module: nn.Module) -> str:
-    """The kind of device that the ranks compute on. Offloaded parameters lie on the CPU, but their mesh names it."""
+    """The type of the device that computes. Offloaded parameters are on the CPU, but their mesh names the GPU."""
     parameter = next(module.parameters())
     mesh = getattr(parameter, "device_mesh", None)
     return mesh.device_type if mesh is not None else parameter.device.type
 
 
 def _copied(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """Copies on the CPU; from a GPU into pinned memory, all at once."""
+    """Copy to the CPU; from a GPU into pinned memory, all at once."""
     copies = {
         kind: {name: tensor.to("cpu", non_blocking=True, copy=True) for name, tensor in named.items()}
         for kind, named in tensors.items()
@@ -245,16 +235,17 @@ def _copied(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]
 
 
 def _complete(aside: Path, directory: Path, progress: Progress) -> None:
-    """Rename the directory that all ranks have written, once it is certain to survive a power cut."""
-    # From the file that DCP wrote: the return value of its save does not name the files in every version of torch.
+    """Rename the directory that all ranks have written, after forcing it to the disk."""
+    # From DCP's file: the return value of its save does not name the files in every version of torch.
     written = FileSystemReader(aside).read_metadata().storage_data
     files = {info.relative_path for info in written.values()}
     if missing := sorted(name for name in files if not (aside / name).exists()):
         raise CheckpointError(
-            f"rank 0 does not see {', '.join(missing)}, which another rank wrote; the run directory must be on storage "
-            "that all ranks share"
+            f"rank 0 does not see {', '.join(missing)}, which another rank wrote; set run_dir to storage that all "
+            "ranks share"
         )
-    _write_durably(aside / _PROGRESS_FILE, json.dumps(asdict(progress)))
+    (aside / _PROGRESS_FILE).write_text(json.dumps(asdict(progress)))
+    _sync(aside / _PROGRESS_FILE)
     _sync(aside)
     replace_directory(aside, directory)
     _sync(directory.parent)
@@ -302,21 +293,15 @@ def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str
 
 
 def _cause(error: BaseException) -> str:
-    """The cause of an error. DCP's own is no Exception, and has every rank's traceback as its text."""
+    """An error's text. DCP's own error is no Exception, and its text is every rank's traceback."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
 
 
-def _write_durably(file: Path, text: str) -> None:
-    with file.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Force a file, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from arl.algorithm.packing import pack
 from arl.algorithm.prefix_tree import prefix_order
-from arl.api.config import TrainConfig
+from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.errors import ConfigError, EngineClosedError
 from arl.api.types import TrainSequence
-from arl.engine.fsdp.export import ModelWriter
 from arl.engine.fsdp.lora import Adapters
 from arl.engine.fsdp.minibatch import (
     Microbatch,
@@ -35,9 +36,9 @@ from arl.engine.fsdp.minibatch import (
     empty_microbatch,
     mean_of_minibatches,
 )
-from arl.engine.fsdp.model import Critic, Policy, load_model, model_limits, new_value_head
-from arl.engine.fsdp.optimizer import Reference, build_optimizer, clip_gradients, learning_rate
+from arl.engine.fsdp.model import ModelWriter, load_model, model_limits
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
+from arl.engine.fsdp.policy import Critic, Policy, Reference, local_shard, new_value_head
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankAdapter, RankSnapshot, SnapshotTaker
 
@@ -53,18 +54,16 @@ logger = logging.getLogger(__name__)
 class FSDPTrainEngine:
     """Trains a Hugging Face model; see arl.api.engine.TrainEngine for the contract.
 
-    head policy: a causal language model. head value: a critic or a reward model, that is, a sequence-classification
-    model of one label; if `model` is a causal language model, the head is new and zero. head policy_and_value: a policy
-    with a value head beside its own. `save` keeps that head; `export` and `snapshot` leave it out, as servers get the
-    language model.
+    head policy: a causal language model. head value: a critic or a reward model, which is a sequence-classification
+    model of one label; a causal language model gets a new head of zeros. head policy_and_value: a policy with a value
+    head beside its own, which `save` keeps and `export` and `snapshot` leave out.
 
-    With several ranks, every rank makes the same calls, each with its share of the sequences (it may be empty) and the
-    same `loss`; metrics are of all ranks together. torch.distributed must be initialised before. A single process needs
-    nothing.
+    With several ranks, initialise torch.distributed first. Every rank makes the same calls with the same `loss`, each
+    with its share of the sequences, which may be empty. Metrics are those of all ranks together.
     """
 
     def __init__(self, model: str | Path, config: TrainConfig, seed: int = 0, head: Head = "policy") -> None:
-        """model: a model directory or a name on the hub. seed: of torch's generator. Raises ModelError, ConfigError."""
+        """model: a directory or a name on the hub. seed: of torch's generator. Raises ModelError, ConfigError."""
         if head not in _OUTPUTS:
             raise ConfigError(f"head is {head!r}; a train engine has one of {', '.join(_OUTPUTS)}")
         torch.set_num_threads(config.num_threads)
@@ -110,37 +109,36 @@ class FSDPTrainEngine:
 
     @torch.no_grad()
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
-        """The output, float32[T] on the CPU for each sequence; 0.0 where loss_mask is 0."""
         self._enter()
         self._check_has(output)
         outputs = [torch.zeros(len(sequence)) for sequence in sequences]
         with self._reference.in_place() if output == "reference_logprobs" else nullcontext():
             try:
                 batches = self._microbatches(sequences)
-                rows = [self._of_tokens(batch, output) for _, batch in batches]
+                found = [self._policy(batch, with_logprobs=output != "values") for _, batch in batches]
             finally:
                 self._release_weights()
-        for (members, batch), values in zip(batches, rows, strict=True):
+        for (members, batch), tokens in zip(batches, found, strict=True):
+            values = tokens.values if output == "values" else tokens.logprobs
             for index, row in zip(members, batch.unpack(values.cpu()), strict=False):
                 outputs[index] = row
         return outputs
 
     def update_reference(self, share: float = 1.0) -> None:
-        """Move the reference towards the current weights. With adapters it consists of adapters alone."""
+        """With adapters the reference consists of adapters alone."""
         self._enter()
         if self._head == "value":
             raise ConfigError("a train engine of head=value has no policy, and so no reference policy")
         self._reference.update(share)
 
     def train_batch(self, minibatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) -> dict[str, float]:
-        """One optimizer step for each minibatch, then version += 1.
+        """One optimizer step for each minibatch that has trained tokens, then version += 1.
 
         Metrics: loss, grad_norm (before clipping), lr, nonfinite_grads (steps skipped because of one), tokens,
         trained_tokens, forwarded_tokens (shared prefixes count once, tokens after the last trained one not at all),
         forwarded_share (of tokens), microbatches, packing_efficiency (share of the microbatches' budget that held
         forwarded tokens), and the metrics of `loss`. Means are over each minibatch's trained tokens, then over
-        minibatches; maxima and counts are over all minibatches. A minibatch without a trained token takes no optimizer
-        step.
+        minibatches; maxima and counts are over all minibatches.
         """
         self._enter()
         metrics = mean_of_minibatches([self._step(minibatch, loss) for minibatch in minibatches])
@@ -148,7 +146,7 @@ class FSDPTrainEngine:
         return metrics
 
     def snapshot(self) -> RankSnapshot:
-        """Copy the weights aside, in the dtype that servers hold; a collective. Later steps do not change the copy."""
+        """Copy the weights aside, in the dtype that servers hold; a collective."""
         self._enter()
         return self._snapshots.take(self._version)
 
@@ -158,9 +156,9 @@ class FSDPTrainEngine:
         return self._snapshots.take_adapter(self._version)
 
     def export(self, directory: Path) -> int:
-        """Write a Hugging Face model directory in the dtype it was loaded from; returns the bytes written.
+        """Write a complete model directory in the dtype of the one it was loaded from; returns its bytes.
 
-        A collective; rank 0 writes. The directory appears complete or not at all.
+        A collective; rank 0 writes.
         """
         snapshot = self.snapshot()
         try:
@@ -169,7 +167,6 @@ class FSDPTrainEngine:
             snapshot.release()
 
     def save(self, directory: Path) -> RankSaving:
-        """Copy aside everything that `load` needs to continue bit for bit, and begin to write it."""
         self._enter()
         return self._checkpoints.begin(
             directory,
@@ -181,18 +178,13 @@ class FSDPTrainEngine:
         )
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`'s directory, with its reference policy.
-
-        Raises CheckpointError naming what does not fit, such as a checkpoint without this engine's reference.
-        """
+        """Continue from `save`'s directory, with its reference. Raises CheckpointError, which names the mismatch."""
         self._enter()
         progress = load_checkpoint(directory, self._policy, self._optimizer, self._adapters, self._reference)
         self._version, self._num_updates = progress.version, progress.num_updates
 
     def close(self) -> None:
-        """Finish checkpoints and snapshots, and leave the process group. Idempotent; later calls raise
-        EngineClosedError.
-        """
+        """Finish checkpoints and snapshots. Idempotent; later calls raise EngineClosedError."""
         if not self._closed:
             self._closed = True
             self._checkpoints.close()
@@ -203,18 +195,11 @@ class FSDPTrainEngine:
         if output not in _OUTPUTS[self._head]:
             has, needed = ", ".join(_OUTPUTS[self._head]), "value" if output == "values" else "policy"
             raise ConfigError(
-                f"{output} are asked of a train engine of head={self._head}, which has {has}; build one of "
-                f"head={needed} or policy_and_value"
+                f"a train engine of head={self._head} has {has}, and no {output}; build one of head={needed} or "
+                "policy_and_value"
             )
         if output == "reference_logprobs" and not self._reference.is_held:
-            raise ConfigError(
-                "reference_logprobs are asked of a train engine without a reference: update_reference first"
-            )
-
-    def _of_tokens(self, batch: Microbatch, output: Output) -> torch.Tensor:
-        if output == "values":
-            return self._policy(batch, with_logprobs=False).values
-        return self._policy(batch).logprobs
+            raise ConfigError("there is no reference yet for reference_logprobs; call update_reference first")
 
     def _step(self, sequences: Sequence[TrainSequence], loss: TokenLoss) -> MinibatchTally:
         tally = MinibatchTally(budget=self._config.max_tokens_per_microbatch)
@@ -235,7 +220,7 @@ class FSDPTrainEngine:
         return tally
 
     def _update(self, tally: MinibatchTally) -> None:
-        """Clip and take the optimizer step; skip it when gradients are not finite or nothing was trained."""
+        """Clip and step, unless gradients are not finite or nothing was trained."""
         if not tally.trained_tokens:
             return
         config = self._config.optimizer
@@ -244,7 +229,7 @@ class FSDPTrainEngine:
         if not math.isfinite(tally.grad_norm):
             tally.nonfinite_grads = 1
             logger.error(
-                "the gradient norm is %s in version %d (loss %s): this optimizer step is skipped",
+                "skipped an optimizer step: the gradient norm is %s in version %d (loss %s)",
                 tally.grad_norm,
                 self._version,
                 tally.loss,
@@ -256,7 +241,7 @@ class FSDPTrainEngine:
             self._num_updates += 1
 
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
-        """(indices into `sequences`, their microbatch), equally many on every rank; untrained sequences are in none."""
+        """(indices into `sequences`, their microbatch), equally many on every rank, without untrained sequences."""
         share = self._config.share_prefixes
         trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
         order = prefix_order([sequences[i] for i in trained], share_prefixes=share)
@@ -280,8 +265,76 @@ class FSDPTrainEngine:
             torch.cuda.set_device(self._device)
 
     def _release_weights(self) -> None:
-        """Drop the gathered weights that a forward pass without a backward pass leaves behind, or an interrupted one.
+        """Drop gathered weights that an interrupted pass, or a forward pass without a backward pass, leaves behind.
 
-        state_dict() does so for every layer; reshard() leaves out interrupted ones.
+        state_dict() does so for every layer; reshard() omits interrupted ones.
         """
         self._policy.state_dict()
+
+
+# The optimizer
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up to lr, then constant, linear or cosine decay.
+
+    Warm-up: lr * (step + 1) / warmup_steps. From total_steps on: min_lr_ratio * lr.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant" or config.total_steps is None:
+        return config.lr
+    decay_steps = max(config.total_steps - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / decay_steps, 1.0)
+    left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019) with weight decay on matrices alone.
+
+    Its state exists from the start, so that a checkpoint can be read into it.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
+    return optimizer
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> float:
+    """Scale gradients in place to at most the global L2 norm `max_norm`; returns the norm before, over all ranks.
+
+    A collective: each rank passes its parts of the same parameters, and a part that several ranks hold counts once. A
+    norm that is not finite changes nothing. device: where the ranks' group reduces; gradients may be elsewhere.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    shards = [local_shard(gradient) for gradient in gradients]
+    norms = torch._foreach_norm(shards)  # pyright: ignore[reportPrivateImportUsage] (torch's own clipping calls it)
+    squares = torch.stack(norms).to(device, torch.float64).square()
+    copies = torch.tensor([_num_copies(gradient) for gradient in gradients], dtype=torch.float64, device=device)
+    total = (squares / copies).sum()
+    dist.all_reduce(total)
+    norm = math.sqrt(total.item())
+    if math.isfinite(norm) and norm > max_norm:
+        torch._foreach_mul_(shards, max_norm / norm)  # pyright: ignore[reportPrivateImportUsage]
+    return norm
+
+
+def _num_copies(tensor: torch.Tensor) -> int:
+    """How many ranks hold each element."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    sizes = tensor.device_mesh.shape
+    num_parts = math.prod(n for n, place in zip(sizes, tensor.placements, strict=True) if not place.is_replicate())
+    return dist.get_world_size() // num_parts

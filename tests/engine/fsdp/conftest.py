@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from train_critics import write_critic
 from train_models import MakeEngine, write_model
+from train_ranks import Ranks
 
 from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import Head
@@ -26,6 +27,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def critic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_critic(tmp_path_factory.mktemp("critic") / "model")
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Two ranks for all tests of a session."""
+    return Ranks(2, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

@@ -9,11 +9,7 @@ import torch.distributed as dist
 from train_models import write_model
 from train_sequences import LOSS
 
-from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-
-OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
-BUDGET = 30
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from arl.algorithm.losses import SFTLoss
-from arl.engine.fsdp import export
+from arl.engine.fsdp import model as module
 from arl.engine.tiny import tiny_tokenizer
 
 
@@ -121,7 +121,7 @@ def test_an_export_that_fails_leaves_the_older_one(make_engine: MakeEngine, tmp_
     def disk_full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(export, "save_file", disk_full)
+    monkeypatch.setattr(module, "save_file", disk_full)
     with pytest.raises(OSError, match="no space left"):
         engine.export(tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]

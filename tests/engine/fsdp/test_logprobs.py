@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arl.engine.fsdp.logprobs import token_logprobs
+from arl.engine.fsdp.policy import token_logprobs
 
 M, H, V = 37, 8, 50
 

@@ -11,19 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from train_critics import BOTH, VALUE
 from train_models import MakeEngine, load_twin, write_experts, write_model
-from train_sequences import LOSS, random_sequences, same, twin_logprobs, twin_loss
+from train_sequences import LOSS, random_sequences, same, twin_logprobs, twin_steps
+from train_variants import assert_same_tensors, weights_of
 from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
 from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.engine import Head, TokenLoss
 from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError
+from arl.engine.fsdp.lora import LoRAOrigin
+from arl.engine.fsdp.saving import _check_origin
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.engine.weights.adapter import AdapterEngine
 
-VALUE = ValueLoss(value_clip=0.2)
 LORA = LoRAConfig(rank=4, alpha=8)
 MINIBATCHES = [random_sequences(6, seed=1), random_sequences(5, seed=2)]
 RETURNS = [[replace(s, returns=s.advantages + s.loss_mask) for s in minibatch] for minibatch in MINIBATCHES]
@@ -35,20 +37,6 @@ def write_adapter(engine: FSDPTrainEngine, directory: Path) -> Path:
     snapshot.write_adapter(directory)
     snapshot.release()
     return directory
-
-
-def frozen(engine: FSDPTrainEngine) -> dict[str, torch.Tensor]:
-    return {n: p.full_tensor().clone() for n, p in engine._policy.named_parameters() if not p.requires_grad}
-
-
-def trained(engine: FSDPTrainEngine) -> dict[str, torch.Tensor]:
-    return {n: p.full_tensor().clone() for n, p in engine._policy.named_parameters() if p.requires_grad}
-
-
-def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
 # Training
@@ -64,65 +52,30 @@ def test_steps_equal_those_of_peft_one_sequence_at_a_time(any_model_dir: Path, m
     engine = make_engine(any_model_dir, optimizer=OPTIMIZER, max_tokens_per_microbatch=60, lora=LORA)
     start = write_adapter(engine, tmp_path / "start")
     twin = peft.PeftModel.from_pretrained(load_twin(any_model_dir), start, is_trainable=True).eval()
-    parameters = [p for p in twin.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(parameters, lr=2e-2, betas=OPTIMIZER.betas, eps=1e-3, weight_decay=0.1)
-    norms: list[float] = []
-    for minibatch in MINIBATCHES:
-        twin_loss(twin, minibatch, LOSS).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_grad_norm).item())
-        adamw.step()
-        adamw.zero_grad()
-
+    norms = twin_steps(twin, MINIBATCHES, LOSS, OPTIMIZER)
     metrics = engine.train_batch(MINIBATCHES, LOSS)
     assert max(norms) > OPTIMIZER.max_grad_norm
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     twin.save_pretrained(tmp_path / "twin")
     ours = load_file(write_adapter(engine, tmp_path / "ours") / "adapter_model.safetensors")
-    assert_close(ours, load_file(tmp_path / "twin" / "adapter_model.safetensors"))
+    assert_same_tensors(ours, load_file(tmp_path / "twin" / "adapter_model.safetensors"))
     for sequence, logprobs in zip(MINIBATCHES[0], engine.forward(MINIBATCHES[0]), strict=True):
         with torch.no_grad():
             expected, _ = twin_logprobs(twin, sequence)
         torch.testing.assert_close(logprobs[sequence.loss_mask], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_model_stays_as_it_is_to_the_bit_and_has_no_optimizer_state(make_engine: MakeEngine):
-    engine = make_engine(optimizer=OPTIMIZER, lora=LORA)
-    before, adapters = frozen(engine), trained(engine)
-    engine.train_batch(MINIBATCHES, LOSS)
-    for name, tensor in frozen(engine).items():
-        assert torch.equal(tensor, before[name]), name
-    assert all(not torch.equal(tensor, adapters[name]) for name, tensor in trained(engine).items())
+@pytest.mark.parametrize(("head", "loss"), [("policy", LOSS), ("policy_and_value", BOTH)])
+def test_adapters_and_a_value_head_move_and_the_model_stays_to_the_bit(
+    make_engine: MakeEngine, head: Head, loss: TokenLoss
+):
+    engine = make_engine(optimizer=OPTIMIZER, head=head, lora=LORA)
+    before, adapters = weights_of(engine, trained=False), weights_of(engine)
+    engine.train_batch(RETURNS, loss)
+    assert not [n for n, tensor in weights_of(engine, trained=False).items() if not torch.equal(tensor, before[n])]
+    assert not [n for n, tensor in weights_of(engine).items() if torch.equal(tensor, adapters[n])]
+    assert ("value_head.weight" in adapters) is (head == "policy_and_value")
     assert set(engine._optimizer.state) == {p for p in engine._policy.parameters() if p.requires_grad}
-
-
-@pytest.mark.parametrize("budget", [7, 40, 1000])
-def test_steps_do_not_depend_on_microbatches_or_order(make_engine: MakeEngine, budget: int):
-    expected, engine = (
-        make_engine(optimizer=OPTIMIZER, lora=LORA, max_tokens_per_microbatch=size) for size in (100, budget)
-    )
-    metrics = expected.train_batch(MINIBATCHES, LOSS)
-    ours = engine.train_batch([list(reversed(minibatch)) for minibatch in MINIBATCHES], LOSS)
-    for name in ("loss", "grad_norm", "entropy"):
-        assert ours[name] == pytest.approx(metrics[name], rel=1e-4)
-    assert_close(trained(engine), trained(expected))
-
-
-def test_checkpointed_activations_change_no_number(make_engine: MakeEngine):
-    plain, checkpointing = (
-        make_engine(optimizer=OPTIMIZER, lora=LORA, activation_checkpointing=on) for on in (False, True)
-    )
-    assert checkpointing.train_batch(MINIBATCHES, LOSS) == pytest.approx(plain.train_batch(MINIBATCHES, LOSS))
-    assert_close(trained(checkpointing), trained(plain))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers_change_no_number(make_engine: MakeEngine):
-    plain, compiled = (make_engine(optimizer=OPTIMIZER, lora=LORA, compile=on) for on in (False, True))
-    assert compiled.train_batch(MINIBATCHES, LOSS) == pytest.approx(plain.train_batch(MINIBATCHES, LOSS), rel=1e-4)
-    assert_close(trained(compiled), trained(plain))
 
 
 def test_a_model_stored_in_bfloat16_is_held_in_it_where_it_is_computed_in_it(make_engine: MakeEngine, tmp_path: Path):
@@ -131,11 +84,11 @@ def test_a_model_stored_in_bfloat16_is_held_in_it_where_it_is_computed_in_it(mak
     assert same(engine.forward(MINIBATCHES[0]), plain.forward(MINIBATCHES[0]))
     engine.export(tmp_path / "before")
     assert (tmp_path / "before" / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
-    before = frozen(engine)
+    before = weights_of(engine, trained=False)
     metrics = engine.train_batch(MINIBATCHES, LOSS)
-    assert {tensor.dtype for tensor in frozen(engine).values()} == {torch.bfloat16}
-    assert {tensor.dtype for tensor in trained(engine).values()} == {torch.float32}
-    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen(engine).items())
+    assert {tensor.dtype for tensor in weights_of(engine, trained=False).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in weights_of(engine).values()} == {torch.float32}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine, trained=False).items())
     full = make_engine(directory, optimizer=OPTIMIZER, lora=LORA)
     assert metrics["loss"] == pytest.approx(full.train_batch(MINIBATCHES, LOSS)["loss"], rel=0.05, abs=0.05)
     engine.save(tmp_path / "checkpoint").wait()
@@ -145,7 +98,7 @@ def test_a_model_stored_in_bfloat16_is_held_in_it_where_it_is_computed_in_it(mak
 def test_a_seed_fixes_the_adapters(model_dir: Path):
     def start(seed: int) -> dict[str, torch.Tensor]:
         engine = FSDPTrainEngine(model_dir, TrainConfig(lora=LORA), seed=seed)
-        adapters = trained(engine)
+        adapters = weights_of(engine)
         engine.close()
         return {name: tensor for name, tensor in adapters.items() if "lora_A" in name}
 
@@ -153,25 +106,6 @@ def test_a_seed_fixes_the_adapters(model_dir: Path):
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name])
         assert not torch.equal(tensor, other[name])
-
-
-def test_the_reference_is_one_of_the_adapters_and_stays_behind(make_engine: MakeEngine):
-    engine = make_engine(optimizer=OPTIMIZER, lora=LORA)
-    start = engine.forward(MINIBATCHES[0])
-    engine.update_reference()
-    engine.train_batch(MINIBATCHES, LOSS)
-    assert engine._reference.values.keys() == trained(engine).keys()
-    assert same(engine.forward(MINIBATCHES[0], "reference_logprobs"), start)
-
-
-def test_a_value_head_beside_the_policys_is_trained_with_the_adapters(make_engine: MakeEngine):
-    engine = make_engine(optimizer=OPTIMIZER, head="policy_and_value", lora=LORA)
-    before, adapters = frozen(engine), trained(engine)
-    engine.train_batch(RETURNS, ActorCriticLoss(policy=LOSS, value=VALUE, coefficient=0.5))
-    assert "value_head.weight" in adapters
-    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen(engine).items())
-    moved = {name for name, tensor in trained(engine).items() if not torch.equal(tensor, adapters[name])}
-    assert moved == adapters.keys()
 
 
 # What servers get
@@ -183,7 +117,7 @@ def test_an_export_is_what_peft_merges(any_model_dir: Path, make_engine: MakeEng
     engine.export(tmp_path / "merged")
     adapter = write_adapter(engine, tmp_path / "adapter")
     twin = peft.PeftModel.from_pretrained(load_twin(any_model_dir), adapter).merge_and_unload()
-    assert_close(load_twin(tmp_path / "merged").state_dict(), twin.state_dict())
+    assert_same_tensors(load_twin(tmp_path / "merged").state_dict(), twin.state_dict())
     assert sorted(os.listdir(tmp_path / "merged")) == sorted(os.listdir(any_model_dir))
     merged, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", any_model_dir))
     assert {n: (t.dtype, t.shape) for n, t in merged.items()} == {n: (t.dtype, t.shape) for n, t in plain.items()}
@@ -222,7 +156,7 @@ def test_an_adapters_directory_names_its_model_and_suffixes_and_replaces_the_old
 
 def test_targets_are_found_by_the_end_of_their_names(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine(lora=LoRAConfig(rank=2, alpha=2, target_modules=("q_proj", "1.mlp.up_proj")))
-    layers = {name.rpartition(".lora_")[0] for name in trained(engine)}
+    layers = {name.rpartition(".lora_")[0] for name in weights_of(engine)}
     assert layers == {
         "model.model.layers.0.self_attn.q_proj",
         "model.model.layers.1.self_attn.q_proj",
@@ -246,7 +180,7 @@ def test_a_critics_adapter_has_its_head(model_dir: Path, make_engine: MakeEngine
     assert (written["task_type"], written["modules_to_save"]) == ("SEQ_CLS", ["score"])
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert merged.score.weight.any()
-    assert_close(merged.state_dict(), twin.state_dict())
+    assert_same_tensors(merged.state_dict(), twin.state_dict())
 
 
 def test_experts_stay_frozen_and_are_exported_as_they_were_stored(make_engine: MakeEngine, tmp_path: Path):
@@ -258,23 +192,6 @@ def test_experts_stay_frozen_and_are_exported_as_they_were_stored(make_engine: M
     assert before.keys() == after.keys()
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "self_attn" in name and "proj" in name}
-
-
-def test_adapters_are_copied_aside_and_neither_the_copy_nor_training_changes_the_other(
-    make_engine: MakeEngine, tmp_path: Path
-):
-    engine, plain = (make_engine(optimizer=OPTIMIZER, lora=LORA) for _ in range(2))
-    assert isinstance(engine, AdapterEngine)
-    for one in (engine, plain):
-        one.train_batch([MINIBATCHES[0]], LOSS)
-    write_adapter(engine, tmp_path / "at_once")
-    alone, whole = engine.snapshot_adapter(), engine.snapshot()
-    assert alone.version == 1
-    assert engine.train_batch([MINIBATCHES[1]], LOSS) == plain.train_batch([MINIBATCHES[1]], LOSS)
-    assert alone.write_adapter(tmp_path / "alone") == whole.write_adapter(tmp_path / "whole")
-    for file in (tmp_path / "at_once").iterdir():
-        for copy in ("alone", "whole"):
-            assert (tmp_path / copy / file.name).read_bytes() == file.read_bytes()
 
 
 def test_only_adapters_that_are_there_are_written(make_engine: MakeEngine, tmp_path: Path):
@@ -292,44 +209,34 @@ def test_only_adapters_that_are_there_are_written(make_engine: MakeEngine, tmp_p
 # Checkpoints
 
 
-def test_a_loaded_run_continues_bit_for_bit(any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
-    uninterrupted, resumed = (make_engine(any_model_dir, optimizer=OPTIMIZER, lora=LORA) for _ in range(2))
-    uninterrupted.update_reference()
-    uninterrupted.train_batch([MINIBATCHES[0]], LOSS)
-    uninterrupted.save(tmp_path / "checkpoint").wait()
-    resumed.load(tmp_path / "checkpoint")
-    expected = uninterrupted.train_batch([MINIBATCHES[1]], LOSS)
-    assert resumed.train_batch([MINIBATCHES[1]], LOSS) == expected
-    for output in ("logprobs", "reference_logprobs"):
-        assert same(resumed.forward(MINIBATCHES[0], output), uninterrupted.forward(MINIBATCHES[0], output))
-
-
 def test_a_checkpoint_holds_what_is_trained_alone(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine(lora=LORA)
     engine.save(tmp_path / "checkpoint").wait()
     progress = json.loads((tmp_path / "checkpoint" / "progress.json").read_text())
-    assert progress["parameters"].keys() == trained(engine).keys()
+    assert progress["parameters"].keys() == weights_of(engine).keys()
     stored = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
-    expected = {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq", "step") for name in trained(engine)}
+    expected = {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq", "step") for name in weights_of(engine)}
     assert {name for name in stored if not name.startswith("rng")} == expected
 
 
+MADE = LoRAOrigin(rank=4, alpha=8, target_modules=["q_proj"], frozen={"norm": 1})
+
+
 @pytest.mark.parametrize(
-    ("saved", "loaded", "message"),
+    ("stored", "here", "message"),
     [
-        (LORA, None, r"with train\.lora, which is unset here; set it alike"),
-        (None, LORA, r"without train\.lora, which is set here; unset it"),
-        (LORA, LoRAConfig(rank=8, alpha=8), r"train\.lora\.rank=4, and here it is 8"),
-        (LORA, LoRAConfig(rank=4, alpha=16), r"train\.lora\.alpha=8, and here it is 16"),
-        (LORA, LoRAConfig(rank=4, alpha=8, target_modules=("q_proj",)), r"target_modules=.*here it is \['q_proj'\]"),
+        (MADE, None, r"with train\.lora, which is unset here; set it alike"),
+        (None, MADE, r"without train\.lora, which is set here; unset it"),
+        (MADE, replace(MADE, rank=8), r"train\.lora\.rank=4, and here it is 8"),
+        (MADE, replace(MADE, alpha=16), r"train\.lora\.alpha=8, and here it is 16"),
+        (MADE, replace(MADE, target_modules=["k_proj"]), r"target_modules=\['q_proj'\], and here it is \['k_proj'\]"),
     ],
 )
 def test_a_checkpoint_of_other_adapters_is_refused_naming_what_differs(
-    make_engine: MakeEngine, tmp_path: Path, saved: LoRAConfig | None, loaded: LoRAConfig | None, message: str
+    stored: LoRAOrigin | None, here: LoRAOrigin | None, message: str
 ):
-    make_engine(lora=saved).save(tmp_path / "checkpoint").wait()
     with pytest.raises(CheckpointError, match=message):
-        make_engine(lora=loaded).load(tmp_path / "checkpoint")
+        _check_origin(Path("checkpoint"), stored, here)
 
 
 def test_adapters_of_another_model_are_refused_naming_a_tensor_that_differs(make_engine: MakeEngine, tmp_path: Path):

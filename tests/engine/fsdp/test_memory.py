@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from train_models import write_model
 from train_sequences import random_sequences
 
-from arl.engine.fsdp.logprobs import token_logprobs
 from arl.engine.fsdp.minibatch import build_microbatch
-from arl.engine.fsdp.model import Policy, load_model
+from arl.engine.fsdp.model import load_model
+from arl.engine.fsdp.policy import Policy, token_logprobs
 
 HIDDEN = 8
 FLOAT = 4

@@ -1,56 +1,30 @@
-"""What makes training cheaper changes no number: bfloat16, checkpointed activations, compiled layers, taking turns."""
+"""bfloat16, checkpointed activations and compiled layers do what they are for."""
 
 import dataclasses
 import functools
-import itertools
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from train_models import MakeEngine, load_twin
-from train_ranks import Ranks, Report
-from train_sequences import LOSS, assert_same_rows, assert_same_weights, random_sequences
+from train_models import MakeEngine
+from train_sequences import LOSS, random_sequences
+from train_variants import OPTIMIZER, weights_of
 
-from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.config import TrainConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError
-from arl.api.types import TrainSequence
-from arl.engine.fsdp.logprobs import token_logprobs
-from arl.engine.fsdp.parallel import loading_turn
+from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-
-OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
-
-
-def trained_weights(engine: FSDPTrainEngine, directory: Path) -> dict[str, torch.Tensor]:
-    engine.export(directory)
-    return load_twin(directory).state_dict()
-
-
-def assert_trains_alike(ours: FSDPTrainEngine, theirs: FSDPTrainEngine, directory: Path, tolerance: float) -> None:
-    for seed in range(3):
-        minibatch = random_sequences(4 + seed, seed=seed)
-        mine, reference = (engine.train_batch([minibatch], LOSS) for engine in (ours, theirs))
-        assert mine == pytest.approx(reference, rel=tolerance, abs=tolerance)
-    sequences = random_sequences(5, seed=9)
-    assert_same_rows(ours.forward(sequences), theirs.forward(sequences), tolerance)
-    ours.export(directory / "ours")
-    theirs.export(directory / "theirs")
-    assert_same_weights(load_twin(directory / "ours"), load_twin(directory / "theirs"), tolerance)
-
 
 # bfloat16
 
 
-def test_bfloat16_leaves_weights_gradients_and_moments_in_float32(make_engine: MakeEngine, tmp_path: Path):
+def test_bfloat16_leaves_weights_gradients_and_moments_in_float32(make_engine: MakeEngine):
     half, full = make_engine(dtype="bfloat16", optimizer=OPTIMIZER), make_engine(optimizer=OPTIMIZER)
     sequences = random_sequences(6)
-    before = trained_weights(full, tmp_path / "before")
+    before = weights_of(full)
     for ours, theirs in zip(half.forward(sequences), full.forward(sequences), strict=True):
         assert not torch.equal(ours, theirs)
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
@@ -58,7 +32,7 @@ def test_bfloat16_leaves_weights_gradients_and_moments_in_float32(make_engine: M
         engine.train_batch([sequences], LOSS)
     tensors = [*half._policy.parameters(), *pytree.tree_leaves(list(half._optimizer.state.values()))]
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
-    ours, theirs = trained_weights(half, tmp_path / "half"), trained_weights(full, tmp_path / "full")
+    ours, theirs = weights_of(half), weights_of(full)
     for name, start in before.items():
         moved = (theirs[name] - start).norm()
         assert (ours[name] - theirs[name]).norm() < 0.1 * moved, name
@@ -71,47 +45,13 @@ def test_bfloat16_leaves_temperatures_as_they_are(make_engine: MakeEngine, monke
         seen.append(temperatures)
         return token_logprobs(hidden, weight, targets, temperatures, size)
 
-    monkeypatch.setattr("arl.engine.fsdp.model.token_logprobs", spy)
+    monkeypatch.setattr("arl.engine.fsdp.policy.token_logprobs", spy)
     sequences = [dataclasses.replace(sequence, temperature=0.7) for sequence in random_sequences(3)]
     make_engine(dtype="bfloat16").forward(sequences)
     assert torch.equal(seen[0], torch.full_like(seen[0], 0.7, dtype=torch.float32))
 
 
-def pair() -> list[TrainSequence]:
-    """Two sequences that are a microbatch each, on one rank or on two."""
-    return [sequence for sequence in random_sequences(9, seed=1) if len(sequence) > 12][:2]
-
-
-HALF: dict[str, Any] = {"optimizer": OPTIMIZER, "dtype": "bfloat16", "max_tokens_per_microbatch": 24}
-
-
-def train_half(rank: int, directory: Path, model_dir: Path) -> Report:
-    engine = FSDPTrainEngine(model_dir, TrainConfig(**HALF))
-    metrics = engine.train_batch([[pair()[rank]]], LOSS)
-    engine.export(directory / "export")
-    engine.close()
-    return metrics
-
-
-def test_gradients_of_bfloat16_ranks_are_summed_in_float32(model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
-    """A sum in bfloat16 would be off by up to 4e-3 of each value."""
-    ranks = Ranks(train_half, 2, tmp_path / "ranks", model_dir)
-    alone = make_engine(**HALF)
-    expected = alone.train_batch([pair()], LOSS)
-    assert expected["microbatches"] == 2
-    for report in ranks.reports():
-        assert report["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
-    theirs = trained_weights(alone, tmp_path / "alone")
-    for name, ours in load_twin(tmp_path / "ranks" / "export").state_dict().items():
-        torch.testing.assert_close(ours, theirs[name], rtol=1e-6, atol=1e-7, msg=name)
-
-
 # Activation checkpointing
-
-
-def test_checkpointed_activations_change_no_number(make_engine: MakeEngine, tmp_path: Path):
-    checkpointed = make_engine(optimizer=OPTIMIZER, activation_checkpointing=True)
-    assert_trains_alike(checkpointed, make_engine(optimizer=OPTIMIZER), tmp_path, 1e-6)
 
 
 def saved_bytes(engine: FSDPTrainEngine) -> int:
@@ -140,37 +80,13 @@ def test_checkpointed_activations_take_less_memory(make_engine: MakeEngine):
     assert checkpointed < plain / 2
 
 
-def test_names_in_checkpoints_do_not_depend_on_checkpointed_activations(make_engine: MakeEngine, tmp_path: Path):
-    make_engine(activation_checkpointing=True).save(tmp_path / "saved").wait()
-    make_engine().load(tmp_path / "saved")
-
-
 # Compiled layers
 
-# torch's own: the import of its compiler warns, and so does a look at .grad that it silences in a way of its own.
-compiling = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
 
-
-def marked(marks: list[pytest.MarkDecorator]) -> Callable[[Any], Any]:
-    return lambda test: functools.reduce(lambda inner, mark: mark(inner), marks, test)
-
-
-@marked(compiling)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layers_change_no_number(make_engine: MakeEngine, tmp_path: Path, checkpointing: bool):
-    compiled = make_engine(optimizer=OPTIMIZER, compile=True, activation_checkpointing=checkpointing)
-    plain = make_engine(optimizer=OPTIMIZER)
-    assert_trains_alike(compiled, plain, tmp_path, 1e-5)
-    compiled.save(tmp_path / "saved").wait()
-    plain.load(tmp_path / "saved")
-
-
-@marked(compiling)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_layers_are_compiled_once_for_rows_of_any_length(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
@@ -194,19 +110,3 @@ def test_compiling_without_a_compiler_is_refused_at_once(make_engine: MakeEngine
 def test_compiled_and_split_layers_exclude_each_other():
     with pytest.raises(ValueError, match="compile is set and tensor_parallel is above 1"):
         TrainConfig(num_ranks=2, tensor_parallel=2, compile=True)
-
-
-# Loading
-
-
-def take_turn(rank: int, directory: Path) -> Report:
-    with loading_turn():
-        began = time.monotonic()
-        time.sleep(0.05)
-        return {"began": began, "ended": time.monotonic()}
-
-
-def test_ranks_of_a_machine_load_one_after_another(tmp_path: Path):
-    reports = sorted(Ranks(take_turn, 3, tmp_path / "ranks").reports(), key=lambda report: report["began"])
-    for earlier, later in itertools.pairwise(reports):
-        assert earlier["ended"] <= later["began"]

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from train_models import MakeEngine
+from train_models import MakeEngine, load_twin
+from train_sequences import twin_logprobs
+from train_variants import PAIRS, pairs
 from transformers import AutoModelForSequenceClassification
 
 from arl.algorithm.losses.supervised import PreferenceLoss
 from arl.api.config import OptimizerConfig, TrainConfig
-from arl.api.engine import ModelLimits
+from arl.api.engine import ModelLimits, PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import TrainSequence
@@ -87,6 +89,25 @@ def test_a_head_that_does_not_exist_is_refused(model_dir: Path):
         FSDPTrainEngine(model_dir, TrainConfig(), head="values")  # pyright: ignore[reportArgumentType]
 
 
+def test_the_loss_is_the_mean_over_pairs_which_are_whole_in_every_microbatch(make_engine: MakeEngine, model_dir: Path):
+    sizes: list[int] = []
+
+    def counting(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        units = range(int(tokens.unit_ids.max()) + 1)
+        sizes.extend(len(tokens.sequence_ids[tokens.unit_ids == unit].unique()) for unit in units)
+        return PAIRS(outputs, tokens)
+
+    sequences, twin = pairs(), load_twin(model_dir)
+    with torch.no_grad():
+        sums = [float(twin_logprobs(twin, s)[0].sum()) for s in sequences]
+    h = [chosen - rejected for chosen, rejected in zip(sums[::2], sums[1::2], strict=True)]
+    expected = sum(torch.nn.functional.softplus(torch.tensor(-0.2 * x, dtype=torch.float64)).item() for x in h) / 6
+    metrics = make_engine(max_tokens_per_microbatch=60).train_batch([sequences], counting)
+    assert metrics["microbatches"] > 1
+    assert sorted(sizes) == [1, 2, 2, 2, 2, 2]
+    assert metrics["loss"] == pytest.approx(expected, 1e-5)
+
+
 SAME = Preference(chosen=((1, 2), (0, 1)), rejected=((1, 2), (0, 1)))
 TOO_SHORT_A_MASK = Preference(chosen=((1, 2), (0, 1)), rejected=((1, 2, 3), (0, 1)))
 UNKNOWN_TOKEN = Preference(chosen=((1, 300), (0, 1)), rejected=((1, 2), (0, 1)))
@@ -97,7 +118,7 @@ UNKNOWN_TOKEN = Preference(chosen=((1, 300), (0, 1)), rejected=((1, 2), (0, 1)))
     [
         (TOO_SHORT_A_MASK, "the rejected answer of pair 1 has 3 token_ids and 2 loss_mask entries"),
         (UNKNOWN_TOKEN, "the chosen answer of pair 1 has token 300 at position 1, and the model knows 0 to 299"),
-        (SAME, "pair 1 is twice the same, so that there is nothing to prefer; leave it out"),
+        (SAME, "pair 1 has twice the same answer, so there is nothing to prefer; leave it out"),
         (((1, 2), (0, 1)), "pair 1 is a tuple; it must be a Preference"),
     ],
 )
@@ -113,7 +134,7 @@ def test_a_preference_that_teaches_nothing_is_named_before_anything_is_trained(p
     [
         (((), (1,)), "the chosen text of pair 1 has no token_ids"),
         (((1,), (1,) * 9), "the rejected text of pair 1 has 9 tokens, and the model's context 8"),
-        (((1,), (1,)), "pair 1 is twice the same"),
+        (((1,), (1,)), "pair 1 has twice the same answer"),
         (SAME, r"pair 1 is a Preference; it must be a pair \(chosen token_ids, rejected token_ids\)"),
     ],
 )

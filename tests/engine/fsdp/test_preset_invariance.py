@@ -1,20 +1,103 @@
 """Whatever the preset: a Learner on the train engine makes the same metrics and weights however the work is split."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from preset_learning import TRAIN, comparable, learned, learned_on_a_rank, near_to_the_model, weights
-from random_groups import random_groups, with_trajectories_reordered
-from train_ranks import Ranks
+from random_groups import MAX_STALENESS, VERSION, random_groups, with_trajectories_reordered
+from train_ranks import Ranks, Report
+from train_sequences import assert_same_metrics, share_of
+from train_variants import NOT_COMPARED, assert_same_tensors, weights_of
 
+from arl.algorithm.batch import Batch
+from arl.api.algorithm import AlgorithmConfig, preset
+from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine import Head, TokenLoss
 from arl.api.presets import PRESETS
-from arl.api.types import Group
+from arl.api.types import NOT_SAMPLED, Group, TrainSequence
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.training.learner import Learner
 
+Minibatches = Sequence[Sequence[TrainSequence]]
 Batches = Sequence[Sequence[Group]]
-Learned = tuple[dict[str, Any], Path]
+TRAIN = TrainConfig(optimizer=OptimizerConfig(lr=3e-3, eps=1e-3, weight_decay=0.1))
+
+
+class Recording(FSDPTrainEngine):
+    """Remembers what it was given to train. It begins as if it had trained before: tokens have versions up to this."""
+
+    def __init__(self, model: Path, config: TrainConfig, head: Head) -> None:
+        super().__init__(model, config, head=head)
+        self._version = VERSION
+        self.given: list[tuple[Minibatches, TokenLoss]] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def train_batch(self, minibatches: Minibatches, loss: TokenLoss) -> dict[str, float]:
+        self.given.append((minibatches, loss))
+        self.metrics.append(super().train_batch(minibatches, loss))
+        return self.metrics[-1]
+
+
+@dataclass
+class Learned:
+    """What one engine of a Learner was given, and what it made of it."""
+
+    given: list[tuple[Minibatches, TokenLoss]]
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def config_of(name: str) -> AlgorithmConfig:
+    """The preset with two minibatches, so that ratios leave 1, and enough selected tokens for a batch this small."""
+    selections = {"clip_cov": {"share": 0.1, "low": 0.01}, "kl_cov": {"share": 0.1}}
+    changes: dict[str, Any] = {"selection": selections[name]} if name in selections else {}
+    critic = {"critic": {"lr": 3e-3}} if preset(name).critic else {}
+    return preset(name, minibatches=2, **changes, **critic)
+
+
+def learned(name: str, batches: Batches, model: Path, train: TrainConfig = TRAIN) -> dict[Head, Learned]:
+    heads: list[Head] = ["policy", "value"] if preset(name).critic else ["policy"]
+    engines = {head: Recording(model, train, head) for head in heads}
+    staleness = MAX_STALENESS + len(batches)
+    learner = Learner(engines["policy"], config_of(name), critic=engines.get("value"), max_staleness=staleness)
+    try:
+        for groups in batches:
+            learner.train(learner.prepare(groups))
+        return {head: Learned(e.given, e.metrics, weights_of(e)) for head, e in engines.items()}
+    finally:
+        learner.close()
+
+
+def learn_on_a_rank(rank: int, model: Path, given: dict[Head, list[tuple[Minibatches, TokenLoss]]]) -> Report:
+    report: Report = {}
+    for head, steps in given.items():
+        engine = FSDPTrainEngine(model, TRAIN, head=head)
+        metrics = [engine.train_batch([share_of(part, rank, 2) for part in parts], loss) for parts, loss in steps]
+        report[head] = Learned([], metrics, weights_of(engine))
+        engine.close()
+    return report
+
+
+def near_to_the_model(groups: Sequence[Group], model: Path) -> list[Group]:
+    """The groups as if they had been sampled by a model that is a little different."""
+    engine = FSDPTrainEngine(model, TRAIN)
+    logprobs = iter(engine.forward(Batch.of(groups).sequences()))
+    engine.close()
+    generator = torch.Generator().manual_seed(3)
+
+    def sampled(group: Group) -> Group:
+        trajectories = []
+        for trajectory in group.trajectories:
+            near = next(logprobs) + 0.2 * torch.randn(len(trajectory.token_ids), generator=generator)
+            near = torch.where(torch.tensor(trajectory.versions) == NOT_SAMPLED, 0.0, near.clamp(max=0.0))
+            trajectories.append(replace(trajectory, behavior_logprobs=tuple(near.tolist())))
+        return replace(group, trajectories=tuple(trajectories))
+
+    return [sampled(group) for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -24,61 +107,37 @@ def batches(model_dir: Path) -> Batches:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_dir: Path, batches: Batches, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Learned]:
-    """What each preset learns on two ranks, all presets in one pair of processes."""
-    directory = tmp_path_factory.mktemp("ranks") / "shared"
-    ranks = Ranks(learned_on_a_rank, 2, directory, tuple(PRESETS), batches, model_dir)
-    reports: list[dict[str, Any]] = []
-
-    def of(name: str) -> Learned:
-        if not reports:
-            reports.extend(ranks.reports())
-            assert reports[0] == reports[1]
-        return reports[0][name], directory / name
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def alone(model_dir: Path, batches: Batches, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Learned]:
+def alone(model_dir: Path, batches: Batches) -> Callable[[str], dict[Head, Learned]]:
     """What each preset learns on one rank, with all of a minibatch in one microbatch."""
-    directory, reports = tmp_path_factory.mktemp("alone"), dict[str, dict[str, Any]]()
-
-    def of(name: str) -> Learned:
-        if name not in reports:
-            reports[name] = learned(name, batches, model_dir, directory / name)
-        return reports[name], directory / name
-
-    return of
+    return cache(lambda name: learned(name, batches, model_dir))
 
 
-def assert_same(ours: Learned, theirs: Learned) -> None:
-    for mine, other in zip(comparable(ours[0]), comparable(theirs[0]), strict=True):
-        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
-    expected = weights(theirs[1])
-    for name, weight in weights(ours[1]).items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+def assert_same(ours: dict[Head, Learned], theirs: dict[Head, Learned]) -> None:
+    for head, one in ours.items():
+        for mine, other in zip(one.metrics, theirs[head].metrics, strict=True):
+            assert_same_metrics(mine, other, 1e-4, NOT_COMPARED)
+        assert_same_tensors(one.weights, theirs[head].weights)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_microbatches_shared_prefixes_and_order_do_not_matter(
-    name: str, alone: Callable[[str], Learned], batches: Batches, model_dir: Path, tmp_path: Path
+    name: str, alone: Callable[[str], dict[Head, Learned]], batches: Batches, model_dir: Path
 ) -> None:
     train = TRAIN.model_copy(update={"max_tokens_per_microbatch": 100, "share_prefixes": False})
     shuffled = [with_trajectories_reordered(groups, seed=1) for groups in batches]
-    report = learned(name, shuffled, model_dir, tmp_path / name, train)
-    assert report["metrics"][0]["microbatches"] > 2 * alone(name)[0]["metrics"][0]["microbatches"]
-    assert_same((report, tmp_path / name), alone(name))
+    split = learned(name, shuffled, model_dir, train)
+    assert split["policy"].metrics[0]["microbatches"] > 2 * alone(name)["policy"].metrics[0]["microbatches"]
+    assert_same(split, alone(name))
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_two_ranks_learn_what_one_does(
-    name: str, alone: Callable[[str], Learned], two_ranks: Callable[[str], Learned]
+def test_two_ranks_learn_what_one_does_and_not_nothing(
+    name: str, alone: Callable[[str], dict[Head, Learned]], pair: Ranks, model_dir: Path
 ) -> None:
-    assert_same(two_ranks(name), alone(name))
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_something_is_learned(name: str, alone: Callable[[str], Learned], model_dir: Path) -> None:
-    before, after = weights(model_dir), weights(alone(name)[1])
+    given = {head: one.given for head, one in alone(name).items()}
+    for report in pair.run(learn_on_a_rank, model_dir, given):
+        assert_same(report, alone(name))
+    engine = FSDPTrainEngine(model_dir, TRAIN)
+    before, after = weights_of(engine), alone(name)["policy"].weights
+    engine.close()
     assert max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-3

@@ -4,12 +4,15 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ray_models import BUDGET, OPTIMIZER, KillingLoss, RaisingLoss, write_uneven_model
+from ray_models import KillingLoss, RaisingLoss, write_uneven_model
+from safetensors.torch import load_file
 from train_models import load_twin
 from train_sequences import LOSS, assert_same_metrics, assert_same_rows, assert_same_weights, random_sequences
+from train_variants import LORA, OPTIMIZER, assert_same_tensors
 from transformers import AutoConfig
 
 from arl.api.config import TrainConfig
@@ -20,6 +23,7 @@ from arl.engine.fsdp.model import model_limits
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.engine.weights.adapter import AdapterEngine
 from arl.engine.weights.distributed import SendableSnapshot
 
 pytestmark = pytest.mark.timeout(300)  # ranks take their time to start on a machine that has other things to do
@@ -59,8 +63,8 @@ def minibatches() -> list[list[TrainSequence]]:
     return [sequences, random_sequences(1, seed=2)]
 
 
-def config(num_ranks: int) -> TrainConfig:
-    return TrainConfig(optimizer=OPTIMIZER, max_tokens_per_microbatch=BUDGET, num_ranks=num_ranks)
+def config(num_ranks: int, **options: Any) -> TrainConfig:
+    return TrainConfig(optimizer=OPTIMIZER, max_tokens_per_microbatch=30, num_ranks=num_ranks, **options)
 
 
 def tell(engine: FSDPTrainEngine | RayTrainEngine, directory: Path) -> Told:
@@ -208,3 +212,27 @@ def assert_ends(engine: RayTrainEngine, loss: TokenLoss, end: str, cause: str) -
     assert cause in str(error.value.__cause__)
     with pytest.raises(EngineClosedError, match=end):
         engine.forward(minibatches()[0])
+
+
+@pytest.mark.slow
+def test_rank_zero_writes_the_adapters(model_dir: Path, tmp_path: Path):
+    directories = [tmp_path / name for name in ("alone", "whole", "expected")]
+    engine = RayTrainEngine(model_dir, config(2, lora=LORA))
+    try:
+        assert isinstance(engine, AdapterEngine)
+        engine.train_batch(minibatches(), LOSS)
+        snapshots = engine.snapshot_adapter(), engine.snapshot()
+        written = [snapshot.write_adapter(to) for snapshot, to in zip(snapshots, directories, strict=False)]
+        assert written[0] == written[1] > 0
+        snapshots[0].release()
+        with pytest.raises(TransportError, match="was released"):
+            snapshots[0].write_adapter(tmp_path / "never")
+    finally:
+        engine.close()
+    one = FSDPTrainEngine(model_dir, config(1, lora=LORA))
+    one.train_batch(minibatches(), LOSS)
+    one.snapshot_adapter().write_adapter(directories[2])
+    one.close()
+    *ours, theirs = (load_file(directory / "adapter_model.safetensors") for directory in directories)
+    for tensors in ours:
+        assert_same_tensors(tensors, theirs)

@@ -8,32 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from train_models import MakeEngine, load_twin
-from train_sequences import LOSS, assert_same_weights, random_sequences, same, twin_loss
+from train_sequences import LOSS, assert_same_weights, random_sequences, same, twin_steps
 
 from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import ConfigError, EngineClosedError
-from arl.engine.fsdp.model import transformer_layers
-from arl.engine.fsdp.optimizer import learning_rate
-
-
-def twin_steps(directory: Path, config: OptimizerConfig, minibatches, loss) -> tuple[torch.nn.Module, list[float]]:
-    """A plain loop over the minibatches with torch's own AdamW and clipping; the gradient norms before clipping."""
-    twin = load_twin(directory)
-    groups = [
-        {"params": [p for p in twin.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in twin.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
-    norms: list[float] = []
-    for step, minibatch in enumerate(minibatches):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        twin_loss(twin, minibatch, loss).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(twin.parameters(), config.max_grad_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return twin, norms
+from arl.engine.fsdp.policy import transformer_layers
+from arl.engine.fsdp.train_engine import learning_rate
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e9])
@@ -44,7 +25,8 @@ def test_steps_equal_those_of_a_plain_loop(any_model_dir: Path, make_engine: Mak
     metrics = engine.train_batch(minibatches, LOSS)
     engine.export(tmp_path / "trained")
 
-    twin, norms = twin_steps(any_model_dir, config, minibatches, LOSS)
+    twin = load_twin(any_model_dir)
+    norms = twin_steps(twin, minibatches, LOSS, config)
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     assert metrics["lr"] == pytest.approx(0.75e-2)
     assert_same_weights(load_twin(tmp_path / "trained"), twin, 1e-4)

@@ -1,6 +1,5 @@
 """Critics: a tiny one on disk, what Hugging Face's own class says of a sequence, and how a plain loop trains one."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -8,7 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 from train_models import write_model
-from train_sequences import random_sequences, twin_logprobs
+from train_sequences import random_sequences
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -18,11 +17,8 @@ from transformers import (
 from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
 from arl.api.algorithm import preset
-from arl.api.config import OptimizerConfig
-from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
 from arl.api.types import TrainSequence
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 VALUE = ValueLoss(value_clip=0.2)
 BOTH = ActorCriticLoss(
     policy=PolicyLoss.of(preset("decoupled_ppo", correction={"upper": 2.0}, minibatches=2)),
@@ -72,30 +68,3 @@ def slow_values(model: PreTrainedModel, sequence: TrainSequence) -> torch.Tensor
     for place in sequence.loss_mask.nonzero()[:, 0].tolist():
         values[place] = model(input_ids=sequence.token_ids[None, :place]).logits[0, 0]
     return values
-
-
-def twin_steps(
-    model: PreTrainedModel, score: nn.Linear, sequences: Sequence[TrainSequence], loss: TokenLoss, steps: int
-) -> None:
-    """A plain loop: one sequence at a time, torch's own AdamW and clipping."""
-    parameters = [*model.parameters(), *(p for p in score.parameters() if all(p is not q for q in model.parameters()))]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    for _ in range(steps):
-        for sequence in sequences:
-            mask = sequence.loss_mask
-            hidden = model.get_decoder()(input_ids=sequence.token_ids[None, :-1]).last_hidden_state[0]
-            values = score(hidden)[mask[1:], 0]
-            logprobs = entropy = torch.zeros_like(values)
-            if model.get_output_embeddings() is not None:
-                logprobs, entropy = twin_logprobs(model, sequence)
-            names = ("behavior_logprobs", "proximal_logprobs", "advantages", "values", "returns")
-            tokens = PackedTokens(**{name: getattr(sequence, name)[mask] for name in names})
-            outputs = TokenOutputs(logprobs=logprobs, entropy=entropy, values=values)
-            (loss(outputs, tokens).loss * sequence.loss_weights[mask]).sum().backward()
-        torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()

@@ -1,18 +1,21 @@
 """Training sequences at random, and a plain twin of the engine's maths: one sequence at a time, float32, unsharded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses import PolicyLoss
 from arl.algorithm.packing import balanced_shares
 from arl.api.algorithm import Aggregation, preset
+from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
 from arl.api.types import TOKEN_FIELDS, TrainSequence
+from arl.engine.fsdp.train_engine import learning_rate
 
 VOCABULARY = 256
 LOSS = PolicyLoss.of(preset("decoupled_ppo", loss={"clip_high": 0.3}, correction={"upper": 2.0}, minibatches=2))
@@ -74,19 +77,52 @@ def twin_logprobs(model: PreTrainedModel, sequence: TrainSequence) -> tuple[torc
     return chosen[trained], entropy[trained]
 
 
-def twin_loss(model: PreTrainedModel, sequences: Sequence[TrainSequence], loss: TokenLoss) -> torch.Tensor:
-    """The minibatch's loss, one sequence after another."""
+def twin_loss(
+    model: PreTrainedModel, sequences: Sequence[TrainSequence], loss: TokenLoss, score: nn.Linear | None = None
+) -> torch.Tensor:
+    """The minibatch's loss, one sequence after another. score: a value head."""
     total = torch.zeros(())
     for sequence in sequences:
         mask = sequence.loss_mask
-        current, entropy = twin_logprobs(model, sequence)
+        logprobs = entropy = values = torch.zeros(int(mask.sum()))
+        if model.get_output_embeddings() is not None:
+            logprobs, entropy = twin_logprobs(model, sequence)
+        if score is not None:
+            hidden = model.get_decoder()(input_ids=sequence.token_ids[None, :-1]).last_hidden_state[0]
+            values = score(hidden)[mask[1:], 0]
         tokens = PackedTokens(
             **{name: getattr(sequence, name)[mask] for name in TOKEN_FIELDS},
             sequence_ids=torch.zeros(int(mask.sum()), dtype=torch.int64),
         )
-        outputs = TokenOutputs(logprobs=current, entropy=entropy, values=torch.zeros_like(current))
+        outputs = TokenOutputs(logprobs=logprobs, entropy=entropy, values=values)
         total = total + (loss(outputs, tokens).loss * sequence.loss_weights[mask]).sum()
     return total
+
+
+def twin_steps(
+    model: PreTrainedModel,
+    minibatches: Sequence[Sequence[TrainSequence]],
+    loss: TokenLoss,
+    config: OptimizerConfig,
+    score: nn.Linear | None = None,
+) -> list[float]:
+    """A plain loop with torch's own AdamW and clipping; the gradient norms before clipping."""
+    modules = [model] if score is None else [model, score]
+    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
+    norms: list[float] = []
+    for step, minibatch in enumerate(minibatches):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        twin_loss(model, minibatch, loss, score).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
 
 
 def share_of(sequences: Sequence[TrainSequence], rank: int, world_size: int) -> list[TrainSequence]:
@@ -94,10 +130,12 @@ def share_of(sequences: Sequence[TrainSequence], rank: int, world_size: int) -> 
     return [sequences[i] for i in balanced_shares(sequences, world_size)[rank]]
 
 
-def assert_same_metrics(ours: Mapping[str, float], theirs: Mapping[str, float], rel: float = 1e-5) -> None:
-    """But for those that say how the work was split."""
-    assert ours.keys() >= theirs.keys()
-    for name in theirs.keys() - OF_WORK:
+def assert_same_metrics(
+    ours: Mapping[str, float], theirs: Mapping[str, float], rel: float = 1e-5, beside: Set[str] = frozenset()
+) -> None:
+    """But for those that say how the work was split, and those `beside`."""
+    assert ours.keys() == theirs.keys()
+    for name in theirs.keys() - OF_WORK - beside:
         assert ours[name] == pytest.approx(theirs[name], rel=rel, abs=1e-6), name
 
 

@@ -1,4 +1,4 @@
-"""Forwarding what sequences share once gives the logprobs, the loss and the gradients of forwarding it for each."""
+"""A packed row gives the logprobs, losses and gradients of its sequences one at a time, also with shared prefixes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_models import MakeEngine
-from train_sequences import LOSS, family_sequences
+from train_models import MakeEngine, load_twin
+from train_sequences import LOSS, family_sequences, random_sequences, twin_logprobs, twin_loss
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from arl.algorithm.prefix_tree import PrefixOrder, RowPlan
@@ -22,10 +22,77 @@ from arl.engine.fsdp.attention import (
     masked_attention,
 )
 from arl.engine.fsdp.minibatch import build_microbatch
-from arl.engine.fsdp.model import Policy, load_model
+from arl.engine.fsdp.model import load_model
+from arl.engine.fsdp.policy import Policy
 
 CPU = torch.device("cpu")
 WINDOW = 5
+
+
+# Against the model by itself
+
+
+def test_packed_loss_and_gradients_equal_those_of_one_sequence_at_a_time(any_model_dir: Path):
+    sequences = random_sequences(12)
+    policy = Policy(load_model(any_model_dir).model, logprob_chunk_size=16)
+    batch = build_microbatch(sequences, CPU)
+    losses = LOSS(policy(batch), batch.tokens)
+    ours = (losses.loss * batch.tokens.loss_weights).sum()
+    ours.backward()
+
+    twin = load_twin(any_model_dir)
+    theirs = twin_loss(twin, sequences, LOSS)
+    theirs.backward()
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for (name, p), (_, q) in zip(policy.model.named_parameters(), twin.named_parameters(), strict=True):
+        assert p.grad is not None, name
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_sliding_window_is_kept_inside_each_sequence(tmp_path: Path):
+    packed, twin, sequences = sliding_model(tmp_path), load_twin(tmp_path), random_sequences(6)
+    assert max(map(len, sequences)) > 2 * WINDOW
+    with torch.no_grad():
+        ours = Policy(packed, 16)(build_microbatch(sequences, CPU)).logprobs
+        theirs = torch.cat([twin_logprobs(twin, s)[0] for s in sequences])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_forward_gives_the_twins_logprobs_where_trained_and_zero_elsewhere(
+    any_model_dir: Path, make_engine: MakeEngine
+):
+    sequences = random_sequences(9)
+    logprobs = make_engine(any_model_dir, max_tokens_per_microbatch=40).forward(sequences)
+    twin = load_twin(any_model_dir)
+    for sequence, ours in zip(sequences, logprobs, strict=True):
+        expected = torch.zeros(len(sequence))
+        with torch.no_grad():
+            expected[sequence.loss_mask], _ = twin_logprobs(twin, sequence)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_restart_with_each_sequence():
+    first, second = random_sequences(2)
+    batch = build_microbatch([first, second], CPU, share_prefixes=False)
+    assert batch.position_ids.tolist() == [[*range(len(first) - 1), *range(len(second) - 1)]]
+    assert [stretch.num_tokens for stretch in batch.layout.stretches] == [len(first) - 1, len(second) - 1]
+
+
+def test_losses_see_which_sequence_each_trained_token_belongs_to():
+    first, second = random_sequences(2)
+    ids = build_microbatch([first, second], CPU).tokens.sequence_ids.tolist()
+    assert ids == [0] * int(first.loss_mask.sum()) + [1] * int(second.loss_mask.sum())
+
+
+def test_a_trained_first_token_is_refused():
+    (sequence,) = random_sequences(1)
+    sequence.loss_mask[0] = True
+    with pytest.raises(ValueError, match="first token"):
+        build_microbatch([sequence], CPU)
+
+
+# Shared prefixes
 
 
 def outcome(policy: Policy, sequences: list[TrainSequence], *, share_prefixes: bool) -> dict[str, torch.Tensor]:
@@ -75,24 +142,14 @@ def sliding_model(directory: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation=PACKED_ATTENTION).eval()
 
 
-def test_a_step_does_not_depend_on_sharing_or_on_where_families_are_cut(make_engine: MakeEngine):
-    def train(**options) -> tuple[dict[str, float], torch.Tensor]:
-        engine = make_engine(**options)
-        metrics = engine.train_batch([sequences], LOSS)
-        return metrics, torch.cat(engine.forward(sequences))
-
-    sequences = family_sequences(4)
-    metrics, after = train(share_prefixes=False)
-    assert metrics["forwarded_tokens"] < metrics["tokens"] == sum(map(len, sequences))
-    shares: list[float] = []
-    for budget in (1, 60, 100, 1000):
-        other_metrics, other_after = train(max_tokens_per_microbatch=budget)
-        shares.append(other_metrics["forwarded_share"])
-        for name in metrics.keys() - {"microbatches", "packing_efficiency", "forwarded_tokens", "forwarded_share"}:
-            assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
-        torch.testing.assert_close(other_after, after, rtol=1e-5, atol=1e-5)
-    assert shares == sorted(shares, reverse=True)
-    assert shares[-1] < 0.7 * metrics["forwarded_share"]
+def test_fewer_tokens_are_forwarded_the_more_of_a_family_a_microbatch_holds(make_engine: MakeEngine):
+    sequences, shares = family_sequences(4), list[float]()
+    for options in ({"share_prefixes": False}, *({"max_tokens_per_microbatch": budget} for budget in (60, 1000))):
+        metrics = make_engine(**options).train_batch([sequences], LOSS)
+        assert metrics["forwarded_tokens"] < metrics["tokens"] == sum(map(len, sequences))
+        shares.append(metrics["forwarded_share"])
+    assert shares[0] > shares[1] > shares[2]
+    assert shares[2] < 0.7 * shares[0]
 
 
 def test_identical_sequences_are_forwarded_once_and_count_each_for_itself():

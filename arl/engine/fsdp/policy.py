@@ -1,0 +1,278 @@
+"""The trained module: a model with its heads (`Policy`, `Critic`), and the reference policy beside it.
+
+tokens --decoder--> hidden states --language-model head--> log-probabilities, entropies
+                                  --value head [1, H]----> values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_dataclass
+from transformers import PreTrainedModel
+
+from arl.api.engine import TokenOutputs
+from arl.engine.fsdp.attention import PackedLayout
+from arl.engine.fsdp.minibatch import Microbatch
+
+# Sharding gathers the root's weights for the backward pass when it reaches the outputs. torch before 2.13 finds them
+# only in registered records.
+register_dataclass(TokenOutputs)
+
+
+class TokenModel(nn.Module):
+    """Computes outputs for a microbatch's trained tokens.
+
+    It uses the heads' weights inside `forward`, so that sharding this module as the root gathers them when needed.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def predicting(self, batch: Microbatch) -> torch.Tensor:
+        """The hidden states [M, H] from which the trained tokens are predicted."""
+        return decode(self.model, batch.input_ids, batch.position_ids, batch.layout)[batch.predictors]
+
+
+class Policy(TokenModel):
+    """A causal language model, optionally with a value head of its own."""
+
+    def __init__(self, model: PreTrainedModel, logprob_chunk_size: int, value_head: nn.Linear | None = None) -> None:
+        super().__init__(model)
+        self.logprob_chunk_size = logprob_chunk_size
+        self.value_head = value_head
+
+    def forward(self, batch: Microbatch, *, with_logprobs: bool = True) -> TokenOutputs:
+        """with_logprobs=False: compute values alone; logprobs and entropy are 0."""
+        hidden = self.predicting(batch)
+        nothing = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        logprobs, entropy = nothing, nothing
+        if with_logprobs:
+            logprobs, entropy = token_logprobs(
+                hidden, head_weight(self.model), batch.targets, batch.temperatures, self.logprob_chunk_size
+            )
+        values = token_values(hidden, self.value_head.weight) if self.value_head is not None else nothing
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=values)
+
+
+class Critic(TokenModel):
+    """A critic or a reward model: a sequence-classification model of one label, read at every trained token.
+
+    A token's value is the score of the context before it. So a whole text's score is the value of any token after it.
+    """
+
+    def forward(self, batch: Microbatch, *, with_logprobs: bool = True) -> TokenOutputs:
+        values = token_values(self.predicting(batch), score_weight(self.model))
+        nothing = torch.zeros_like(values, requires_grad=False)
+        return TokenOutputs(logprobs=nothing, entropy=nothing, values=values)
+
+
+def token_values(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """hidden [M, H], weight [1, H] of a value head -> float32[M], summed in float32."""
+    return hidden.float() @ weight.float()[0]
+
+
+def decode(
+    model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: PackedLayout
+) -> torch.Tensor:
+    """The last hidden states [T, H] of a packed row [1, T]."""
+    output = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout)
+    return output.last_hidden_state[0]
+
+
+def new_value_head(model: PreTrainedModel) -> nn.Linear:
+    """A value head of zeros. A random one would add noise to the advantages and push a shared backbone at random."""
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+def transformer_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The model's repeated blocks."""
+    return cast("nn.ModuleList", model.get_decoder().layers)
+
+
+def head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The language-model head's weight [V, H]; the embedding's own when they are tied."""
+    return cast("nn.Linear", model.get_output_embeddings()).weight
+
+
+def score_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The weight [1, H] of a sequence-classification model's head."""
+    return cast("nn.Linear", model.score).weight
+
+
+# Log-probabilities
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprob of each target, entropy of each distribution), float32[M] in nats, both differentiable.
+
+    hidden [M, H] and weight [V, H] (the language-model head) in the compute dtype; targets int64[M];
+    temperatures float32[M]: the divisor of each row's logits. With l = hidden W^T / temperature:
+
+        logprob = l[target] - logsumexp(l)        entropy = logsumexp(l) - sum_v softmax(l)_v l_v
+
+    It never holds [M, V]: logits live for `chunk_size` rows, in float32, and the backward pass computes them again.
+    """
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperatures, chunk_size)  # pyright: ignore[reportReturnType]
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """With p = softmax(l), g and e the gradients of logprob and entropy H (the gradient of H is -p (log p + H)):
+
+    dl = g (onehot(target) - p) - e p (log p + H),   dhidden = dl W / temperature,   dW = (dl / temperature)^T hidden
+
+    Beside the products, reading and writing logits costs most. So a row's numbers are combined first, and logits
+    change in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprob = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(logprob)
+        normaliser = torch.empty_like(logprob)
+        for rows in _chunks(len(hidden), chunk_size):
+            logits = _logits(hidden[rows], weight, temperatures[rows])
+            peak = logits.amax(dim=-1)
+            relative = logits.sub_(peak[:, None])
+            unnormalised = relative.exp()
+            total = unnormalised.sum(dim=-1)
+            normaliser[rows] = peak + total.log()
+            logprob[rows] = relative.gather(-1, targets[rows, None])[:, 0] - total.log()
+            entropy[rows] = total.log() - torch.linalg.vecdot(unnormalised, relative) / total
+        ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, entropy)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        if grad_logprob is None and grad_entropy is None:
+            return None, None, None, None, None
+        hidden, weight, targets, temperatures, normaliser, entropy = ctx.saved_tensors
+        g = grad_logprob / temperatures if grad_logprob is not None else torch.zeros_like(temperatures)
+        grad_hidden = torch.empty_like(hidden)
+        is_trained = ctx.needs_input_grad[1]  # not beside adapters, whose model is frozen
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if is_trained else None
+        for rows in _chunks(len(hidden), ctx.chunk_size):
+            logp = _logits(hidden[rows], weight, temperatures[rows]).sub_(normaliser[rows, None])
+            if grad_entropy is None:
+                grad_logits = logp.exp_().mul_(-g[rows, None])
+            else:
+                e = grad_entropy[rows] / temperatures[rows]
+                p = logp.exp()
+                grad_logits = logp.mul_(-e[:, None]).sub_((e * entropy[rows] + g[rows])[:, None]).mul_(p)
+            grad_logits.scatter_add_(-1, targets[rows, None], g[rows, None])
+            grad_logits = grad_logits.to(weight.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """float32. On a GPU the product is not rounded to half precision first; on a CPU torch cannot avoid that."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        logits = hidden @ weight.T
+    return torch.div(logits, temperatures[:, None], out=logits if logits.dtype == torch.float32 else None)
+
+
+def _chunks(num_rows: int, chunk_size: int) -> list[slice]:
+    return [slice(start, min(start + chunk_size, num_rows)) for start in range(0, num_rows, chunk_size)]
+
+
+# The reference policy
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, in the same memory; an unsharded tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By name. Beside adapters the others are frozen, and stay as the model's directory has them."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+class Reference:
+    """A second set of values for a module's trained parameters, sharded alike. Empty until the first `update`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values: dict[str, torch.Tensor] = {}
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self._values)
+
+    @property
+    def values(self) -> Mapping[str, torch.Tensor]:
+        """By the parameters' names. Checkpoints are read into them."""
+        return self._values
+
+    @torch.no_grad()
+    def update(self, share: float) -> None:
+        """reference += share * (current - reference), in place. The first call copies the current values."""
+        if not 0 < share <= 1:
+            raise ValueError(f"share is {share}; it must be above 0 and at most 1")
+        trained = trained_parameters(self._module)
+        if not self._values:
+            self._values = {name: p.detach().clone() for name, p in trained.items()}
+            return
+        for name, value in self._values.items():
+            local_shard(value).lerp_(local_shard(trained[name].detach()), share)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the module the reference's values inside the block, and its own again afterwards, to the bit.
+
+        Release gathered weights before the block and at its end: they belong to the other policy.
+        """
+        trained = trained_parameters(self._module)
+        exchanged: list[str] = []
+        # Allocated first: putting the module's own values back must not fail for lack of memory.
+        shards = [local_shard(value) for value in self._values.values()]
+        scratch = torch.empty_like(max(shards, key=torch.Tensor.numel, default=torch.empty(0))).flatten()
+        try:
+            for name in self._values:
+                self._exchange(name, trained[name], scratch)
+                exchanged.append(name)
+            yield
+        finally:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # offloaded weights may still be copied out of the memory written below
+            for name in exchanged:
+                self._exchange(name, trained[name], scratch)
+
+    @torch.no_grad()
+    def _exchange(self, name: str, parameter: nn.Parameter, scratch: torch.Tensor) -> None:
+        """Exchange both in place, as sharding reads the parameters' own memory."""
+        current, other = local_shard(parameter.detach()), local_shard(self._values[name])
+        kept = scratch[: current.numel()].view_as(current)
+        kept.copy_(current)
+        current.copy_(other)
+        other.copy_(kept)

@@ -1,0 +1,173 @@
+"""Ranks that share the data, or the layers, train, publish and continue like one process with everything."""
+
+import itertools
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_models import write_model
+from train_ranks import Ranks, Report
+from train_sequences import LOSS, assert_same_metrics, assert_same_rows, random_sequences, share_of
+from train_variants import LORA, NOT_COMPARED, OPTIMIZER, VARIANTS, Variant, assert_same_tensors
+
+from arl.api.config import TrainConfig
+from arl.api.errors import CheckpointError
+from arl.api.types import TrainSequence
+from arl.engine.fsdp.parallel import loading_turn
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+
+
+def tell(engine: FSDPTrainEngine, variant: Variant, directory: Path, rank: int, world_size: int) -> Report:
+    """A step, what is written after it, and the next step; rank 0 alone has sequences to forward."""
+    shares = [share_of(sequences, rank, world_size) for sequences in variant.minibatches]
+    if variant.head != "value":
+        engine.update_reference()
+    report: Report = {"metrics": engine.train_batch(shares, variant.loss)}
+    saving = engine.save(directory / "checkpoint")
+    engine.export(directory / "model")
+    if "lora" in variant.options:
+        report["adapter_bytes"] = engine.snapshot_adapter().write_adapter(directory / "adapter")
+    forwarded = variant.minibatch() if rank == 0 else []
+    outputs = [variant.output] if variant.head == "value" else [variant.output, "reference_logprobs"]
+    report["outputs"] = [row for output in outputs for row in engine.forward(forwarded, output)]
+    report["next"] = engine.train_batch(shares, variant.loss)
+    saving.wait()
+    return report
+
+
+def continued(engine: FSDPTrainEngine, variant: Variant, checkpoint: Path, rank: int, world_size: int) -> Report:
+    engine.load(checkpoint)
+    return engine.train_batch([share_of(part, rank, world_size) for part in variant.minibatches], variant.loss)
+
+
+def train_on_a_rank(rank: int, name: str, model_dir: Path, directory: Path, world_size: int, **options: Any) -> Report:
+    variant = VARIANTS[name]
+    engine = variant.engine(model_dir, max_tokens_per_microbatch=60, **options)
+    report = tell(engine, variant, directory / "ranks", rank, world_size)
+    report["continued"] = continued(engine, variant, directory / "alone" / "checkpoint", rank, world_size)
+    engine.close()
+    return report
+
+
+def split_on_a_rank(_: int, name: str, model_dir: Path, directory: Path) -> Report:
+    """Both ranks have all of the data, and parts of the layers. Rank 0 as others forwards everything."""
+    return train_on_a_rank(0, name, model_dir, directory, 1, num_ranks=2, tensor_parallel=2)
+
+
+@pytest.mark.parametrize(("name", "is_split"), [*((name, False) for name in VARIANTS), ("value", True)])
+def test_two_ranks_train_publish_and_continue_like_one(
+    pair: Ranks, name: str, is_split: bool, model_dir: Path, tmp_path: Path
+) -> None:
+    variant = VARIANTS[name]
+    alone = variant.engine(model_dir)
+    try:
+        expected = tell(alone, variant, tmp_path / "alone", 0, 1)
+        arguments = (name, model_dir, tmp_path)
+        reports = pair.run(split_on_a_rank, *arguments) if is_split else pair.run(train_on_a_rank, *arguments, 2)
+        again = continued(alone, variant, tmp_path / "ranks" / "checkpoint", 0, 1)
+    finally:
+        alone.close()
+    for report in [*reports, {"continued": again}]:
+        for key, metrics in (("metrics", "metrics"), ("next", "next"), ("continued", "next")):
+            if key in report:
+                assert_same_metrics(report[key], expected[metrics], 1e-4, NOT_COMPARED)
+    assert_same_rows(reports[0]["outputs"], expected["outputs"], 1e-4)
+    if name == "adapters":
+        assert [report["adapter_bytes"] for report in reports] == [expected["adapter_bytes"], 0]
+    for file in (tmp_path / "alone").glob("*/*.safetensors"):
+        assert_same_tensors(load_file(tmp_path / "ranks" / file.relative_to(tmp_path / "alone")), load_file(file))
+
+
+# bfloat16
+
+
+def halves() -> list[TrainSequence]:
+    """Two sequences that are a microbatch each, on one rank or on two."""
+    return [sequence for sequence in random_sequences(9, seed=1) if len(sequence) > 12][:2]
+
+
+def train_halves(sequences: list[TrainSequence], model_dir: Path, directory: Path, **options: Any) -> Report:
+    engine = FSDPTrainEngine(model_dir, TrainConfig(optimizer=OPTIMIZER, dtype="bfloat16", **options))
+    metrics = engine.train_batch([sequences], LOSS)
+    engine.export(directory)
+    engine.close()
+    return metrics
+
+
+def train_a_half(rank: int, model_dir: Path, directory: Path, options: dict[str, Any]) -> Report:
+    return train_halves([halves()[rank]], model_dir, directory, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "precise", "rtol", "atol"),
+    [
+        # A sum in bfloat16 would be off by up to 4e-3 of each value.
+        ({"max_tokens_per_microbatch": 24}, torch.float32, 1e-6, 1e-6, 1e-7),
+        ({"lora": LORA}, torch.bfloat16, 0.02, 0.02, 0.01),
+    ],
+    ids=["gradients are summed in float32", "a model that is held in bfloat16"],
+)
+def test_ranks_compute_in_bfloat16_as_one_does(
+    pair: Ranks, tmp_path: Path, options: dict[str, Any], dtype: torch.dtype, precise: float, rtol: float, atol: float
+) -> None:
+    model_dir = write_model(tmp_path / "model", tied=True, dtype=dtype)
+    calls = pair.start(train_a_half, model_dir, tmp_path / "ranks", options)
+    expected = train_halves(halves(), model_dir, tmp_path / "alone", **options)
+    for report in pair.reports(calls):
+        assert report["grad_norm"] == pytest.approx(expected["grad_norm"], rel=precise)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "alone"))
+    assert_same_tensors(ours, theirs, rtol, atol)
+
+
+# Checkpoints
+
+
+def save_on_a_rank(rank: int, model_dir: Path, directory: Path) -> Report:
+    engine = FSDPTrainEngine(model_dir, TrainConfig())
+    torch.manual_seed(rank)
+    engine.save(directory).wait()
+    saved = torch.rand(3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    failure = ""
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if rank == 1 else soft, hard))
+        engine.save(directory).wait()
+    except CheckpointError as error:
+        failure = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    engine.load(directory)
+    report = {"saved": saved, "loaded": torch.rand(3), "failure": failure}
+    engine.close()
+    return report
+
+
+def test_each_rank_has_its_own_random_state_and_the_full_disk_of_one_fails_all(
+    pair: Ranks, model_dir: Path, tmp_path: Path
+) -> None:
+    reports = pair.run(save_on_a_rank, model_dir, tmp_path / "checkpoint")
+    for report in reports:
+        assert torch.equal(report["saved"], report["loaded"])
+        assert "File too large" in report["failure"]
+    assert not torch.equal(reports[0]["saved"], reports[1]["saved"])
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+# Loading
+
+
+def take_turn(rank: int) -> Report:
+    with loading_turn():
+        began = time.monotonic()
+        time.sleep(0.05)
+        return {"began": began, "ended": time.monotonic()}
+
+
+def test_ranks_of_a_machine_load_one_after_another(pair: Ranks) -> None:
+    reports = sorted(pair.run(take_turn), key=lambda report: report["began"])
+    for earlier, later in itertools.pairwise(reports):
+        assert earlier["ended"] <= later["began"]

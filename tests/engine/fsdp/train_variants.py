@@ -1,0 +1,80 @@
+"""What there is to train: heads, losses and adapters, with minibatches for each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from train_critics import BOTH, VALUE, sequences_with_returns
+from train_sequences import LOSS, family_sequences, random_sequences
+
+from arl.algorithm.losses.supervised import PreferenceLoss, paired
+from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.engine import Head, Output, TokenLoss
+from arl.api.types import TrainSequence
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.1)
+"""A large eps keeps AdamW smooth: it would otherwise blow rounding in tiny gradients up to whole steps."""
+LORA = LoRAConfig(rank=3, alpha=6)
+"""Two ranks cannot share the three rows of A evenly."""
+NOT_COMPARED = {"forwarded_tokens", "forwarded_share", "value_clip_fraction", "critic/value_clip_fraction"}
+"""Metrics that say how the work was split, or that rounding decides where no value is clipped."""
+PAIRS = PreferenceLoss(beta=0.2)
+
+
+def pairs() -> list[TrainSequence]:
+    """Six pairs, mostly of one prompt; of the last, one sequence is not trained."""
+    sequences = family_sequences(2) + family_sequences(3)
+    sequences[11].loss_mask.zero_()
+    return paired(list(zip(sequences[:12:2], sequences[1:12:2], strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    minibatch: Callable[[], list[TrainSequence]]
+    loss: TokenLoss = LOSS
+    head: Head = "policy"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def minibatches(self) -> list[list[TrainSequence]]:
+        """The second is one sequence, so that one of two ranks gets nothing."""
+        sequences = self.minibatch()
+        return [sequences, sequences[:1]]
+
+    @property
+    def output(self) -> Output:
+        return "logprobs" if self.head == "policy" else "values"
+
+    def engine(self, model_dir: Path, **options: Any) -> FSDPTrainEngine:
+        config = TrainConfig(**{"optimizer": OPTIMIZER, **self.options, **options})
+        return FSDPTrainEngine(model_dir, config, head=self.head)
+
+
+VARIANTS = {
+    "token mean": Variant(minibatch=partial(random_sequences, 9, seed=1)),
+    "sequence mean": Variant(minibatch=partial(random_sequences, 9, seed=1, aggregation="sequence_mean")),
+    "shared prefixes": Variant(minibatch=partial(family_sequences, 4)),
+    "adapters": Variant(minibatch=partial(random_sequences, 9, seed=1), options={"lora": LORA}),
+    "value": Variant(minibatch=sequences_with_returns, loss=VALUE, head="value"),
+    "policy and value": Variant(minibatch=sequences_with_returns, loss=BOTH, head="policy_and_value"),
+    "pairs": Variant(minibatch=pairs, loss=PAIRS),
+}
+
+
+def weights_of(engine: FSDPTrainEngine, *, trained: bool = True) -> dict[str, torch.Tensor]:
+    """Copies of the whole parameters, trained or frozen ones; a collective."""
+    named = {n: p.detach() for n, p in engine._policy.named_parameters() if p.requires_grad is trained}
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for n, p in named.items()}
+
+
+def assert_same_tensors(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name].float(), tensor.float(), rtol=rtol, atol=atol, msg=name)
