@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arl.api.errors import SandboxError
-from arl.api.workflow import Shared
-from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, ProgramOutcome, laid_out, not_open
+from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, laid_out, not_open
 from arl.sandbox.keeper import STAGE
 from arl.sandbox.seccomp import seccomp_filter
 from arl.sandbox.streams import Frames, Header, frame
@@ -109,7 +108,7 @@ _ARENA = 64 << 20
 """Bytes of address space that the C library sets aside for each thread."""
 
 
-class BubblewrapSandbox(Shared):
+class BubblewrapSandbox(LocalSandbox):
     """Runs programs by bubblewrap, as an unprivileged user.
 
     python: the interpreter that runs programs, with its installed packages. The default is this process's interpreter
@@ -125,11 +124,9 @@ class BubblewrapSandbox(Shared):
         self, *, python: str | None = None, read_only: Sequence[str] = (), limits: Limits | None = None,
         concurrency: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(limits=limits, concurrency=concurrency)
         self._python = python
         self._read_only = read_only
-        self._limits = limits or Limits()
-        self._concurrency = concurrency or len(os.sched_getaffinity(0))
         self._filter = seccomp_filter()
 
     async def _open(self, opened: AsyncExitStack) -> None:
@@ -150,28 +147,20 @@ class BubblewrapSandbox(Shared):
         await self._keeping.start()
         await self._probe()
 
-    async def run(
-        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> ProgramOutcome:
-        """As Sandbox.run."""
-        if not self.is_open:
-            raise not_open()
-        return await self._run(program, stdin, files, limits or self._limits)
-
-    async def _run(self, program: str, stdin: str, files: Files, limits: Limits) -> ProgramOutcome:
+    async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome:
         return await self._keeping.run(
             [*self._bwrap, "--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK, *self._tree],
             ["--", *_rlimits(limits), self._interpreter, "-I", "-u", f"{WORK}/{MAIN}"],
             self._filter,
-            stdin.encode(errors="surrogatepass"),
-            {f"{WORK}/{path}": content for path, content in laid_out(program, files).items()},
+            stdin,
+            {f"{WORK}/{path}": content for path, content in contents.items()},
             limits,
         )
 
     async def _probe(self) -> None:
         """Run a program: only that shows whether namespaces work here."""
         try:
-            outcome = await self._run(_PROBE, "", NO_FILES, Limits(wall_s=60))
+            outcome = await self._run(laid_out(_PROBE), b"", Limits(wall_s=60))
         except SandboxError as failure:
             raise SandboxError(
                 f"bubblewrap is installed, but cannot be used: {failure}; {_advice(str(failure))}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal, Protocol, Self, cast
 
 from arl.api.errors import SandboxError
+from arl.api.workflow import Shared
 
 EndedBy = Literal["exit", "signal", "timeout", "cpu", "memory", "processes", "disk", "output"]
 """How a program ended: by itself, by a signal (a crash), or at the limit of that name; `timeout` is wall_s."""
@@ -101,11 +104,33 @@ class Sandbox(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
 
+class LocalSandbox(Shared):
+    """The base of sandboxes on this machine. limits: for runs that name none. concurrency: programs at once; one per
+    processor by default."""
+
+    def __init__(self, *, limits: Limits | None = None, concurrency: int | None = None) -> None:
+        super().__init__()
+        self._limits = limits or Limits()
+        self._concurrency = concurrency or len(os.sched_getaffinity(0))
+
+    async def run(
+        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
+    ) -> ProgramOutcome:
+        """As Sandbox.run."""
+        if not self.is_open:
+            raise not_open()
+        contents = laid_out(program, files)
+        return await self._run(contents, stdin.encode(errors="surrogatepass"), limits or self._limits)
+
+    @abstractmethod
+    async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome: ...
+
+
 def not_open() -> SandboxError:
     return SandboxError("the sandbox is not open; call it within `async with`")
 
 
-def laid_out(program: str, files: Files) -> dict[str, bytes]:
+def laid_out(program: str, files: Files = NO_FILES) -> dict[str, bytes]:
     """Every file of the working directory, as bytes. Raises SandboxError for a path that leads out of it."""
     for path in files:
         outside = posixpath.isabs(path) or posixpath.normpath(path) != path or path.split("/")[0] in ("", ".", "..")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from arl.api.errors import SandboxError
-from arl.api.workflow import Shared
 from arl.sandbox import container
-from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, ProgramOutcome, laid_out, not_open
+from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, laid_out
 from arl.sandbox.streams import finish
 
 IMAGE = "python:3.11-slim"
@@ -31,7 +30,7 @@ _REPORT_BYTES = 4096
 """Room for the report of container.py at the end of stderr."""
 
 
-class DockerSandbox(Shared):
+class DockerSandbox(LocalSandbox):
     """Runs each program in a new container without network or capabilities, on a read-only root.
 
     image: an image with a `python`; the engine pulls it at first use if necessary.
@@ -47,12 +46,9 @@ class DockerSandbox(Shared):
         self, *, image: str = IMAGE, limits: Limits | None = None, concurrency: int | None = None,
         runtime: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(limits=limits, concurrency=concurrency)
         self._image = image
-        self._limits = limits or Limits()
         self._runtime = runtime
-        self._places = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
-        self._docker = ""
 
     async def _open(self, opened: AsyncExitStack) -> None:
         docker = shutil.which("docker")
@@ -70,25 +66,16 @@ class DockerSandbox(Shared):
             code, _, complaint = await _call(docker, "pull", "--quiet", self._image)
             if code != 0:
                 raise SandboxError(f"docker cannot pull the image {self._image}: {complaint}")
-        self._docker = docker
-        outcome = await self._run("print('ready')", "", NO_FILES, self._limits)
+        self._docker, self._places = docker, asyncio.Semaphore(self._concurrency)
+        outcome = await self._run(laid_out("print('ready')"), b"", self._limits)
         if outcome.stdout != "ready\n":
             raise SandboxError(f"Python does not run in a container of {self._image}: {outcome}")
 
-    async def run(
-        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> ProgramOutcome:
-        """As Sandbox.run."""
-        if not self.is_open:
-            raise not_open()
-        return await self._run(program, stdin, files, limits or self._limits)
-
-    async def _run(self, program: str, stdin: str, files: Files, limits: Limits) -> ProgramOutcome:
-        contents = laid_out(program, files)
+    async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome:
         token = secrets.token_hex(16)
         header = {"files": {path: len(content) for path, content in contents.items()}, "token": token}
         header |= {"wall_s": limits.wall_s, "main": MAIN}
-        sent = [json.dumps(header).encode(), b"\n", *contents.values(), stdin.encode(errors="surrogatepass")]
+        sent = [json.dumps(header).encode(), b"\n", *contents.values(), stdin]
         async with self._places:
             return await self._run_container(b"".join(sent), token, limits)
 

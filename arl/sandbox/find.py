@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ from typing import Literal
 from arl.api.errors import SandboxError
 from arl.api.workflow import Shared
 from arl.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
-from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, ProgramOutcome, Sandbox, laid_out, not_open
+from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, LocalSandbox, ProgramOutcome, Sandbox, not_open
 from arl.sandbox.docker import DockerSandbox
 from arl.sandbox.streams import finish
 
@@ -32,7 +32,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 _log = logging.getLogger(__name__)
 
 
-class UnsafeSandbox(Shared):
+class UnsafeSandbox(LocalSandbox):
     """No sandbox at all: for programs that you would run by hand, on a machine that you could lose.
 
     A program is a plain process, which may read, write and reach whatever this process may. Limits: each process's
@@ -42,36 +42,23 @@ class UnsafeSandbox(Shared):
 
     _warned = False
 
-    def __init__(
-        self, *, python: str | None = None, limits: Limits | None = None, concurrency: int | None = None
-    ) -> None:
-        super().__init__()
-        self._python = python or sys.executable
-        self._limits = limits or Limits()
-        self._places = asyncio.Semaphore(concurrency or len(os.sched_getaffinity(0)))
-
     async def _open(self, opened: AsyncExitStack) -> None:
+        self._places = asyncio.Semaphore(self._concurrency)
         if not UnsafeSandbox._warned:
             UnsafeSandbox._warned = True
             _log.warning("programs run without any isolation (kind='unsafe'): they can read and delete what you can")
 
-    async def run(
-        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> ProgramOutcome:
-        """As Sandbox.run, except as the class says."""
-        if not self.is_open:
-            raise not_open()
-        contents = laid_out(program, files)
+    async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome:
         async with self._places:
             with tempfile.TemporaryDirectory(prefix="arl-unsafe-", ignore_cleanup_errors=True) as directory:
                 await asyncio.to_thread(_write, Path(directory), contents)
-                return await self._run(directory, stdin.encode(errors="surrogatepass"), limits or self._limits)
+                return await self._run_in(directory, stdin, limits)
 
-    async def _run(self, directory: str, stdin: bytes, limits: Limits) -> ProgramOutcome:
+    async def _run_in(self, directory: str, stdin: bytes, limits: Limits) -> ProgramOutcome:
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_rlimits(limits))),
-            *(self._python, "-I", "-u", MAIN),
+            *(sys.executable, "-I", "-u", MAIN),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -98,7 +85,7 @@ def _rlimits(limits: Limits) -> dict[str, int]:
     return {**own, "CPU": int(limits.cpu_s) + 1, "CORE": 0}
 
 
-def _write(directory: Path, contents: dict[str, bytes]) -> None:
+def _write(directory: Path, contents: Mapping[str, bytes]) -> None:
     for path, content in contents.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_bytes(content)

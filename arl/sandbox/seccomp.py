@@ -17,21 +17,10 @@ import platform
 import struct
 
 _COMMON = {
-    "pidfd_getfd": 438,
-    "clone3": 435,
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "fspick": 433,
-    "process_madvise": 440,
-    "mount_setattr": 442,
-    "memfd_secret": 447,
-}
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
+    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "clone3": 435, "pidfd_getfd": 438,
+    "process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447,
+}  # fmt: skip
 _X86_64 = {
     "mmap": 9, "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "sendmsg": 46, "clone": 56,
     "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103, "personality": 135, "vhangup": 153,
