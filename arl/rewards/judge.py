@@ -211,6 +211,7 @@ class JudgeReward(Shared):
         self._server = server
         self._prompt = prompt
         self._scale = scale
+        self._range = f"from {scale[0]:g} to {scale[1]:g}"
         self._parameters = {"temperature": 0.0, "max_tokens": 1024} if parameters is None else dict(parameters)
         self._cache = None if cache is None else AnswerCache(cache)
 
@@ -230,43 +231,35 @@ class JudgeReward(Shared):
             raise RewardTimeoutError(f"the judge {self._server.model}: {error}") from error
         except ServerError as error:
             raise RewardError(f"the judge {self._server.model}: {error}") from error
-        score = self._score(said)
-        if score is None:  # somebody edited the cache
-            raise self._nonsense(said)
-        lowest, highest = self._scale
-        return Score((score - lowest) / (highest - lowest))
+        return Score(self._reward(said))
 
     async def _ask(self, prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]
         said = await self._server.complete(messages, self._parameters)
-        if self._score(said) is not None:
-            return said
-        lowest, highest = self._scale
-        reminder = (
-            f"There is no score from {lowest:g} to {highest:g} in this. Say the score alone, in the form asked for."
-        )
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": reminder}]
-        again = await self._server.complete(messages, self._parameters)
-        if self._score(again) is None:
-            raise self._nonsense(again)
-        return again
+        if self._score(said) is None:
+            reminder = f"There is no score {self._range} in this. Say the score alone, in the form asked for."
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": reminder}]
+            said = await self._server.complete(messages, self._parameters)
+            self._reward(said)
+        return said
+
+    def _reward(self, said: str) -> float:
+        """Raises RewardError if the judge gave no score."""
+        score, (lowest, highest) = self._score(said), self._scale
+        if score is None:
+            raise RewardError(
+                f"the judge {self._server.model} gave no score {self._range} that {self._pattern.pattern} finds; it "
+                f"said {shown(said)}"
+            )
+        return (score - lowest) / (highest - lowest)
 
     def _score(self, said: str) -> float | None:
         found = self._pattern.findall(said)
-        if not found:
-            return None
         try:
             score = float(found[-1] if isinstance(found[-1], str) else found[-1][0])
-        except ValueError:
+        except (IndexError, ValueError):
             return None
         return score if self._scale[0] <= score <= self._scale[1] else None
-
-    def _nonsense(self, said: str) -> RewardError:
-        lowest, highest = self._scale
-        return RewardError(
-            f"the judge {self._server.model} gave no score from {lowest:g} to {highest:g} that {self._pattern.pattern} "
-            f"finds; it said {shown(said)}"
-        )
 
     def _filled(self, answer: str, data: Example) -> str:
         missing = [column for column in self._columns if data.get(column) is None]

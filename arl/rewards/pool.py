@@ -23,7 +23,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.workflow import Shared
-from arl.rewards.score import ResultT, check_limits, name_of, ran_too_long, score_of
+from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long
 
 # Worker processes are forked from a clean server process. They import the user's script only if they need it.
 
@@ -271,10 +271,9 @@ def _call(function: Callable[..., Any], arguments: bytes) -> _Outcome:
     except Exception:  # noqa: BLE001 - crosses to the caller as text
         return None, f"{name} failed in its worker:\n{traceback.format_exc()}"
     try:
-        score = score_of(result, name)
+        return checked(result, name_of(function)), None
     except RewardError as error:
         return None, str(error)
-    return result if result is score else score.value, None
 
 
 def _nothing(_: object) -> None:

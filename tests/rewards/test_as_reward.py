@@ -146,6 +146,8 @@ def test_limits_that_a_reward_does_not_take_are_refused() -> None:
     for kind in (RewardPool, ThreadReward, AsyncReward):
         with pytest.raises(ConfigError, match="timeout_s is 0"):
             kind(length, timeout_s=0)
+    with pytest.raises(ConfigError, match="workers is 0; it must be at least 1"):
+        RewardPool(length, workers=0)
 
 
 @pytest.mark.parametrize(

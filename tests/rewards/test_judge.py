@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import threading
 from base64 import b64encode
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,27 @@ async def test_no_more_requests_are_under_way_than_allowed() -> None:
     async with Served({PATH: slow}) as served, JudgeReward(server_at(served, max_concurrent=2)) as judge:
         await asyncio.gather(*(judge(str(k), EXAMPLE) for k in range(6)))
     assert served.most_running == 2
+
+
+def test_a_judge_may_be_used_in_one_event_loop_after_another() -> None:
+    class Ones(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": '{"score": 1}'}}]}).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    async def ask_thrice() -> list[Score]:
+        async with judge:
+            return await asyncio.gather(*(judge(str(k), EXAMPLE) for k in range(3)))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ones) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        judge = JudgeReward(ChatServer(f"http://127.0.0.1:{server.server_port}/v1", "judge-1", max_concurrent=1))
+        assert [asyncio.run(ask_thrice()) for _ in range(2)] == [[Score(0.1)] * 3] * 2
+        server.shutdown()
 
 
 async def test_the_key_is_never_told(
