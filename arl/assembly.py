@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -56,6 +57,7 @@ from arl.training.display import Display
 from arl.training.learner import Learner, TrainThread
 from arl.training.metrics import Evaluator, RunLog, RunTotals, make_run_dir
 from arl.training.trainer import Trainer
+from arl.workflow.agent import AgentWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 
 log = logging.getLogger(__name__)
@@ -124,8 +126,11 @@ def load_train_engine(
     engine after use. Raises ConfigError, ModelError.
     """
     settings = settings or TrainConfig()
-    kind = FSDPTrainEngine if settings.num_ranks == 1 else RayTrainEngine
-    return kind(str(model), settings, seed, head)
+    kind, hook = FSDPTrainEngine if settings.num_ranks == 1 else RayTrainEngine, sys.excepthook
+    try:
+        return kind(str(model), settings, seed, head)
+    finally:
+        sys.excepthook = hook  # torch's would begin every later traceback of this process with [rank0]
 
 
 def decoder(model: str) -> Callable[[Sequence[int]], str]:
@@ -165,7 +170,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     display = Display(config.steps, Console(quiet=not config.log.console))
     stack.callback(display.close)
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
-        learner, engine = await _engines(stack, config, thread)
+        learner, engine = await _engines(stack, config, given.workflow, thread)
     transport = _transport(config)
     stack.callback(transport.close)
     decode = await asyncio.to_thread(_decoder, config)
@@ -199,9 +204,11 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     )
 
 
-async def _engines(stack: AsyncExitStack, config: Config, thread: TrainThread) -> tuple[Learner, InferenceEngine]:
+async def _engines(
+    stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, thread: TrainThread
+) -> tuple[Learner, InferenceEngine]:
     """Both at once: the train engine loads while servers start."""
-    loading = thread.submit(_learner, config)
+    loading = thread.submit(_learner, config, workflow)
     stack.push_async_callback(_close, thread, loading)
     try:
         addresses, api_key = await _addresses(config, stack, config.run_dir / "logs")
@@ -280,7 +287,7 @@ async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple
     return await stack.enter_async_context(servers), None
 
 
-def _learner(config: Config) -> Learner:
+def _learner(config: Config, workflow: RolloutWorkflow) -> Learner:
     """The policy's engine; a critic is a head on it, or an engine beside it. A failure closes what was built."""
     _check_critics_tokens(config)
     with ExitStack() as stack:
@@ -288,6 +295,7 @@ def _learner(config: Config) -> Learner:
         for model, train, head in _loads(config):
             engines.append(load_train_engine(model, train, seed=config.seed, head=head))
             stack.callback(engines[-1].close)
+        _check_room(config, workflow, engines[0].limits.context_length)
         learner = Learner(
             engines[0],
             config.algorithm,
@@ -297,6 +305,21 @@ def _learner(config: Config) -> Learner:
         )
         stack.pop_all()
     return learner
+
+
+def _check_room(config: Config, workflow: RolloutWorkflow, of_model: int | None) -> None:
+    """Raise ConfigError if answers of the workflow's max_new_tokens leave no room for a prompt.
+
+    of_model: the model's context in tokens, if it has a limit.
+    """
+    engine = config.engine
+    of_server = engine.context_length or 4096 if isinstance(engine, LocalEngineConfig) else None  # see its docstring
+    limit = min((length for length in (of_model, of_server) if length is not None), default=None)
+    if isinstance(workflow, AgentWorkflow) and limit is not None and workflow.sampling.max_new_tokens >= limit:
+        raise ConfigError(
+            f"max_new_tokens is {workflow.sampling.max_new_tokens}, and prompt and answer have room for {limit} tokens "
+            "together; lower it" + (", or set engine.context_length" if limit == of_server else "")
+        )
 
 
 def _check_critics_tokens(config: Config) -> None:

@@ -17,7 +17,7 @@ FORMATS = (".jsonl", ".json", ".parquet")
 
 
 def load_dataset(
-    source: str, *, split: str = "train", subset: str | None = None, columns: Sequence[str] = ()
+    source: str | Path, *, split: str = "train", subset: str | None = None, columns: Sequence[str] = ()
 ) -> Sequence[Example]:
     """The rows of one split, each a mapping from column to value.
 
@@ -26,13 +26,13 @@ def load_dataset(
     subset: the configuration of a dataset on the hub; unset: its only one, or the one called main or default.
     columns: what each row must have. Raises DatasetError, which says what to do.
     """
-    path = Path(source)
+    path = source if isinstance(source, Path) else Path(source)
     if path.exists():
         rows = [row for file in _files(path, split) for row in _read(file)]
-    elif path.suffix in FORMATS or source.startswith((".", "/", "~")):
+    elif source is path or path.suffix in (*FORMATS, ".csv") or str(source).startswith((".", "/", "~")):
         raise DatasetError(f"there is no file {source}; give an existing one, or the name of a dataset on the hub")
     else:
-        rows = _from_hub(source, split, subset)
+        rows = _from_hub(str(source), split, subset)
     if len(rows) == 0:
         raise DatasetError(f"{source} has no rows in split {split!r}; it needs at least one")
     _check_columns(rows, source, columns)
@@ -40,8 +40,8 @@ def load_dataset(
 
 
 def load_splits(
-    source: str,
-    held_out_source: str | None = None,
+    source: str | Path,
+    held_out_source: str | Path | None = None,
     *,
     num_held_out: int,
     split: str = "test",
@@ -145,7 +145,7 @@ def _main_subset(name: str, subsets: Sequence[str]) -> str:
     return chosen
 
 
-def _check_columns(rows: Sequence[Example], source: str, columns: Sequence[str]) -> None:
+def _check_columns(rows: Sequence[Example], source: str | Path, columns: Sequence[str]) -> None:
     """Rows of a local file may differ; a dataset of the hub has one schema, so that its first row speaks for all."""
     for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], start=1):
         missing = _missing(row, columns)

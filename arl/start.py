@@ -8,6 +8,7 @@ It runs an `Experiment` of one workflow; `launch` is for those who want the loop
 from __future__ import annotations
 
 import asyncio
+import difflib
 import inspect
 import pickle
 from collections.abc import Callable, Coroutine, Mapping
@@ -115,10 +116,17 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
 
 
 def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Its twin for scripts, with the same parameters."""
+    """Its twin for scripts, with the same parameters. Raises ConfigError for arguments that do not fit."""
+    signature = inspect.signature(coroutine)
 
     @wraps(coroutine)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((name for name in kwargs if name not in signature.parameters), "")
+            close = difflib.get_close_matches(unknown, signature.parameters, n=1)
+            raise ConfigError(f"arl.train {error}" + "".join(f"; did you mean {name}?" for name in close)) from None
         if _is_loop_running():
             raise ConfigError("train() blocks, and an event loop runs here, as in a notebook: await arl.atrain(...)")
         return asyncio.run(coroutine(*args, **kwargs))
@@ -175,7 +183,7 @@ def _check_choice(reward: object, workflow: object, of_reward: Mapping[str, obje
 def _rows(name: str, rows: Any, split: str) -> Any:
     """The examples. Raises DatasetError for what cannot be loaded, and for what holds no dicts."""
     if rows is None or isinstance(rows, str | Path):
-        return rows and load_dataset(str(rows), split=split)
+        return rows and load_dataset(rows, split=split)
     if isinstance(rows, Mapping):
         splits = ", ".join(map(repr, rows))
         raise DatasetError(f"{name} is a mapping of {splits}; give one of its splits, such as {name}[{split!r}]")

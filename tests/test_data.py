@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow
@@ -91,8 +92,9 @@ def test_of_a_directory_the_first_rows_of_another_split_are_held_out(tmp_path: P
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
-    with pytest.raises(DatasetError, match=r"there is no file \./rows\.jsonl"):
-        load_dataset("./rows.jsonl")
+    for source in ("./rows", "nowhere.csv", "nowhere.jsonl", Path("nowhere")):
+        with pytest.raises(DatasetError, match=f"there is no file {re.escape(str(source))};"):
+            load_dataset(source)
 
 
 class FakeHub:

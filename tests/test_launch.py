@@ -13,11 +13,14 @@ from transformers import AutoTokenizer
 
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
-from arl.assembly import _check_critics_tokens, launch
+from arl.api.types import SamplingParams
+from arl.assembly import _check_critics_tokens, _check_room, launch, load_train_engine
 from arl.engine.tiny import write_tiny_model
+from arl.rewards import NumericMatch
 from arl.training.metrics import read_jsonl
+from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.teachers import DistillationWorkflow
-from tests.agent_script import SayDigits
+from tests.agent_script import TOKENIZER, SayDigits
 
 SILENT = {"log": {"console": False}}
 SCRIPT = Path(__file__).with_name("agent_script.py")
@@ -178,6 +181,35 @@ def test_a_critic_of_another_tokenizer_is_refused_and_one_that_knows_more_is_not
 def _with_critic(model: Path, critic: str | None) -> Config:
     algorithm = {"preset": "ppo", "critic": {"model": critic}}
     return Config.model_validate({"model": str(model), "algorithm": algorithm})
+
+
+@pytest.mark.parametrize(
+    ("engine", "of_model", "advice"),
+    [
+        ({}, None, "room for 4096 tokens together; lower it, or set engine.context_length"),
+        ({"context_length": 4096}, 8000, "or set engine.context_length"),
+        ({"context_length": 8000}, 4096, "room for 4096 tokens together; lower it$"),
+        ({"kind": "sglang", "addresses": ["http://a:1"]}, 4096, "lower it$"),
+        ({"context_length": 4097}, None, None),
+        ({"kind": "sglang", "addresses": ["http://a:1"]}, None, None),
+    ],
+)
+def test_answers_that_leave_no_room_for_a_prompt_are_refused(
+    engine: dict[str, object], of_model: int | None, advice: str | None
+) -> None:
+    config = Config.model_validate({"model": "m", "engine": engine})
+    sampling = SamplingParams(max_new_tokens=4096)
+    workflow = SingleTurnWorkflow(TOKENIZER, NumericMatch(), sampling=sampling)
+    if advice is None:
+        return _check_room(config, workflow, of_model)
+    with pytest.raises(ConfigError, match=f"max_new_tokens is 4096.*{advice}"):
+        _check_room(config, workflow, of_model)
+
+
+def test_tracebacks_after_an_engine_was_loaded_are_not_torchs(model: Path) -> None:
+    hook = sys.excepthook
+    load_train_engine(model).close()
+    assert sys.excepthook is hook
 
 
 @pytest.mark.parametrize(

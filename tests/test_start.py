@@ -55,6 +55,20 @@ async def test_within_an_event_loop_it_says_what_to_await(small: dict[str, Any])
         arl.train(dataset=SUMS, reward=right, **small)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dataset": SUMS, "stpes": 3}, "arl.train got an unexpected keyword argument 'stpes'; did you mean steps?"),
+        ({"dataset": SUMS, "xyz": 3}, "arl.train got an unexpected keyword argument 'xyz'"),
+        ({}, "arl.train missing a required argument: 'dataset'"),
+    ],
+)
+def test_an_argument_that_is_unknown_or_missing_is_named_with_a_close_one(arguments: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        arl.train(**arguments)
+    assert str(raised.value) == said
+
+
 async def test_several_rewards_are_named_and_weighted(small: dict[str, Any]) -> None:
     parts = {"right": right, "short": (0.5, lambda answer, data: float(len(answer) < 4))}
     result = await arl.atrain(dataset=SUMS[2:3], reward=parts, **small)
