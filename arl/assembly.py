@@ -186,7 +186,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     replay = _replay(config)
     if state is not None:
         rollout.load_state_dict(state.values["rollout"], state.groups)
-        replay.restore(state.replay, learner.version)
+        replay.add(state.replay, learner.version)
         _say_where_it_continues(config, learner.version, display)
     return Trainer(
         config=config,

@@ -211,7 +211,7 @@ def full_before(buffer: ReplayBuffer) -> Callable[[int], Awaitable[list[Group]]]
     take_batch = buffer.take_batch
 
     async def take_when_full(version: int) -> list[Group]:
-        while buffer.state.finished < buffer.state.capacity:  # noqa: ASYNC110  who waits is told of a batch, no sooner
+        while buffer.num_finished < buffer.capacity:  # noqa: ASYNC110  who waits is told of a batch, no sooner
             await asyncio.sleep(0.02)
         return await take_batch(version)
 

@@ -1,7 +1,6 @@
-"""Advantages of a batch's tokens, by any of the estimators.
+"""Advantages of a batch's tokens, among a group's trajectories of the same role, in float64.
 
-Advantages are computed among a group's trajectories of the same role, in float64. The order of trajectories, groups and
-roles does not change a bit of them. An episode that branched into several trajectories counts once.
+The order of trajectories, groups and roles does not change a bit of them. An episode that branched counts once.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
     """Fill in the batch's advantages, and with a critic its returns: 0 where nothing is trained.
 
     `batch` must hold proximal and reference logprobs for a KL in the reward, and values for GAE. A masked-out
-    trajectory counts in its group's reward statistics, but in no statistic over trained tokens. Raises TrajectoryError
-    if a group lacks rewards that the estimator needs.
+    trajectory counts in its group's reward statistics, but in no statistic over trained tokens. Raises TrajectoryError.
     """
     settings, returns = config.advantage, batch.returns
     advantages = torch.where(batch.loss_mask, _estimated(batch, peers_of(batch, config.overlong), config), 0.0)
@@ -44,9 +42,8 @@ def with_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
         returns = torch.where(batch.loss_mask, advantages + batch.values, 0.0).float()
         advantages = whitened(batch, advantages)
     elif isinstance(settings, ReturnsAdvantage) and settings.scale == "batch_std":
-        # REINFORCE++ subtracts the mean (2501.03262, as do OpenRLHF and verl). Its variant with the group's mean as a
-        # baseline does too: longer trajectories weigh more there, so the mean over tokens is not 0, and a group of
-        # equal rewards gets -mean / std.
+        # REINFORCE++ subtracts the mean (2501.03262, OpenRLHF, verl). With the group's mean as a baseline it is not 0,
+        # as longer trajectories weigh more: a group of equal rewards gets -mean / std.
         advantages = whitened(batch, advantages)
     elif isinstance(settings, ReturnsAdvantage) and settings.separate_rewards:
         advantages = whitened(batch, advantages, by_episode=True)  # GDPO, 2601.05242, as in TRL
@@ -89,10 +86,9 @@ def returns_advantages(
     """float64[T]: (R - baseline) / scale, the same for each token, and the process rewards from each token on.
 
     Outcome and process rewards are normalised separately and added (PRIME, 2502.01456). With a baseline of the peers',
-    a KL in the reward is part of a trajectory's outcome (RLOO, 2402.14740): R loses the penalties of all its episode's
-    tokens. With another baseline it is a process reward of each token, over the outcome's scale (REINFORCE++,
-    2501.03262). The scale is computed from R without penalties: else, in a group of equal rewards, penalties would be
-    scaled up to 1.
+    a KL in the reward is part of the outcome (RLOO, 2402.14740): R loses the penalties of all its episode's tokens.
+    With another baseline it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The
+    scale is that of R without penalties: in a group of equal rewards, it would scale penalties up to 1.
     """
     penalties = kl_penalties(batch, config.kl)
     sums = batch.sums(penalties) if penalties is not None and settings.is_relative else None
@@ -123,32 +119,31 @@ def returns_advantages(
 def distillation_advantages(batch: Batch) -> torch.Tensor:
     """float64[T]: teacher logprob - p of each trained token, from the workflow's token_rewards.
 
-    The reverse KL(student || teacher) of a policy pi has the gradient E[(log pi - log teacher) grad log pi], with pi
-    the policy that learns. The workflow can compare the teacher with the sampler b alone. So this adds b - p. Without
-    it, training would go on pushing stale tokens after the student has reached its teacher.
+    KL(pi || teacher) has the gradient E[(log pi - log teacher) grad log pi], with pi the policy that learns. The
+    workflow compares the teacher with the sampler b. So this adds b - p; without it, training would go on pushing stale
+    tokens after the student has reached its teacher.
     """
     given = joined("d", (t.token_rewards or (0.0,) * len(t.token_ids) for t in batch.trajectories))
     return given + (batch.behavior_logprobs.double() - batch.proximal_logprobs.double())
 
 
 def _one_success(peers: Peers, k: int) -> list[float]:
-    """Each trajectory's advantage as a right or wrong answer among its peers' episodes."""
     values = peers.of_episodes(peers.totals)
     known = {v > SUCCESS: a for v, a in zip(values, pass_at_k_advantages(values, k), strict=True)}
     return [known.get(total > SUCCESS, 0.0) for total in peers.totals]
 
 
 def pass_at_k_advantages(rewards: Sequence[float], k: int) -> list[float]:
-    """Each answer's advantage for the chance that one of k is right: the paper's analytic form.
+    """[n] Advantages for the chance that one of k answers is right (Pass@k Training, 2508.10751, analytic form).
 
-    Of n answers c are right. A subgroup of k answers has reward 1 if one of them is right. Over all subgroups the mean
-    reward is rho and the standard deviation sigma. An answer's advantage is the mean advantage of its subgroups:
+    Of n answers c are right. A subgroup of k has reward 1 if one of them is right. Over all subgroups the mean reward
+    is rho and the standard deviation sigma. An answer's advantage is the mean advantage of its subgroups:
 
         rho = 1 - C(n - c, k) / C(n, k)       sigma = sqrt(rho (1 - rho))
         right: (1 - rho) / sigma              wrong: (1 - rho - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / sigma
 
-    All are 0 if all subgroups have the same reward: with n <= k, if all are wrong, and if fewer than k are wrong. The
-    computation is in whole numbers up to the last division. k = 1 is GRPO with the population's standard deviation.
+    All are 0 if all subgroups have the same reward: with n <= k, if all are wrong, and if fewer than k are wrong.
+    k = 1 is GRPO with the population's standard deviation.
     """
     n, num_right = len(rewards), sum(reward > SUCCESS for reward in rewards)
     num_wrong = n - num_right
@@ -161,22 +156,18 @@ def pass_at_k_advantages(rewards: Sequence[float], k: int) -> list[float]:
     return [right if reward > SUCCESS else wrong for reward in rewards]
 
 
-# One number for each trajectory, from its reward and the rewards of its peers' episodes.
-
-
 def scaled(rewards: Sequence[float], peers: Peers, baseline: str, scale: str) -> list[float]:
-    """(R - baseline) / scale, for each of the peers. batch_std divides by nothing here: it needs the whole batch."""
+    """[n] (R - baseline) / scale of the peers. batch_std divides by nothing here: it needs the whole batch."""
     divisor = divisor_of(rewards, peers, scale)
     return [c / divisor for c in centred(rewards, peers, baseline)]
 
 
 def divisor_of(rewards: Sequence[float], peers: Peers, scale: str) -> float:
-    """group_std: the sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) of n episodes' rewards + 1e-6;
-    else 1.
+    """group_std: the sample standard deviation (n - 1, as in verl, TRL and OpenRLHF) of n episodes' rewards + 1e-6.
 
-    If the trajectories of one episode differ in their rewards (debaters, say), each is a part of the episode and counts
-    by its own distance from the mean. So differences within episodes are not scaled up where the episodes are alike.
-    Where all rewards are equal the divisor is 1 too, so rounding errors are not scaled up.
+    It is 1 for another scale, and where all rewards are equal. If the trajectories of one episode differ in their
+    rewards (debaters, say), each counts by its own distance from the mean: differences within episodes are not scaled
+    up where the episodes are alike.
     """
     if scale != "group_std":
         return 1.0
@@ -219,7 +210,7 @@ def centred(rewards: Sequence[float], peers: Peers, baseline: str) -> list[float
 
 
 def _less_the_others(rewards: Sequence[float], values: Sequence[float], mean: float, peers: Peers) -> list[float]:
-    """Each reward less the mean of the other episodes' values; 0 without another episode."""
+    """[n] Each reward less the mean of the other episodes' values; 0 without another episode."""
     centred = [0.0] * len(rewards)
     if len(values) == 1:
         return centred
@@ -231,10 +222,9 @@ def _less_the_others(rewards: Sequence[float], values: Sequence[float], mean: fl
 
 
 def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
-    """The sum of the advantages of all named rewards (GDPO, 2601.05242), before whitening.
+    """[n] The sum of the advantages of all named rewards (GDPO, 2601.05242), before whitening. Raises TrajectoryError.
 
-    `rewards` replace `reward`. A penalty for length is one more of them. Raises TrajectoryError if the peers have
-    different names, or none.
+    `rewards` replace `reward`. A penalty for length is one more of them.
     """
     parts = [[t.rewards[name] for t in peers.trajectories] for name in _reward_names(peers)]
     parts.append([-p for p in peers.overlong])

@@ -26,10 +26,9 @@ _TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """N trajectories with T tokens together.
+    """N trajectories with T tokens together. The tensors are TrainSequence's fields, [T] each.
 
-    The tensors are TrainSequence's fields, [T] each. Never change one in place: fields that are not known yet are 0 and
-    may share these zeros.
+    Never change one in place: fields that are not known yet may share their zeros.
     """
 
     groups: tuple[Group, ...]
@@ -58,7 +57,7 @@ class Batch:
     def of(cls, groups: Sequence[Group], overlong: OverlongConfig = OverlongConfig()) -> Batch:  # noqa: B008 - frozen
         """The groups' trajectories, with the sampler's logprobs and versions.
 
-        With overlong.mask_truncated, trajectories that a length limit ended train no token and count in no denominator.
+        With overlong.mask_truncated, those that a length limit ended train no token and count in no denominator.
         """
         trajectories = tuple(t for group in groups for t in group.trajectories)
         lengths = tuple(len(t.token_ids) for t in trajectories)
@@ -170,9 +169,8 @@ def loss_weights(batch: Batch, aggregation: Aggregation, *, sequence_tokens: int
         sequence_sum (Dr.GRPO, 2503.20783, section 3.2):         1 / (S sequence_tokens)
         group_mean (each group a token mean of its own):         1 / (G N_g)
 
-    Call this before any split. The denominators are the whole minibatch's, so no split into microbatches or over ranks
-    changes the loss. Untrained tokens weigh 0. An episode without trained tokens counts nowhere, and a minibatch of
-    such episodes has loss 0.
+    Call this before any split: the denominators are the whole minibatch's, so no split into microbatches or over ranks
+    changes the loss. Untrained tokens weigh 0, and an episode without trained tokens counts nowhere.
     """
     of_episodes, of_groups = Counter[int](), Counter[int]()
     for group, episode, count in zip(batch.group, batch.episode, batch.counts, strict=True):

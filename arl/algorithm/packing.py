@@ -1,7 +1,6 @@
 """Grouping of sequences: into microbatches under a token budget, and into balanced shares for data-parallel ranks.
 
-Both count forwarded tokens, so they keep sequences with a shared prefix together. They never split a unit of sequences.
-Both are deterministic functions of the token ids and units alone, so every rank and every rerun groups alike.
+Both count forwarded tokens and never split a unit. They depend on token ids and units alone: all ranks group alike.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ _TOLERANCE = 0.01
 
 
 def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[list[int]]:
-    """Bins of the order's indices that forward at most `budget` tokens each. A longer sequence gets its own bin.
+    """Bins of the order's indices that forward at most `budget` tokens each; a larger sequence or unit gets its own.
 
-    units[i]: the unit of the order's index i. Sequences of one unit >= 0 lie in one bin, as one piece; a unit larger
-    than the budget gets its own bin. Without units every sequence is a piece.
+    units[i]: the unit of the order's index i. Sequences of one unit >= 0 are one piece; any other sequence is one.
 
     Packing goes from the leaves of the radix tree to its root. The pieces below a node are packed first-fit-decreasing
     (Johnson 1973: at most 11/9 of the fewest possible bins, plus one) into bins that hold the node's own prefix once.
@@ -38,9 +36,8 @@ def balanced_shares(
     """Split the indices of `sequences` into `num_shares` shares that forward nearly equal numbers of tokens.
 
     The shares are the bins of the smallest budget that needs at most `num_shares` bins (MULTIFIT: Coffman, Garey &
-    Johnson 1978; without shared prefixes at most 13/11 of the smallest possible maximum). So sequences of one unit are
-    in one share, and a family is cut only if it is too large. share_prefixes: as TrainConfig.share_prefixes. Indices
-    within a share are ascending. A share may be empty.
+    Johnson 1978; without shared prefixes at most 13/11 of the smallest possible maximum). A family is cut only if it is
+    too large. Indices within a share are ascending. A share may be empty.
     """
     if num_shares < 1:
         raise ValueError(f"num_shares is {num_shares}; it must be at least 1")
@@ -59,15 +56,16 @@ def balanced_shares(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Sequences that stay together: the number of tokens that they forward, and their indices."""
+    """Sequences that stay together."""
 
     num_tokens: int
+    """That they forward."""
     indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The input of the grouping: units of several sequences, which are never cut, and the order of all others."""
+    """Units of several sequences, which are never cut, and the order of all others."""
 
     units: tuple[_Piece, ...]
     others: PrefixOrder

@@ -16,10 +16,9 @@ from arl.api.types import Group, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The trajectories of a group with the same role.
+    """The n trajectories of a group with the same role: roles have different rewards, and are compared apart.
 
-    Agents of different roles have different rewards, so each role is compared on its own. If episodes of a group were
-    dropped, the remaining ones normalise it. Masked-out trajectories train nothing, but count here like others.
+    Masked-out trajectories train nothing, but count here like others.
     """
 
     group: Group
@@ -27,8 +26,7 @@ class Peers:
     members: tuple[int, ...]
     """Places of the trajectories in the batch."""
     episodes: tuple[tuple[int, ...], ...]
-    """For each episode, the indices of its peers. A branched episode has several. It counts once, as their mean, in
-    every statistic."""
+    """For each episode the indices of its peers. A branched episode has several, and counts once, as their mean."""
     trajectories: tuple[Trajectory, ...]
     overlong: tuple[float, ...]
     """Each trajectory's penalty for its length."""
@@ -38,13 +36,12 @@ class Peers:
 
     @property
     def outcomes(self) -> list[float]:
-        """Each trajectory's reward less the penalty for its length."""
+        """[n] Each reward less the penalty for length."""
         return [t.reward - p for t, p in zip(self.trajectories, self.overlong, strict=True)]
 
     @property
     def totals(self) -> list[float]:
-        """Each trajectory's outcome plus all process rewards of its episode. A branch includes the rewards of the other
-        branches, as if the episode had not branched."""
+        """[n] Each outcome plus all process rewards of the episode, those of its other branches included."""
         outcomes, totals = self.outcomes, [0.0] * len(self)
         for members in self.episodes:
             trajectories = [self.trajectories[i] for i in members]
@@ -54,11 +51,11 @@ class Peers:
         return totals
 
     def of_episodes(self, values: Sequence[float]) -> list[float]:
-        """For each episode the mean of its trajectories' values."""
+        """For each episode the mean of its peers' values."""
         return [mean([values[i] for i in members]) for members in self.episodes]
 
     def summed(self, values: Sequence[float]) -> list[float]:
-        """For each trajectory the sum over the trajectories of its episode."""
+        """[n] For each of the peers the sum over its episode's."""
         sums = [0.0] * len(self)
         for members in self.episodes:
             total = math.fsum(values[i] for i in members)
@@ -107,8 +104,7 @@ def kl_penalties(batch: Batch, kl: KLConfig) -> torch.Tensor | None:
     """The KL penalty on each token's reward, float64[T], 0 where nothing is trained; None: no KL in the reward.
 
     coefficient * k(d) with d = proximal - reference logprob, and k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. In k3 d is
-    at least -20: a token that the policy almost excludes must not outweigh all others. A masked-out trajectory has no
-    penalty, because no logprobs were computed for it.
+    at least -20: a token that the policy almost excludes must not outweigh all others.
     """
     if kl.coefficient == 0 or kl.place == "loss":
         return None
@@ -120,7 +116,7 @@ def kl_penalties(batch: Batch, kl: KLConfig) -> torch.Tensor | None:
     return torch.where(batch.loss_mask, kl.coefficient * estimate, 0.0)
 
 
-# Mean and standard deviation. The order of the numbers does not change a bit of them.
+# Mean and standard deviation. fsum is exact, so the order of the numbers does not change a bit of them.
 
 
 EPSILON = 1e-6
@@ -129,8 +125,6 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The mean and spread of some numbers."""
-
     mean: float
     std: float
     """The sample standard deviation (n - 1). 0 for fewer than two numbers, and for numbers that differ by rounding."""
@@ -149,26 +143,20 @@ def mean(values: Sequence[float]) -> float:
 def spread_of(numbers: Sequence[float]) -> Spread:
     if not numbers or _are_equal(min(numbers), max(numbers)):
         return Spread(min(numbers, default=0.0), 0.0)
-    # fsum is exact, so the result does not depend on the order in which episodes finished.
     middle = math.fsum(numbers) / len(numbers)
     squares = math.fsum((n - middle) * (n - middle) for n in numbers)
     return Spread(middle, math.sqrt(squares / (len(numbers) - 1)))
 
 
 def _are_equal(low: float, high: float) -> bool:
-    """Whether numbers from low to high differ by rounding alone.
-
-    The comparison comes before any subtraction: the rounded mean of equal numbers may differ from each of them, and a
-    difference in the last bit of a large number is not small.
-    """
+    """Whether numbers from low to high differ by rounding alone, in their last bits."""
     return high - low <= 4 * math.ulp(max(abs(low), abs(high)))
 
 
 def whitened(batch: Batch, values: torch.Tensor, *, by_episode: bool = False) -> torch.Tensor:
     """(values - mean) / (std + 1e-6) of float64[T] values over the trained tokens, and 0 elsewhere.
 
-    Equal numbers, and a single number, become exactly 0. by_episode: in mean and std all episodes weigh the same,
-    whatever their number of tokens.
+    Equal numbers, and a single number, become exactly 0. by_episode: all episodes weigh the same in mean and std.
     """
     trained, weights = values[batch.loss_mask], torch.ones(int(batch.loss_mask.sum()), dtype=torch.float64)
     if by_episode:
@@ -177,7 +165,6 @@ def whitened(batch: Batch, values: torch.Tensor, *, by_episode: bool = False) ->
     count = round(math.fsum(weights.tolist()))
     if count < 2 or _are_equal(float(trained.min()), float(trained.max())):
         return torch.zeros_like(values)
-    # fsum is exact here too.
     middle = math.fsum((weights * trained).tolist()) / count
     squares = math.fsum((weights * (trained - middle) ** 2).tolist())
     divisor = Spread(middle, math.sqrt(squares / (count - 1))).divisor

@@ -42,12 +42,9 @@ class PrefixOrder:
 
     @classmethod
     def of(cls, sequences: Sequence[torch.Tensor], min_shared: int = MIN_SHARED_TOKENS) -> PrefixOrder:
-        """Sort int64[T_i] token ids by their prefixes. Common prefixes of fewer than `min_shared` tokens count as none.
-
-        Sorting compares bytes: any order of the tokens will do, and this one is as fast as memory.
-        """
+        """Sort int64[T_i] token ids by their prefixes. Common prefixes below `min_shared` tokens count as none."""
         arrays = [tokens.cpu().numpy() for tokens in sequences]
-        keys = [array.tobytes() for array in arrays]
+        keys = [array.tobytes() for array in arrays]  # any order of the tokens will do, and bytes are fast
         indices = sorted(range(len(keys)), key=keys.__getitem__)
         shared = [0] * len(indices)
         for k in range(1, len(indices)):
@@ -58,7 +55,7 @@ class PrefixOrder:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to forward: all tokens, less those that a sequence shares with the one before."""
+        """Tokens to forward."""
         return sum(self.lengths) - sum(self.shared)
 
     def only(self, indices: Collection[int]) -> PrefixOrder:
@@ -87,8 +84,7 @@ class Stretch:
     start: int
     stop: int
     context: tuple[Run, ...] = ()
-    """The runs of the row with the tokens before the stretch, from the root on. Every token of the stretch follows all
-    of them. Empty at the beginning of a sequence."""
+    """The runs of the row with the tokens before the stretch, from the root on."""
 
     @property
     def num_tokens(self) -> int:

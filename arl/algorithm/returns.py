@@ -17,7 +17,7 @@ from arl.api.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """The places of a batch's M trained tokens among its T, those of masked-out trajectories included."""
+    """A batch's M trained tokens among its T, those of masked-out trajectories included."""
 
     places: torch.Tensor
     """int64[M], ascending."""
@@ -43,10 +43,7 @@ class TrainedTokens:
         return self.owners[1:] == self.owners[:-1]
 
     def credited(self, places: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-        """float64[T]: the rewards of the tokens at `places`, each given to the last trained token at or before it.
-
-        A reward before the first trained token is left out: no trained token led to it.
-        """
+        """float64[T]: the rewards at `places`, each given to the last trained token at or before it, if any."""
         earners = self.last[places]
         is_earned = earners >= 0
         return torch.zeros(len(self.last), dtype=torch.float64).index_add_(0, earners[is_earned], rewards[is_earned])
@@ -67,16 +64,16 @@ def process_rewards(
 ) -> torch.Tensor:
     """float64[T]: process rewards, normalised among peers as `settings` say; 0 without process rewards.
 
-    Rewards of tokens are normalised among the peers' trained tokens, rewards of turns among the peers' turns. Both are
-    separate from the outcome (PRIME, 2502.01456; GRPO's process supervision, 2402.03300, 4.1.3):
+    Rewards of tokens are normalised among the peers' trained tokens, rewards of turns among their turns, both apart
+    from the outcome (PRIME, 2502.01456; GRPO's process supervision, 2402.03300, 4.1.3):
 
         none, greedy:                   as they are
         group_mean, length_weighted:    less the mean over all of them
         leave_one_out:                  less the mean of the other episodes' means
         group_std:                      divided by the standard deviation over all of them + 1e-6
 
-    A trajectory without token_rewards or turns counts in no mean. With a baseline of the peers', equal rewards become
-    0, and so do the rewards of an episode without peers.
+    A trajectory without token_rewards or turns counts in no mean. With a baseline of the peers', equal rewards and the
+    rewards of an episode without peers become 0.
     """
     rewards = torch.zeros(len(trained.last), dtype=torch.float64)
     if any(any(t.token_rewards or ()) for t in batch.trajectories):
@@ -144,8 +141,7 @@ def returns_to_go(
 def discounted_sums(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """y_t = rewards_t + kept_t y_{t+1}. rewards: float64[n]. kept: float64[n - 1], the factor between neighbours.
 
-    It works by doubling: after round k, y_t holds the terms of 2^k tokens, and `kept` the factor of the token after
-    them.
+    By doubling: after round k, y_t holds the terms of 2^k tokens, and `kept` the factor of the token after them.
     """
     sums, kept, reach = rewards.clone(), kept.clone(), 1
     while kept.any():
@@ -161,8 +157,8 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
         delta_t = r_t + discount V_{t+1} - V_t        A_t = delta_t + discount lam A_{t+1}
 
     Untrained tokens in between are skipped: the environment's answer is part of the transition. r_t are the process
-    rewards since t, less the KL in the reward. The last token has the outcome too. After it V is 0, even if a length
-    limit ended the trajectory, as in verl and TRL: the reward already values the cut.
+    rewards since t, less the KL in the reward; the last token has the outcome too. After it V is 0, even if a length
+    limit ended the trajectory (as in verl and TRL): the reward already values the cut.
     """
     trained = TrainedTokens.of(batch)
     ends = torch.tensor(trained.starts[1:], dtype=torch.int64) - 1
@@ -202,10 +198,9 @@ def turn_advantages(batch: Batch, peers: Sequence[Peers], settings: GiGPOAdvanta
 
 
 def turn_returns(trajectory: Trajectory, outcome: float, discount: float) -> list[float]:
-    """The discounted sum of each turn's and all later turns' rewards.
+    """The discounted sum of each turn's and all later turns' rewards; the last turn has the outcome too.
 
-    A turn's rewards are its own reward and the rewards of all tokens from its first up to the next turn's first. The
-    last turn has the outcome too.
+    A turn's rewards are its own and those of all tokens from its first up to the next turn's first.
     """
     turns, stop = trajectory.turns, len(trajectory.token_ids)
     returns = [0.0] * len(turns)
@@ -218,7 +213,7 @@ def turn_returns(trajectory: Trajectory, outcome: float, discount: float) -> lis
 
 
 def _states(peers: Peers) -> list[list[tuple[int, int]]]:
-    """For each state, the (peer, turn) pairs of its turns."""
+    """For each state the (peer, turn) pairs in it."""
     states: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for i, trajectory in enumerate(peers.trajectories):
         for j, turn in enumerate(trajectory.turns):

@@ -17,7 +17,7 @@ groups that were trained, and adds them to later batches while they are fresh en
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,24 +33,6 @@ class Slot:
     """In the order of admission, from 0."""
     stamp: int
     """The version that was published at admission."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferState:
-    """How full the buffer is, in groups, for logs."""
-
-    version: int
-    """Of the next batch."""
-    published: int
-    """What the servers hold."""
-    running: int
-    finished: int
-    taken: int
-    capacity: int
-
-    @property
-    def charged(self) -> int:
-        return self.running + self.finished + self.taken
 
 
 class _Stage(Enum):
@@ -75,16 +57,14 @@ class _Entry:
 class ReplayBuffer:
     """Groups between admission and publication. All methods belong to one event loop.
 
-    t is the version of the next batch (batches taken so far, counted from `version`), p the published version. A
-    group is charged from admission until weights trained on it are published, or until it is released. One rollout
-    loop admits and one trainer takes; max_staleness=0 makes the two alternate, as synchronous training does.
+    A group is charged from admission until weights trained on it are published, or until it is released. One rollout
+    loop admits and one trainer takes. version: that of the first batch.
     """
 
     def __init__(self, batch_size: int, max_staleness: int, version: int = 0) -> None:
         if batch_size < 1 or max_staleness < 0:
             raise ValueError(
-                f"batch_size is {batch_size} and max_staleness is {max_staleness}; "
-                "they must be at least 1 and at least 0"
+                f"batch_size is {batch_size} and max_staleness is {max_staleness}; they must be at least 1 and 0"
             )
         self._batch_size = batch_size
         self._max_staleness = max_staleness
@@ -96,20 +76,26 @@ class ReplayBuffer:
         self._changed = asyncio.Condition()
 
     @property
-    def state(self) -> BufferState:
-        return BufferState(
-            version=self._version,
-            published=self._published,
-            running=len(self._in(_Stage.RUNNING)),
-            finished=len(self._in(_Stage.FINISHED)),
-            taken=len(self._in(_Stage.TAKEN)),
-            capacity=self._capacity,
-        )
+    def capacity(self) -> int:
+        """How many groups may be charged at once."""
+        return (self._max_staleness + 1) * self._batch_size
+
+    @property
+    def num_charged(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._in(_Stage.RUNNING))
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._in(_Stage.FINISHED))
 
     async def admit(self) -> Slot:
         """Wait for room, and charge one group for it, stamped with the version published now."""
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._entries) < self._capacity)
+            await self._changed.wait_for(lambda: len(self._entries) < self.capacity)
             slot = Slot(number=self._next_number, stamp=self._published)
             self._next_number += 1
             self._entries[slot.number] = _Entry(slot=slot, deadline=slot.stamp + self._max_staleness)
@@ -149,7 +135,7 @@ class ReplayBuffer:
     def restore(self, groups: Iterable[Group]) -> list[Group]:
         """Put a checkpoint's groups back before any is admitted; return those that no batch could hold in time.
 
-        There are such groups only if batch_size or max_staleness has changed: see docs/staleness.md.
+        Only a change of batch_size or max_staleness makes such groups: see docs/staleness.md.
         """
         kept: list[Group] = []
         unusable: list[Group] = []
@@ -164,10 +150,10 @@ class ReplayBuffer:
         return unusable
 
     async def take_batch(self, version: int) -> list[Group]:
-        """Wait for, and remove, batch_size finished groups for the batch trained at `version`, the next in sequence.
+        """Wait for, and remove, batch_size finished groups: the batch for `version`, the next in sequence.
 
         Takes the earliest deadlines first, and returns the groups in order of admission, which is that of their ids.
-        Raises StalenessError if a token is older than max_staleness allows, which only a defect here can cause.
+        Raises StalenessError if a token is too old, which only a defect here can cause.
         """
         if version != self._version:
             raise ValueError(f"take_batch was called for version {version}; the next batch is for {self._version}")
@@ -189,7 +175,7 @@ class ReplayBuffer:
         return groups
 
     async def published(self, version: int) -> None:
-        """Every serving server now holds `version`: later groups are stamped with it, trained ones are uncharged."""
+        """Note that every serving server holds `version`: stamp later groups with it, and uncharge trained ones."""
         async with self._changed:
             if not self._published <= version <= self._version:
                 raise ValueError(
@@ -203,10 +189,7 @@ class ReplayBuffer:
             self._notify()
 
     async def wait_for_stragglers(self, after_s: float) -> list[Slot]:
-        """Wait until running groups have kept the trainer waiting for `after_s` seconds, and return their slots.
-
-        If too few groups have finished, every running one keeps it waiting; else those that would miss their deadline.
-        """
+        """Wait until running groups have kept the trainer waiting for `after_s` seconds, and return their slots."""
         clock = asyncio.get_running_loop()
         async with self._changed:
             while True:
@@ -221,10 +204,6 @@ class ReplayBuffer:
                 except TimeoutError:
                     continue
 
-    @property
-    def _capacity(self) -> int:
-        return (self._max_staleness + 1) * self._batch_size
-
     def _in(self, stage: _Stage) -> list[_Entry]:
         return [entry for entry in self._entries.values() if entry.stage is stage]
 
@@ -235,7 +214,7 @@ class ReplayBuffer:
         return entry
 
     def _earliest(self) -> list[_Entry]:
-        """The finished groups that a batch would take now: earliest deadline, then earliest admission, first."""
+        """The finished groups that a batch would take now: the earliest deadlines, then the earliest admissions."""
         finished = sorted(self._in(_Stage.FINISHED), key=lambda entry: (entry.deadline, entry.slot.number))
         return finished[: self._batch_size]
 
@@ -261,7 +240,7 @@ class ReplayBuffer:
         return None
 
     def _blocking(self) -> Iterable[_Entry]:
-        """The running groups that keep a waiting take_batch waiting."""
+        """The running groups that keep take_batch waiting: all if too few have finished, else those that are due."""
         running = self._in(_Stage.RUNNING)
         batch = self._earliest()
         if len(batch) < self._batch_size:
@@ -296,17 +275,12 @@ def _admission(group: Group) -> int:
     return group.group_id
 
 
-# Replay: groups that were trained and may be trained again, for as long as they are within max_staleness.
-
-
 class Replay:
-    """Adds groups of earlier batches to later ones.
+    """Adds groups of earlier batches to later ones, each once to a batch.
 
     num_groups: the most that a batch gets. min_reward: a group is kept if one of its trajectories has a reward above
-    it. A group that was trained at version t, with tokens of version v, is in reach of the batches t + 1 to
-    v + max_staleness, so at most max_staleness batches of groups are held. A batch gets the least stale groups: those
-    whose oldest token is newest, and among equals those admitted last. It has a group once; other batches may have it
-    too.
+    it. A group trained at version t, with tokens of version v, may join the batches t + 1 to v + max_staleness. A batch
+    gets the least stale groups: those whose oldest token is newest, and among equals those admitted last.
     """
 
     def __init__(self, num_groups: int = 0, *, min_reward: float = 0.0, max_staleness: int = 0) -> None:
@@ -321,27 +295,19 @@ class Replay:
         return tuple(self._kept.values())
 
     def add(self, groups: Iterable[Group], version: int) -> None:
-        """Keep the good groups of the batch that made `version`; forget groups that have become too old."""
+        """Keep the good groups of the batch that made `version`, or of its checkpoint; forget old ones."""
         if not self._num_groups:
             return
         self._kept |= {group.group_id: group for group in groups if self._is_good(group)}
         self._kept = {number: group for number, group in self._kept.items() if self._is_fresh(group, version)}
 
     def take(self, version: int) -> list[Group]:
-        """The groups to add to the batch for `version`, least stale first. They stay here.
-
-        Raises StalenessError if a token is older than max_staleness allows, which only a defect of this class can
-        cause.
-        """
+        """The groups to add to the batch for `version`, least stale first. They stay here. Raises StalenessError."""
         fresh = [group for group in self._kept.values() if self._is_fresh(group, version)]
         chosen = sorted(fresh, key=lambda group: (group.oldest_version, group.group_id), reverse=True)
         chosen = chosen[: self._num_groups]
         check_staleness(chosen, version, self._max_staleness)
         return chosen
-
-    def restore(self, groups: Sequence[Group], version: int) -> None:
-        """Put a checkpoint's groups back, but for those that the settings of this run would not keep."""
-        self.add(groups, version)
 
     def _is_good(self, group: Group) -> bool:
         return any(trajectory.total_reward > self._min_reward for trajectory in group.trajectories)

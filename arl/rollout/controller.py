@@ -49,9 +49,7 @@ class Dataset(Protocol):
 class RolloutController:
     """Turns examples into groups of finished episodes in the buffer.
 
-    engine: what episodes sample from. rules: which groups can be trained on. curriculum: which examples come next;
-    without one, shuffled epochs. The controller owns none of its collaborators. `run` raises FailureBudgetError,
-    StarvedError and CurriculumError.
+    The controller owns none of its collaborators. `run` raises FailureBudgetError, StarvedError and CurriculumError.
     """
 
     def __init__(
@@ -109,21 +107,13 @@ class RolloutController:
             raise error from error.__cause__
 
     def trained(self, groups: Iterable[Group]) -> None:
-        """Settle the examples of a batch that was trained, before anything is saved.
-
-        So a checkpoint sees their outcome and the weights change together.
-        """
+        """Settle the examples of a trained batch: before anything is saved, as a checkpoint holds the weights too."""
         for group in groups:
             self._ledger.settle(group.example_id, GroupOutcome.TRAINED)
             self._totals.episodes_trained += group.num_episodes
 
     def counters(self) -> dict[str, float]:
-        """What happened to episodes so far, for logs.
-
-        finished_episode_s, straggler_episode_s and overtaken_episode_s are means: how long episodes ran that finished,
-        that were cut as stragglers, and that were cut because others of their group were enough. The differences are
-        the length bias that cutting causes.
-        """
+        """What happened to episodes so far, for logs."""
         return {**self._totals.counters(), "event_loop_lag_s": self._lag.worst_s}
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,9 +121,9 @@ class RolloutController:
         return {"ledger": self._ledger.state_dict(), "totals": asdict(self._totals)}
 
     def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
-        """Continue from `state_dict`, before `run`. groups: the buffer's untrained ones, of the same moment.
+        """Continue from `state_dict`, before `run`: examples that were running run again. Raises CheckpointError.
 
-        Examples that were running then run again. Raises CheckpointError if it is another dataset's or order's.
+        groups: the buffer's untrained ones, of the same moment.
         """
         returned = self._buffer.restore(groups)
         finished = {group.example_id for group in groups} - {group.example_id for group in returned}
@@ -194,7 +184,7 @@ class RolloutController:
         self._starvation.fruitless(judged)
 
     async def _cut_stragglers(self, after_s: float) -> None:
-        """Cut groups that keep the trainer waiting. Their places are free before their episodes have ended."""
+        """Cut groups that keep the trainer waiting. Their places are free at once, though episodes may end later."""
         while True:
             for slot in await self._buffer.wait_for_stragglers(after_s):
                 run = self._running.pop(slot.number, None)
@@ -232,7 +222,6 @@ async def run_examples(
     """Run one episode for each example, `max_concurrent` at a time, and return them in order: for evaluation.
 
     seed: each request gets a seed of its own, the same in every evaluation. on_end: called as each episode ends.
-    A failed episode has an `error`; its reward, and that of a rejected one, is 0.
     """
     episodes: dict[int, Episode] = {}
     indices = iter(range(len(examples)))

@@ -76,9 +76,9 @@ def rewards_by_role(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 class EpisodeSampler:
     """The Sampler that one episode gets: it passes requests on to `engine`, and can set how they are sampled.
 
-    is_greedy: every request is answered at temperature 0, with the most likely tokens; their logprobs are those of
-    temperature 1, as the response says. seed: a request without a seed gets one, a function of this text and of the
-    number of requests before it. Retries of an episode share the sampler, so that the same tokens do not fail each one.
+    is_greedy: every request is answered at temperature 0. The logprobs are those of temperature 1.
+    seed: a request without a seed gets one, a function of this text and of the number of requests before it. Retries of
+    an episode share the sampler, so they do not sample the same tokens again.
     """
 
     def __init__(self, engine: Sampler, *, is_greedy: bool = False, seed: str | None = None) -> None:
@@ -105,12 +105,10 @@ def _seed_of(text: str) -> int:
 
 
 class FailureLog:
-    """Logs failed attempts, and keeps their tracebacks in the file `path`; None: in no file.
+    """Logs failed attempts, and keeps their tracebacks in the file `path`, if there is one.
 
-    Each attempt gets a line, until `_LINES` have failed with errors of one type; then only some do.
-
-    The message of an ArlError says what was wrong. Any other error is one in the user's code, so the log shows the
-    first tracebacks of its type.
+    Each attempt gets a line, until `_LINES` have failed with errors of one type; then only some do. Errors that are not
+    ArlErrors come from the user's code: the log shows the first tracebacks of each type.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -148,7 +146,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _append(path: Path, text: str) -> None:
-    """Blocks the event loop for the time of a small write, as logging does."""
+    """As logging does, this blocks the event loop for a small write."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -173,10 +171,10 @@ class EpisodeRunner:
             raise TypeError(f"workflow is the class {self.workflow.__name__}; pass an instance of it")
 
     async def run(self, sampler: Sampler, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
-        """Run one episode. Whatever it raises is noted once and returned; a cancellation from outside passes.
+        """Run one episode. What it raises is noted once and returned; a cancellation from outside passes.
 
-        sampler: an EpisodeSampler of this episode alone. name: what the log calls the episode. oldest_allowed: a
-        trained token of an older version is malformed.
+        sampler: of this episode alone. name: what the log calls the episode. oldest_allowed: a trained token of an
+        older version is an error.
         """
         clock = asyncio.get_running_loop()
         began = clock.time()
@@ -231,7 +229,6 @@ def check_workflow(workflow: object) -> None:
 
 
 def _with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
-    """What `raise error from cause` makes, without raising it."""
     error.__cause__ = cause
     return error
 

@@ -1,4 +1,4 @@
-"""A group: its episodes run, and are judged: is there something to train on, and which of them are kept?"""
+"""The life of a group: its episodes run, and are judged: is there something to train on?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GroupRules:
     keep: Callable[[Group], bool] | None = None
     """The user's filter: a group for which it is false is rejected."""
     drop_equal_rewards: bool = False
-    """Reject a group in whose rewards advantages would see no difference."""
+    """Reject a group whose rewards show the advantages no difference."""
     compares_parts: bool = False
     """Advantages look at a trajectory's named rewards one by one (GDPO)."""
     compares_turns: bool = False
@@ -84,10 +84,9 @@ class Fruitless:
 
 
 class GroupRun:
-    """The life of one group, from admission until its last episode has ended.
+    """One group, from admission until its last episode has ended. `run` is called once.
 
-    play: runs the episode of an index, and returns how it ended. places: each episode takes one while it runs.
-    `run` is called once. `is_cut`: the group kept the trainer waiting.
+    play: runs the episode of an index. places: each episode takes one while it runs.
     """
 
     def __init__(
@@ -116,8 +115,7 @@ class GroupRun:
     async def run(self, take: Callable[[GroupRun, Group | Fruitless], Awaitable[None]]) -> None:
         """Run the episodes. As soon as it is decided, call `take` with the group, or with why there is none.
 
-        Returns when all episodes have ended; those that are no longer needed are cancelled. `launched` is set once no
-        episode of the group waits for a place.
+        Returns when all episodes have ended. `launched` is set once no episode of the group waits for a place.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._run_episodes())
@@ -132,7 +130,7 @@ class GroupRun:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough sampled episodes have finished, so that it waits for no other."""
+        """Whether enough sampled episodes have finished."""
         return len(self._in_order) >= self._config.group_size
 
     @property
@@ -168,7 +166,7 @@ class GroupRun:
         self._decided.set()
 
     async def _run_episode(self, index: int) -> None:
-        """Run it and note how it ended. The one that makes the group full cancels those that still run."""
+        """The one that makes the group full cancels those that still run."""
         episode = await self._play(self, index)
         if index == GREEDY:
             self._greedy = episode
@@ -217,7 +215,6 @@ class GroupRun:
         return episode
 
     def _group(self) -> Group:
-        """Trajectories in the order of their episodes."""
         members = [(index, t) for index in self.kept for t in self._finished(index).trajectories]
         return Group(
             group_id=self.issue.group_id,
@@ -229,11 +226,8 @@ class GroupRun:
         )
 
 
-# Whether advantages can tell its episodes apart.
-
-
 def why_not_comparable(group: Group, rules: GroupRules) -> str | None:
-    """What advantages would miss in a whole group; None if nothing."""
+    """What the advantages would miss in the group; None if nothing."""
     for trajectory in group.trajectories:
         if rules.has_baseline and trajectory.role not in group.greedy_rewards:
             return f"the greedy episode, its baseline, returned no trajectory of role {trajectory.role!r}"
@@ -254,8 +248,8 @@ def why_not_comparable(group: Group, rules: GroupRules) -> str | None:
 def has_equal_rewards(group: Group, rules: GroupRules) -> bool:
     """Whether advantages see no difference between the trajectories of each role.
 
-    They see outcome rewards and, where rules say so, named ones. Any process reward is a difference, since its place
-    counts. With turns compared, so is a turn's distance from an outcome other than 0.
+    They see outcome rewards and, if the rules say so, named ones. Any process reward is a difference, since its place
+    counts. If turns are compared, so is a turn's distance from an outcome other than 0.
     """
     trajectories = group.trajectories
     parts = [tuple(sorted(t.rewards.items())) if rules.compares_parts else () for t in trajectories]

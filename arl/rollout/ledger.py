@@ -54,10 +54,9 @@ class ExampleLedger:
     """Hands out a dataset's examples, epoch after epoch, and keeps one outcome for each.
 
     An example that was handed out and has no outcome is pending. A ledger restored from `state_dict` first hands out
-    the pending ones again, in their order and under their group ids. So what was in flight runs again, and what was
-    trained never does.
-    curriculum: chooses the examples of each epoch and their order. Memory: one byte for each example of each epoch;
-    with a curriculum also its index, and a record of each example.
+    the pending ones again, in their order and under their group ids: what was in flight runs again, and what was
+    trained never does. Memory: one byte for each example of each epoch; with a curriculum also its index, and a record
+    of each example.
     """
 
     def __init__(self, num_examples: int, *, shuffle: bool, seed: int, curriculum: Curriculum | None = None) -> None:
@@ -133,8 +132,8 @@ class ExampleLedger:
     def load_state_dict(self, state: Mapping[str, Any], finished: Collection[ExampleId] = ()) -> None:
         """Continue from `state_dict`. finished: pending examples whose groups were kept and so need not run.
 
-        Raises CheckpointError if it was written for another dataset, order or seed. The epoch that was begun goes on as
-        it was, also if the run has another curriculum now, or none.
+        Raises CheckpointError if it was written for another dataset, order or seed. An epoch that was begun goes on,
+        whatever the curriculum now.
         """
         for name, value in self._settings.items():
             if state[name] != value:
@@ -197,7 +196,7 @@ class ExampleLedger:
 # What a curriculum is told, and what it may answer.
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Known:
     """What is known of one example."""
 
@@ -207,9 +206,19 @@ class _Known:
     reward_sum: float = 0.0
     last_reward: float | None = None
 
+    def record(self, index: int) -> ExampleRecord:
+        return ExampleRecord(
+            index=index,
+            num_trained=self.marks.count("t"),
+            num_rejected=self.marks.count("r"),
+            num_dropped=self.marks.count("d"),
+            last_reward=self.last_reward,
+            mean_reward=self.reward_sum / self.num_rewards if self.num_rewards else None,
+        )
+
 
 class Experience:
-    """How the examples of a dataset fared so far. Checkpoints keep it. Memory: for examples that have run."""
+    """How the examples of a dataset fared so far."""
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples
@@ -226,31 +235,16 @@ class Experience:
 
     def records(self) -> list[ExampleRecord]:
         """One for each example of the dataset, in its order."""
-        return [_record(index, self._known.get(index, _Known())) for index in range(self._num_examples)]
+        return [self._known.get(index, _Known()).record(index) for index in range(self._num_examples)]
 
     def state_dict(self) -> list[list[Any]]:
-        """As JSON holds it."""
         return [[index, *astuple(known)] for index, known in self._known.items()]
 
     def load_state_dict(self, state: Iterable[Sequence[Any]]) -> None:
-        self._known = {
-            index: _Known(marks=marks, num_rewards=num_rewards, reward_sum=reward_sum, last_reward=last_reward)
-            for index, marks, num_rewards, reward_sum, last_reward in state
-        }
+        self._known = {index: _Known(*values) for index, *values in state}
 
     def _of(self, index: int) -> _Known:
         return self._known.setdefault(index, _Known())
-
-
-def _record(index: int, known: _Known) -> ExampleRecord:
-    return ExampleRecord(
-        index=index,
-        num_trained=known.marks.count("t"),
-        num_rejected=known.marks.count("r"),
-        num_dropped=known.marks.count("d"),
-        last_reward=known.last_reward,
-        mean_reward=known.reward_sum / known.num_rewards if known.num_rewards else None,
-    )
 
 
 def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[ExampleRecord]) -> list[int]:
@@ -264,8 +258,8 @@ def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[Exampl
         ) from error
     if not indices:
         raise CurriculumError(
-            f"the curriculum {name} returned no examples for stage {stage}, so there is nothing to train on; return at "
-            "least one, or set steps so that the run ends before"
+            f"the curriculum {name} returned no examples for stage {stage}; return at least one, or end the run before "
+            "with steps"
         )
     if outside := [index for index in indices if not 0 <= index < len(records)]:
         raise CurriculumError(
@@ -275,7 +269,6 @@ def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[Exampl
     index, times = Counter(indices).most_common(1)[0]
     if times > 1:
         raise CurriculumError(
-            f"the curriculum {name} returned index {index} twice for stage {stage}; an example is handed out once in a "
-            "stage: name it again in the next one"
+            f"the curriculum {name} returned index {index} twice for stage {stage}; each example runs once in a stage"
         )
     return indices

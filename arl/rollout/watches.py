@@ -1,4 +1,4 @@
-"""Two watches over a run: for code that blocks the event loop, and for groups that give nothing to train on."""
+"""What observes a run: counts of how episodes end, and watches for blocking code, useless groups and failures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _TOLERATED_S = 3.0
 class LagMonitor:
     """Wakes up every `period_s`, notes how late it was, and warns if the loop is blocked again and again.
 
-    The first window does not count, as modules are imported and kernels compiled then; nor does the window after a
-    warning. culprit: what the warning names. recent_s: the last `keep` lags, in seconds.
+    The first window does not count, because of imports and compilation; nor does the window after a warning.
+    culprit: what the warning names. recent_s: the last `keep` lags, in seconds.
     """
 
     def __init__(self, culprit: str, *, period_s: float = 0.1, keep: int = 1000) -> None:
@@ -39,11 +39,9 @@ class LagMonitor:
 
     @property
     def worst_s(self) -> float:
-        """The longest of the recent lags."""
         return max(self.recent_s, default=0.0)
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         clock = asyncio.get_running_loop()
         while True:
             due = clock.time() + self._period_s
@@ -75,17 +73,15 @@ class LagMonitor:
             self._quiet_until = now + _WINDOW_S
 
 
-# Groups that give nothing to train on.
-
 _MOSTLY = 0.9
 """A window is worth a warning if this share of its groups was fruitless."""
 
 
 class StarvationWatch:
-    """Looks at groups as they end, in windows, and warns of a window that was mostly fruitless.
+    """Looks at groups as they end, and warns of a window of groups that were mostly fruitless.
 
-    The first window holds `window` groups, and each warning doubles it, so that warnings become rarer. A detail is
-    logged at once, and once. After `patience` fruitless groups in a row it raises StarvedError.
+    The first window holds `window` groups; each warning doubles it. A detail is logged at once, and once. After
+    `patience` fruitless groups in a row it raises StarvedError.
     """
 
     def __init__(self, *, window: int, patience: int) -> None:
@@ -97,12 +93,11 @@ class StarvationWatch:
         self._details: set[str] = set()
 
     def fruitful(self) -> None:
-        """Note a group that can be trained on."""
         self._in_a_row.clear()
         self._end_of_group()
 
     def fruitless(self, group: Fruitless) -> None:
-        """Note a group that cannot be trained on. Raises StarvedError."""
+        """Raises StarvedError."""
         if group.detail not in {"", *self._details}:
             self._details.add(group.detail)
             log.warning("a group was %s: %s", group.outcome.name.lower(), group.detail)
@@ -132,7 +127,7 @@ class StarvationWatch:
 
 
 def _account(groups: list[Fruitless]) -> str:
-    """How many groups there were for each reason, the most frequent first, and what to do about that one."""
+    """How many groups there were for each reason, and what to do about the most frequent one."""
     (worst, _), *_ = counts = Counter(group.reason for group in groups).most_common()
     told = "; ".join(_told(reason, [group for group in groups if group.reason is reason]) for reason, _ in counts)
     return f"{told}. What to do: {worst.advice}"
@@ -171,7 +166,7 @@ class FailureBudget:
 class RolloutTotals:
     """Episodes by how they ended, counted since the beginning of the run: trained, rejected, dropped or surplus.
 
-    Times are sums, in seconds. Greedy episodes (baselines) count only in `episodes_retried` and in their own two.
+    Times are sums, in seconds. Greedy episodes count only in `episodes_retried` and `baselines_*`.
     """
 
     episodes_trained: int = 0
@@ -188,7 +183,7 @@ class RolloutTotals:
     groups_finished: int = 0
     """Groups handed to the buffer."""
     groups_returned: int = 0
-    """Finished groups of a checkpoint that ran again, as no batch of changed settings could hold them in time."""
+    """Finished groups of a checkpoint that ran again: with changed settings, no batch could hold them in time."""
     straggler_groups: int = 0
     """Groups cut because they kept the trainer waiting."""
     straggler_episodes: int = 0
@@ -227,7 +222,7 @@ class RolloutTotals:
             self.overtaken_s += elapsed_s
 
     def count_group(self, run: GroupRun, judged: Group | Fruitless) -> None:
-        """Count the episodes that will not be trained; those that a cut group never ended are dropped."""
+        """Count the episodes that will not be trained. All others of a cut group are dropped."""
         num_kept = len(run.kept)
         surplus = 0 if run.is_cut else len(run.episodes) - num_kept - run.num_rejected - run.num_failed
         is_group = isinstance(judged, Group)

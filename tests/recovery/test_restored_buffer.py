@@ -45,7 +45,7 @@ async def test_the_oldest_are_taken_first() -> None:
 async def test_restored_groups_are_charged() -> None:
     buffer, _ = restored([5, 5, 5], at=5, batch_size=2, max_staleness=1)
     await buffer.admit()
-    assert buffer.state.charged == buffer.state.capacity
+    assert buffer.num_charged == buffer.capacity
 
 
 def test_with_a_tighter_bound_groups_past_it_are_given_back() -> None:
@@ -56,7 +56,7 @@ def test_with_a_tighter_bound_groups_past_it_are_given_back() -> None:
 def test_with_smaller_batches_groups_that_could_not_all_be_used_in_time_are_given_back() -> None:
     buffer, unusable = restored([3, 3, 3, 4, 5], at=5, batch_size=1, max_staleness=2)
     assert unusable == [1, 2]  # version 3 has to be used by batch 5, of which there is one place
-    assert buffer.state.finished == 3
+    assert buffer.num_finished == 3
 
 
 @given(

@@ -5,6 +5,8 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from virtual_time import run_in_virtual_time
+
 from arl.api.config import RolloutConfig
 from arl.api.engine import DiskWeights, Sampler
 from arl.api.scripted import ScriptedEngine
@@ -138,3 +140,18 @@ def controlled(
         curriculum=curriculum,
     )
     return controller, buffer, engine
+
+
+def trained(
+    workflow: RolloutWorkflow, num_versions: int = 1, num_examples: int = 50, **settings: object
+) -> tuple[list[Group], RolloutController]:
+    """The groups of so many batches, of one group each and synchronous if not set otherwise, and who ran them."""
+
+    async def main() -> tuple[list[Group], RolloutController]:
+        controller, buffer, engine = controlled(
+            workflow, num_examples, **{"batch_size": 1, "max_staleness": 0, "episode_retries": 0, **settings}
+        )
+        batches = await train(controller, buffer, engine, range(num_versions))
+        return [group for batch in batches for group in batch], controller
+
+    return run_in_virtual_time(main())

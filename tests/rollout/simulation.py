@@ -3,14 +3,16 @@
 import asyncio
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
+from virtual_time import run_in_virtual_time
 
 from arl.api.types import Group, Trajectory
-from arl.rollout.buffer import BufferState, ReplayBuffer, Slot
+from arl.rollout.buffer import ReplayBuffer, Slot
 
 
-def trajectory(versions: tuple[int, ...], reward: float = 0.0) -> Trajectory:
+def trajectory(versions: tuple[int, ...], reward: float = 0.0, **changes: Any) -> Trajectory:
     """A prompt token, then one sampled token for each version."""
     n = len(versions)
     return Trajectory(
@@ -19,18 +21,25 @@ def trajectory(versions: tuple[int, ...], reward: float = 0.0) -> Trajectory:
         behavior_logprobs=(0.0,) + (-1.0,) * n,
         versions=(-1, *versions),
         reward=reward,
+        **changes,
+    )
+
+
+def grouped(*trajectories: Trajectory, number: int = 0, stamp: int = 0, **changes: Any) -> Group:
+    """A group of one episode for each trajectory."""
+    return Group(
+        group_id=number,
+        example_id=(0, number),
+        stamp=stamp,
+        trajectories=trajectories,
+        episode_indices=tuple(range(len(trajectories))),
+        **changes,
     )
 
 
 def group(slot: Slot, *versions: int) -> Group:
     """A group of one episode; its tokens have the slot's stamp unless versions are given."""
-    return Group(
-        group_id=slot.number,
-        example_id=(0, slot.number),
-        stamp=slot.stamp,
-        trajectories=(trajectory(versions or (slot.stamp,)),),
-        episode_indices=(0,),
-    )
+    return grouped(trajectory(versions or (slot.stamp,)), number=slot.number, stamp=slot.stamp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +73,7 @@ schedules = st.builds(
 
 
 class Simulation:
-    """`batches[t]` is what was trained at version t; `states` is the buffer's after every event."""
+    """`batches[t]` is what was trained at version t; `num_charged` is the buffer's after every event."""
 
     def __init__(self, schedule: Schedule, buffer: ReplayBuffer) -> None:
         self.schedule = schedule
@@ -73,7 +82,7 @@ class Simulation:
         self.servers = [0] * schedule.num_servers
         self.newest_version = 0
         self.batches: list[list[Group]] = []
-        self.states: list[BufferState] = []
+        self.num_charged: list[int] = []
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -81,7 +90,7 @@ class Simulation:
             updating = asyncio.Lock()
             for version in range(self.schedule.num_versions):
                 self.batches.append(await self.buffer.take_batch(version))
-                self.states.append(self.buffer.state)
+                self.num_charged.append(self.buffer.num_charged)
                 await self._pass(self.schedule.train_s)
                 self.newest_version = version + 1
                 tasks.create_task(self._publish(version + 1, updating))
@@ -93,7 +102,7 @@ class Simulation:
     async def _roll_out(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             slot = await self.buffer.admit()
-            self.states.append(self.buffer.state)
+            self.num_charged.append(self.buffer.num_charged)
             tasks.create_task(self._episode(slot))
 
     async def _episode(self, slot: Slot) -> None:
@@ -107,7 +116,7 @@ class Simulation:
             await self.buffer.release(slot)
         else:
             await self.buffer.finish(slot, group(slot, *versions))
-        self.states.append(self.buffer.state)
+        self.num_charged.append(self.buffer.num_charged)
 
     async def _publish(self, version: int, updating: asyncio.Lock) -> None:
         """Update one server after another; a version that was overtaken while it waited is skipped."""
@@ -118,3 +127,12 @@ class Simulation:
                 await self._pass(self.schedule.update_s)
                 self.servers[i] = version
             await self.buffer.published(version)
+
+
+def simulate(schedule: Schedule, buffer_type: type[ReplayBuffer] = ReplayBuffer) -> Simulation:
+    async def main() -> Simulation:
+        simulation = Simulation(schedule, buffer_type(schedule.batch_size, schedule.max_staleness))
+        await simulation.run()
+        return simulation
+
+    return run_in_virtual_time(main())

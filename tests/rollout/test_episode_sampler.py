@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from players import TwoTurns, controlled, examples, train
+from players import TwoTurns, examples, trained
 from virtual_time import run_in_virtual_time
 
 from arl.api.engine import Sampler
@@ -79,27 +79,11 @@ def seeded_tokens(request: ModelRequest) -> ModelResponse:
     )
 
 
-def tokens_of(seed: int, **options: object) -> list[list[tuple[int, ...]]]:
+def tokens_of(seed: int, workflow: RolloutWorkflow | None = None, **settings: object) -> list[list[tuple[int, ...]]]:
     """What a run's first batch was trained on, group by group, with requests seeded."""
-
-    async def main() -> list[list[tuple[int, ...]]]:
-        engine = ScriptedEngine(seeded_tokens)
-        controller, buffer, _ = controlled(
-            options.pop("workflow", TwoTurns()),
-            9,
-            engine,
-            seed=seed,
-            batch_size=4,
-            group_size=3,
-            max_staleness=0,
-            shuffle=False,
-            seed_requests=True,
-            **options,
-        )
-        (batch,) = await train(controller, buffer, engine, range(1))
-        return [[t.token_ids for t in group.trajectories] for group in batch]
-
-    return run_in_virtual_time(main())
+    engine, sizes = ScriptedEngine(seeded_tokens), {"batch_size": 4, "group_size": 3, "shuffle": False}
+    groups, _ = trained(workflow or TwoTurns(), 1, 9, engine=engine, seed=seed, seed_requests=True, **sizes, **settings)
+    return [[t.token_ids for t in group.trajectories] for group in groups]
 
 
 def test_seeded_requests_make_the_same_run_again_whatever_the_schedule() -> None:

@@ -3,24 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from simulation import trajectory
+from simulation import grouped, trajectory
 
-from arl.api.types import Group, Trajectory, TurnSpan
+from arl.api.types import Trajectory, TurnSpan
 from arl.rollout.group import GroupRules, has_equal_rewards, why_not_comparable
 
 ONE = trajectory((0, 0, 0), reward=1.0)
 TURNS = (TurnSpan(start=1, stop=2, state="a"), TurnSpan(start=2, stop=3, state="b"))
 ANY, PARTS, GIGPO = GroupRules(), GroupRules(compares_parts=True), GroupRules(compares_turns=True)
-
-
-def grouped(*trajectories: Trajectory) -> Group:
-    return Group(
-        group_id=0,
-        example_id=(0, 0),
-        stamp=0,
-        trajectories=trajectories,
-        episode_indices=tuple(range(len(trajectories))),
-    )
 
 
 def are_equal(*trajectories: Trajectory, rules: GroupRules = ANY) -> bool:
@@ -74,5 +64,4 @@ def test_a_group_that_lacks_what_is_compared_is_dropped_and_says_why() -> None:
     assert why_not_comparable(grouped(replace(ONE, token_rewards=(0.0, 0.0, 0.0, 0.5))), taught) is None
     baseline = GroupRules(has_baseline=True)
     assert "no trajectory of role 'agent'" in str(why_not_comparable(grouped(ONE), baseline))
-    with_greedy = replace(grouped(ONE), greedy_rewards={"agent": 1.0})
-    assert why_not_comparable(with_greedy, baseline) is None
+    assert why_not_comparable(grouped(ONE, greedy_rewards={"agent": 1.0}), baseline) is None

@@ -1,12 +1,10 @@
 """The greedy episode of a group: its rewards are the baseline, and it is never trained."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from players import controlled, train
+from players import trained
 from simulation import trajectory
-from virtual_time import run_in_virtual_time
 
 from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine
@@ -39,25 +37,14 @@ class Told(RolloutWorkflow):
 
 
 def of(reward: float, role: str = "agent") -> Trajectory:
-    return replace(trajectory((0,), reward=reward), role=role)
+    return trajectory((0,), reward, role=role)
 
 
-def trained(greedy: object, sampled: object = lambda _: of(0.0), **options: object) -> tuple[list[Group], dict, dict]:
+def ran(greedy: object, sampled: object = lambda _: of(0.0), **options: object) -> tuple[list[Group], dict, dict]:
     """One batch of one group: the groups, the counters, and how the examples ended."""
-
-    async def main() -> tuple[list[Group], dict, dict]:
-        engine = ScriptedEngine(temperature_says)
-        controller, buffer, _ = controlled(
-            Told(greedy, sampled),
-            4,
-            engine,
-            **{"has_baseline": True, "batch_size": 1, "max_staleness": 0, "shuffle": False, "episode_retries": 0}
-            | options,
-        )
-        batches = await train(controller, buffer, engine, range(1))
-        return batches[0], controller.counters(), controller.ledger.outcomes(0)
-
-    return run_in_virtual_time(main())
+    settings = {"engine": ScriptedEngine(temperature_says), "has_baseline": True, "shuffle": False, **options}
+    groups, controller = trained(Told(greedy, sampled), 1, 4, **settings)
+    return groups, controller.counters(), controller.ledger.outcomes(0)
 
 
 def fails(number: int) -> Trajectory:
@@ -67,7 +54,7 @@ def fails(number: int) -> Trajectory:
 
 
 def test_its_reward_is_the_groups_and_its_tokens_are_nobodys() -> None:
-    (group,), counters, _ = trained(lambda _: of(0.5))
+    (group,), counters, _ = ran(lambda _: of(0.5))
     assert group.greedy_rewards == {"agent": 0.5}
     assert [t.reward for t in group.trajectories] == [0.0, 0.0]
     assert group.episode_indices == (0, 1)
@@ -77,17 +64,17 @@ def test_its_reward_is_the_groups_and_its_tokens_are_nobodys() -> None:
 
 def test_each_role_has_a_baseline_of_its_own() -> None:
     both = [of(1.0, "author"), of(0.0, "critic"), of(1.0, "critic")]
-    (group,), _, _ = trained(lambda _: both, lambda _: both)
+    (group,), _, _ = ran(lambda _: both, lambda _: both)
     assert group.greedy_rewards == {"author": 1.0, "critic": 0.5}
 
 
 def test_a_group_without_one_asks_nothing_greedily() -> None:
-    (group,), _, _ = trained(lambda _: pytest.fail("it was asked greedily"), has_baseline=False)
+    (group,), _, _ = ran(lambda _: pytest.fail("it was asked greedily"), has_baseline=False)
     assert group.greedy_rewards == {}
 
 
 def test_a_group_whose_greedy_episode_failed_is_dropped_and_counted() -> None:
-    (group,), counters, outcomes = trained(fails)
+    (group,), counters, outcomes = ran(fails)
     assert group.example_id == (0, 1)
     assert outcomes == {GroupOutcome.TRAINED: [1], GroupOutcome.REJECTED: [], GroupOutcome.DROPPED: [0]}
     assert (counters["baselines_missing"], counters["episodes_dropped"], counters["episodes_failed"]) == (1, 2, 0)
@@ -101,27 +88,27 @@ def test_a_greedy_episode_that_failed_is_run_again() -> None:
             raise ValueError("no answer")
         return of(0.5)
 
-    (group,), counters, _ = trained(fails_once, episode_retries=1)
+    (group,), counters, _ = ran(fails_once, episode_retries=1)
     assert group.example_id == (0, 0)
     assert (counters["baselines_missing"], counters["episodes_retried"]) == (0, 1)
 
 
 def test_a_group_whose_greedy_episode_was_rejected_is_rejected() -> None:
-    (group,), counters, outcomes = trained(lambda number: of(0.5) if number else None)
+    (group,), counters, outcomes = ran(lambda number: of(0.5) if number else None)
     assert group.example_id == (0, 1)
     assert outcomes[GroupOutcome.REJECTED] == [0]
     assert (counters["baselines_missing"], counters["episodes_rejected"]) == (1, 2)
 
 
 def test_a_group_waits_for_it_though_enough_others_have_finished() -> None:
-    (group,), counters, _ = trained(lambda _: asyncio.sleep(5, of(0.5)), extra_episodes=1)
+    (group,), counters, _ = ran(lambda _: asyncio.sleep(5, of(0.5)), extra_episodes=1)
     assert group.greedy_rewards == {"agent": 0.5}
     assert counters["episodes_surplus"] == 1
 
 
 def test_enough_others_do_not_cancel_it_and_it_does_not_count_among_them() -> None:
     group_of = {"group_size": 2, "extra_episodes": 2}
-    (group,), counters, _ = trained(lambda _: of(0.5), lambda _: asyncio.sleep(1, of(0.0)), **group_of)
+    (group,), counters, _ = ran(lambda _: of(0.5), lambda _: asyncio.sleep(1, of(0.0)), **group_of)
     assert group.num_episodes == 2
     assert (counters["baselines_finished"], counters["episodes_surplus"]) == (1, 2)
 
@@ -137,7 +124,7 @@ def test_a_group_that_is_cut_cuts_it_as_well() -> None:
             raise
         return of(0.5)
 
-    (group,), counters, outcomes = trained(hangs, drop_stragglers_after_s=30)
+    (group,), counters, outcomes = ran(hangs, drop_stragglers_after_s=30)
     assert cancelled == [0]
     assert outcomes[GroupOutcome.DROPPED] == [0]
     assert group.example_id == (0, 1)

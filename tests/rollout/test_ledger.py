@@ -1,45 +1,51 @@
-"""ExampleLedger: every example of every epoch ends exactly once."""
+"""Every example of every epoch ends exactly once, and a curriculum says which examples an epoch has."""
 
+import asyncio
 import json
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from players import Scripted, controlled, train, trained
+from simulation import trajectory
+from virtual_time import run_in_virtual_time
 
-from arl.api.errors import CheckpointError
+from arl.api.errors import CheckpointError, CurriculumError
+from arl.api.workflow import Curriculum, ExampleRecord
 from arl.rollout.ledger import ExampleLedger, GroupOutcome
 
 
-def ledger(num_examples: int = 5, *, shuffle: bool = True, seed: int = 0) -> ExampleLedger:
-    return ExampleLedger(num_examples, shuffle=shuffle, seed=seed)
+def ledger(
+    curriculum: Curriculum | None = None, num_examples: int = 5, *, shuffle: bool = True, seed: int = 0
+) -> ExampleLedger:
+    return ExampleLedger(num_examples, shuffle=shuffle, seed=seed, curriculum=curriculum)
+
+
+def restored(
+    source: ExampleLedger, curriculum: Curriculum | None = None, num_examples: int = 5, **settings: object
+) -> ExampleLedger:
+    copy = ledger(curriculum, num_examples, **settings)
+    copy.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    return copy
 
 
 def issued(source: ExampleLedger, n: int) -> list[tuple[int, int]]:
     return [source.issue().example_id for _ in range(n)]
 
 
-def restored(source: ExampleLedger, **settings: int) -> ExampleLedger:
-    copy = ledger(**settings)
-    copy.load_state_dict(json.loads(json.dumps(source.state_dict())))
-    return copy
-
-
-def test_an_epoch_hands_out_every_example_once() -> None:
-    ids = issued(ledger(5), 10)
-    assert sorted(ids[:5]) == [(0, i) for i in range(5)]
-    assert sorted(ids[5:]) == [(1, i) for i in range(5)]
-
-
 def test_unshuffled_examples_keep_the_datasets_order() -> None:
-    assert issued(ledger(3, shuffle=False), 4) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert issued(ledger(num_examples=3, shuffle=False), 4) == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
 def test_the_order_is_the_seeds_and_differs_between_epochs() -> None:
-    first, again, other = (issued(ledger(50, seed=seed), 100) for seed in (1, 1, 2))
+    first, again, other = (issued(ledger(num_examples=50, seed=seed), 100) for seed in (1, 1, 2))
     assert first == again != other
     assert [i for _, i in first[:50]] != [i for _, i in first[50:]]
 
 
 def test_after_a_resume_an_example_that_runs_again_keeps_its_group_id_and_no_other_gets_one_of_before() -> None:
-    source = ledger(7)
+    source = ledger(num_examples=7)
     before = [source.issue() for _ in range(5)]
     for issue in (before[3], before[0]):
         source.settle(issue.example_id, GroupOutcome.TRAINED)
@@ -50,9 +56,9 @@ def test_after_a_resume_an_example_that_runs_again_keeps_its_group_id_and_no_oth
 
 
 def test_a_pending_example_whose_group_was_kept_is_not_handed_out_again() -> None:
-    source = ledger(4, shuffle=False)
+    source = ledger(num_examples=4, shuffle=False)
     first, second, third = issued(source, 3)
-    copy = ledger(4, shuffle=False)
+    copy = ledger(num_examples=4, shuffle=False)
     copy.load_state_dict(source.state_dict(), finished=[second])
     assert issued(copy, 3) == [first, third, (0, 3)]
     copy.settle(second, GroupOutcome.TRAINED)
@@ -67,14 +73,174 @@ def test_an_example_cannot_end_twice() -> None:
         source.settle(example_id, GroupOutcome.DROPPED)
 
 
-def test_a_resume_before_the_owed_examples_were_run_owes_them_still() -> None:
-    source = ledger(4, shuffle=False)
-    issued(source, 3)
-    twice = restored(restored(source, num_examples=4, shuffle=False), num_examples=4, shuffle=False)
-    assert issued(twice, 4) == [(0, 0), (0, 1), (0, 2), (0, 3)]
-
-
 @pytest.mark.parametrize(("name", "value"), [("num_examples", 6), ("shuffle", False), ("seed", 9)])
 def test_another_runs_checkpoint_is_refused_by_name(name: str, value: int) -> None:
     with pytest.raises(CheckpointError, match=f"written with {name} .*, this run has {value}"):
         restored(ledger(), **{name: value})
+
+
+# With a curriculum, its stages are the epochs -------------------------------------------------------------------------
+
+
+class Stages:
+    """Hands out these stages in turn, and keeps what it was told."""
+
+    def __init__(self, *stages: Sequence[int]) -> None:
+        self._stages = stages
+        self.asked: list[int] = []
+        self.told: list[Sequence[ExampleRecord]] = []
+
+    def __call__(self, stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
+        self.asked.append(stage)
+        self.told.append(records)
+        return self._stages[stage]
+
+
+def test_a_stage_is_what_the_curriculum_says_in_its_order() -> None:
+    assert issued(ledger(Stages([3, 0], [4], [1, 0, 2])), 6) == [(0, 3), (0, 0), (1, 4), (2, 1), (2, 0), (2, 2)]
+
+
+def test_it_is_told_how_each_example_fared() -> None:
+    curriculum = Stages([2, 0, 1], [2], [0])
+    source = ledger(curriculum, 4)
+    for example_id, outcome, reward in zip(
+        issued(source, 3),
+        (GroupOutcome.TRAINED, GroupOutcome.REJECTED, GroupOutcome.DROPPED),
+        (0.5, 1.0, None),
+        strict=True,
+    ):
+        if reward is not None:
+            source.note_reward(example_id, reward)
+        source.settle(example_id, outcome)
+    (again,) = issued(source, 1)
+    source.note_reward(again, 1.0)
+    source.settle(again, GroupOutcome.TRAINED)
+    source.issue()
+    assert curriculum.told[0] == [ExampleRecord(index=i) for i in range(4)]
+    assert curriculum.told[2] == [
+        ExampleRecord(index=0, num_rejected=1, last_reward=1.0, mean_reward=1.0),
+        ExampleRecord(index=1, num_dropped=1),
+        ExampleRecord(index=2, num_trained=2, last_reward=1.0, mean_reward=0.75),
+        ExampleRecord(index=3),
+    ]
+
+
+def test_a_resume_goes_on_with_the_stage_without_asking_again() -> None:
+    source = ledger(Stages([4, 2, 0, 1]))
+    first, second, third = issued(source, 3)
+    source.note_reward(second, 0.25)
+    source.settle(second, GroupOutcome.TRAINED)
+    later = Stages([], [3])
+    copy = restored(source, later)
+    assert issued(copy, 4) == [first, third, (0, 1), (1, 3)]
+    assert later.asked == [1]
+    assert later.told[0][2] == ExampleRecord(index=2, num_trained=1, last_reward=0.25, mean_reward=0.25)
+
+
+def test_a_curriculum_that_comes_with_a_resume_knows_the_outcomes_and_one_that_goes_leaves_its_stage() -> None:
+    source = ledger(None, 3)
+    for example_id in issued(source, 3):
+        source.settle(example_id, GroupOutcome.REJECTED)
+    comes = Stages([], [1, 0])
+    copy = restored(source, comes, 3)
+    assert issued(copy, 1) == [(1, 1)]
+    assert [record.num_rejected for record in comes.told[0]] == [1, 1, 1]
+    assert issued(restored(copy, None, 3), 3)[:2] == [(1, 1), (1, 0)]
+
+
+def test_numbers_of_another_kind_are_indices_too() -> None:
+    np = pytest.importorskip("numpy")
+    source = ledger(Stages(np.array([2, 0])))  # type: ignore[arg-type]
+    assert issued(source, 2) == [(0, 2), (0, 0)]
+    json.dumps(source.state_dict())
+
+
+def broken(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
+    raise KeyError("difficulty")
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        (Stages([]), "the curriculum Stages returned no examples for stage 0"),
+        (Stages([1, 0, 1]), "the curriculum Stages returned index 1 twice for stage 0"),
+        (Stages([0, 5]), "the curriculum Stages returned index 5 for stage 0; the dataset's indices are 0 to 4"),
+        (Stages([0, -1]), "returned index -1 for stage 0"),
+        (Stages([0.5]), "the curriculum Stages raised TypeError when it was asked for stage 0"),  # type: ignore[list-item]
+        (broken, "the curriculum broken raised KeyError when it was asked for stage 0: 'difficulty'"),
+    ],
+)
+def test_what_is_wrong_with_a_stage_ends_the_run_naming_the_curriculum(curriculum: Curriculum, message: str) -> None:
+    async def main() -> None:
+        controller, buffer, engine = controlled(Scripted(lambda _: trajectory((0,))), 5, curriculum=curriculum)
+        await train(controller, buffer, engine, range(1))
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_in_virtual_time(main())
+    (error,) = raised.value.exceptions
+    assert isinstance(error, CurriculumError)
+    assert message in str(error)
+
+
+def unsolved(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
+    return [record.index for record in records if record.last_reward != 1.0]
+
+
+def test_examples_of_rejected_groups_are_known_by_their_rewards_too() -> None:
+    """With dynamic sampling all that is solved is rejected: it has to be known as solved all the same."""
+    answers = iter(range(10**9))
+
+    def act(number: int) -> object:
+        return trajectory((999,), reward=1.0 if number < 3 else float(next(answers) % 2))
+
+    groups, _ = trained(Scripted(act), 3, 6, curriculum=unsolved, batch_size=2, drop_equal_rewards=True)
+    assert {g.example_id[1] for g in groups if g.example_id[0] > 0} <= {3, 4, 5}
+    assert {g.example_id[1] for g in groups} == {3, 4, 5}
+
+
+@given(
+    is_chosen=st.booleans(),
+    stages=st.lists(st.permutations(range(7)).flatmap(lambda p: st.integers(1, 7).map(lambda n: p[:n])), min_size=9),
+    events=st.lists(st.sampled_from(["issue", "issue", "settle", "restart"]), max_size=40),
+    choices=st.randoms(),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_issued_settled_and_resumed_every_example_of_a_stage_ends_once(
+    is_chosen: bool, stages: list[list[int]], events: list[str], choices: object
+) -> None:
+    """Of an epoch too: without a curriculum each is a stage of all examples."""
+    curriculum = (lambda stage, _: stages[stage % len(stages)]) if is_chosen else None
+    source, settled = ledger(curriculum, 7), []
+    for event in events:
+        if event == "issue":
+            source.issue()
+        elif event == "restart":
+            source = restored(source, curriculum, 7)
+        elif source.pending:
+            settled.append(choices.choice(source.pending))
+            source.settle(settled[-1], choices.choice(list(GroupOutcome)))
+    assert len(settled) == len(set(settled))
+    state = source.state_dict()
+    pending = [(epoch, index) for epoch, index, _ in state["pending"]]
+    for epoch in range(len(state["stages"])):
+        ended = [i for indices in source.outcomes(epoch).values() for i in indices]
+        assert sorted(ended) == sorted(i for e, i in settled if e == epoch)
+        begun = sorted(ended + [i for e, i in pending if e == epoch])
+        whole = stages[epoch % len(stages)] if is_chosen else range(7)
+        if epoch < source.epoch:
+            assert begun == sorted(whole)
+        else:
+            assert set(begun) <= set(whole)
+            assert len(begun) == state["position"]
+
+
+def test_a_stage_is_asked_for_while_the_one_before_still_runs() -> None:
+    curriculum = Stages(range(6), range(6))
+
+    async def main() -> None:
+        act = lambda number: asyncio.sleep(100 if number == 5 else 1, trajectory((999,), reward=1.0))  # noqa: E731
+        controller, buffer, engine = controlled(Scripted(act), 6, curriculum=curriculum, batch_size=2, max_staleness=3)
+        await train(controller, buffer, engine, range(2))
+
+    run_in_virtual_time(main())
+    assert [record.last_reward for record in curriculum.told[1]][5] is None

@@ -59,7 +59,7 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig 
         controller.load_state_dict(json.loads(json.dumps(disk.rollout)), disk.groups)
     weights = list(disk.weights)
     replay = Replay(config.replay_groups, min_reward=-1.0, max_staleness=config.max_staleness)
-    replay.restore(disk.replay, disk.version)
+    replay.add(disk.replay, disk.version)
     try:
         async with asyncio.timeout(killed_at_s), asyncio.TaskGroup() as tasks:
             rollout = tasks.create_task(controller.run())

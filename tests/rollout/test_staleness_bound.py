@@ -4,20 +4,11 @@ import asyncio
 
 import pytest
 from hypothesis import given, settings
-from simulation import Schedule, Simulation, group, schedules
+from simulation import Schedule, group, schedules, simulate
 from virtual_time import DeadlockError, run_in_virtual_time
 
 from arl.api.errors import StalenessError
 from arl.rollout.buffer import ReplayBuffer
-
-
-def simulate(schedule: Schedule, buffer_type: type[ReplayBuffer] = ReplayBuffer) -> Simulation:
-    async def main() -> Simulation:
-        simulation = Simulation(schedule, buffer_type(schedule.batch_size, schedule.max_staleness))
-        await simulation.run()
-        return simulation
-
-    return run_in_virtual_time(main())
 
 
 @given(schedules)
@@ -33,7 +24,7 @@ def test_no_token_is_too_old_no_group_trained_twice_the_buffer_never_overfull_an
     trained = [group.group_id for batch in simulation.batches for group in batch]
     assert len(trained) == len(set(trained))
     capacity = (schedule.max_staleness + 1) * schedule.batch_size
-    assert all(state.charged <= capacity for state in simulation.states)
+    assert max(simulation.num_charged) <= capacity
 
 
 class WithoutLookAhead(ReplayBuffer):
@@ -54,7 +45,7 @@ async def one_straggler(buffer: ReplayBuffer) -> list[int]:
     straggler = await buffer.admit()
     trained: list[int] = []
     for version in range(10):
-        while buffer.state.charged < buffer.state.capacity:
+        while buffer.num_charged < buffer.capacity:
             slot = await buffer.admit()
             await buffer.finish(slot, group(slot))
         try:

@@ -5,9 +5,8 @@ import logging
 import time
 
 import pytest
-from players import Scripted, controlled, train
+from players import Scripted, trained
 from simulation import trajectory
-from virtual_time import run_in_virtual_time
 
 from arl.api.errors import StarvedError
 from arl.rollout.group import Fruitless, Reason
@@ -112,13 +111,11 @@ def test_as_many_in_a_row_as_patience_bears_end_the_run_with_the_reasons_of_them
 
 
 def test_a_run_whose_groups_are_all_too_easy_says_so_long_before_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        solved = trajectory((999,), reward=1.0)
-        settings = {"batch_size": 1, "max_staleness": 0, "drop_equal_rewards": True}
-        controller, buffer, engine = controlled(Scripted(lambda _: solved), 50, **settings)
-        await train(controller, buffer, engine, range(1))
-
-    with caplog.at_level(logging.WARNING, logger="arl"), pytest.raises(ExceptionGroup):
-        run_in_virtual_time(main())
+    solved = trajectory((999,), reward=1.0)
+    with caplog.at_level(logging.WARNING, logger="arl"), pytest.raises(ExceptionGroup) as ended:
+        trained(Scripted(lambda _: solved), drop_equal_rewards=True)
+    (error,) = ended.value.exceptions
+    assert isinstance(error, StarvedError)
+    assert "the last 1000 groups were all rejected or dropped" in str(error)
     assert caplog.records[0].getMessage().startswith("32 of the last 32 groups gave nothing to train on")
     assert "(mean reward 1)" in caplog.records[0].getMessage()

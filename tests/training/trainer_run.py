@@ -87,7 +87,7 @@ async def running(
     wanted = config.rollout
     replay = Replay(wanted.replay_groups, min_reward=wanted.replay_min_reward, max_staleness=wanted.max_staleness)
     if state:
-        replay.restore(state.replay, train_engine.version)
+        replay.add(state.replay, train_engine.version)
     trainer = Trainer(
         config=config,
         learner=Learner(train_engine, config.algorithm),

@@ -30,22 +30,20 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """A TokenLoss for every AlgorithmConfig.
+    """A TokenLoss for every AlgorithmConfig. Metrics, over all trained tokens:
 
-    Metrics, over all trained tokens:
-
-        ratio, ratio_max             exp(c - p)
-        clip_fraction                share of tokens that the surrogate's trust region holds back; each says how
-        behavior_weight, .._max      w, as corrected
-        behavior_weight_zero         share of tokens that the correction masked or a veto took out
-        behavior_kl_proximal         estimate of KL(b || p), where p is known
-        behavior_kl_current          estimate of KL(b || c)
-        effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
-        entropy                      of the sampling distribution
-        kl_reference                 k3 estimate of KL(c || reference), if a reference is held, whatever is penalised
-        selected                     share of tokens that the selection chose, with a selection
-        staleness_K/...              ratio, clip_fraction, behavior_kl_proximal, behavior_kl_current and entropy of the
-                                     tokens of staleness K (`3-4`, .., `17+`), and their share of all: tokens
+    ratio, ratio_max             exp(c - p)
+    clip_fraction                share of tokens that the surrogate's trust region holds back; each says how
+    behavior_weight, .._max      w, as corrected
+    behavior_weight_zero         share of tokens that the correction masked or a veto took out
+    behavior_kl_proximal         estimate of KL(b || p), where p is known
+    behavior_kl_current          estimate of KL(b || c)
+    effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
+    entropy                      of the sampling distribution
+    kl_reference                 k3 estimate of KL(c || reference), if a reference is held, whatever is penalised
+    selected                     share of tokens that the selection chose, with a selection
+    staleness_K/...              ratio, clip_fraction, behavior_kl_proximal, behavior_kl_current and entropy of the
+                                 tokens of staleness K (`3-4`, .., `17+`), and their share of all: tokens
     """
 
     config: AlgorithmConfig
@@ -54,9 +52,9 @@ class PolicyLoss:
     step recomputing gives the same. approximated: from c, b and versions. bypassed: p = b, so r = exp(c - b) and w = 1.
     """
     version: int
-    """The version of the weights with which the batch was taken."""
+    """Of the weights with which the batch was taken."""
     max_staleness: int
-    """The run's bound. It sets the number of staleness buckets in the metrics, so every rank has the same ones."""
+    """The run's bound, which sets the buckets of the metrics by staleness."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig, *, version: int = 0, max_staleness: int = 0) -> PolicyLoss:
@@ -82,7 +80,7 @@ class PolicyLoss:
             loss = loss + config.kl.coefficient * self._divergence(current, tokens)
         if config.entropy > 0:
             loss = loss - config.entropy * outputs.entropy
-        # A bypassed p may be known all the same. Without p there is no behavior_kl_proximal.
+        # A bypassed p may be known all the same.
         known = tokens.proximal_logprobs if self.proximal == "bypassed" else proximal
         is_known = self.proximal != "bypassed" or config.needs_proximal_forward
         values = {
@@ -156,9 +154,6 @@ class PolicyLoss:
         return quotients
 
 
-# Its parts: the proximal policy, the behavior weight, and divergences.
-
-
 def approximated_proximal(
     current: torch.Tensor, behavior: torch.Tensor, versions: torch.Tensor, version: int
 ) -> torch.Tensor:
@@ -166,8 +161,8 @@ def approximated_proximal(
 
         p = b + a (c - b)        a = (v_p - v_b) / (v_c - v_b)
 
-    v_b is the token's own version. v_p = `version` is the version of the weights with which the batch was taken, and
-    v_c = v_p + 1 the version that its training makes. A token of staleness 0 has p = b.
+    v_b is the token's own version, v_p = `version` that of the weights with which the batch was taken, v_c = v_p + 1
+    the version that its training makes. A token of staleness 0 has p = b.
     """
     staleness = (version - versions).clamp(min=0).to(behavior.dtype)
     return behavior + staleness / (staleness + 1) * (current.detach() - behavior)
@@ -185,7 +180,7 @@ def behavior_weight(log_weight: torch.Tensor, trajectories: Trajectories, config
 
         veto:  0 for a trajectory in which any token has exp(p - b) < veto
 
-    Denominators stay as they are: a token of weight 0 counts in its loss_weights as before.
+    A token of weight 0 still counts in the denominators of loss_weights.
     """
     log_weight = log_weight.detach()
     weight = torch.exp(clamped(_at_level(log_weight, trajectories, config.level)))
@@ -226,9 +221,9 @@ def unbiased_kl(
 
         exp(c - b) k1,   exp(c - b) k3,   sg(exp(c - b)) k2
 
-    (DeepSeek-V3.2, 2512.02556, section 3.1, with k3). The ratio is to b and not to p, because b sampled the tokens. For
-    k1 and k3 the ratio is differentiated too: sum(exp(b) exp(c - b) k) = sum(pi k) is the divergence itself. k2 does
-    not estimate the divergence, but its gradient is right without the ratio's gradient.
+    (DeepSeek-V3.2, 2512.02556, section 3.1, with k3). The ratio is to b, because b sampled the tokens. For k1 and k3 it
+    is differentiated too: sum(exp(b) exp(c - b) k) = sum(pi k) is the divergence itself. k2 does not estimate the
+    divergence, but its gradient is right without the ratio's.
     """
     ratio = torch.exp(clamped(current - behavior))
     if estimator == "k2":
@@ -237,15 +232,9 @@ def unbiased_kl(
 
 
 def divergence_from_sampler(log_ratio: torch.Tensor) -> torch.Tensor:
-    """k3 from the other side, for metrics: exp(x) - 1 - x >= 0 with x = log(. / b).
-
-    Its mean over tokens from b estimates KL(b || .), without bias and with low variance.
-    """
+    """k3 from the other side: the mean of exp(x) - 1 - x, x = log(. / b), over tokens from b estimates KL(b || .)."""
     x = clamped(log_ratio)
     return torch.expm1(x) - x
-
-
-# The critic's loss, alone and with the policy's on a shared backbone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +243,7 @@ class ValueLoss:
 
         max((V - G)^2, (clip(V, V0 - value_clip, V0 + value_clip) - G)^2) / 2
 
-    V is the value now, V0 the value before any update on the batch, G the return. value_clip None: no clip.
+    V is the value now, V0 the value before any update on the batch, G the return.
     """
 
     value_clip: float | None

@@ -17,12 +17,8 @@ def selected_tokens(batch: Batch, config: SelectionConfig | None, *, seed: int) 
     """bool[T]: the tokens that `config` chooses among the trained tokens of `batch`, a minibatch.
 
     The choice uses numbers from before any update on the batch: proximal_logprobs p, behavior_logprobs b and advantages
-    A. The papers use current logprobs; before the first update these are p. So one choice holds for the whole
-    minibatch, however it is split later. In PolicyLoss, selected tokens have no policy gradient under second_moment and
-    clip_cov, and coefficient * |c - p| more loss under kl_cov. With one update per batch c is p, and the term of kl_cov
-    has no gradient.
-
-    The choice depends on the set of trajectories, not on their order. A random choice depends on `seed` too.
+    A. The papers use current logprobs; before the first update these are p. So one choice holds for the minibatch,
+    however it is split later. It depends on the set of trajectories, not on their order, and a random one on `seed`.
     """
     if config is None:
         return batch.selected
@@ -42,16 +38,14 @@ def largest_moments(log_ratio: torch.Tensor, advantages: torch.Tensor, config: S
 
     Only tokens that a clip could affect count: A > 0 with a log-ratio p - b above 0, or A < 0 with one below 0. Of
     these, the tokens with the largest (p - b)^2 are left out until the mean over the rest is at most config.limit.
-    Equal values go together, so that no order decides between them. All go if the smallest is above the limit.
-
-    The authors' code differs: it bounds moments at a threshold instead of leaving tokens out, ignores ratios near 1,
-    and uses c.
+    Equal values go together. The authors' code differs: it bounds moments at a threshold instead of leaving tokens out,
+    ignores ratios near 1, and uses c.
     """
     moments = log_ratio.square()
     is_concerned = advantages * log_ratio > 0
     ascending = moments[is_concerned].sort().values
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1)
-    # A mean over a part of a run of equal values is no bound: the last of the run decides.
+    # The last of a run of equal values decides for all of them.
     is_last_of_equals = torch.cat([ascending[1:] > ascending[:-1], torch.ones_like(ascending[:1]).bool()])
     kept = ascending[is_last_of_equals & (means <= config.limit)]
     largest_kept = kept[-1] if len(kept) else torch.tensor(-1.0)
@@ -61,12 +55,11 @@ def largest_moments(log_ratio: torch.Tensor, advantages: torch.Tensor, config: S
 def extreme_covariances(
     covariances: torch.Tensor, keys: torch.Tensor, config: ClipCovSelection | KLCovSelection
 ) -> torch.Tensor:
-    """Clip-Cov's and KL-Cov's choice (2505.22617, section 4), bool[N] over N trained tokens.
+    """Clip-Cov's and KL-Cov's choice (2505.22617, section 4), bool[N]: share * N tokens, rounded down, at least one.
 
     covariances: each token's (p - mean p) (A - mean A), both means over the N. keys: random numbers that draw tokens
-    and order equal ones. The choice has share * N tokens, rounded down, but at least one. clip_cov draws them from the
-    tokens with a covariance in [low, high], or takes all of these if they are fewer. kl_cov takes the tokens with the
-    largest covariance.
+    and order equal ones. clip_cov draws from the tokens with a covariance in [low, high], and takes all of these if
+    they are too few. kl_cov takes the tokens with the largest covariance.
     """
     chosen = torch.zeros_like(covariances).bool()
     drawn = keys.argsort()
@@ -87,8 +80,8 @@ def _centred(values: torch.Tensor) -> torch.Tensor:
 def _random_keys(batch: Batch, seed: int) -> torch.Tensor:
     """A number in [0, 1) for each token, float64[T]: a function of the seed, its trajectory and its place there.
 
-    The trainer's forward passes play no part, because other packings round them differently. Trajectories with equal
-    samples are numbered in the order of their advantages.
+    The trainer's logprobs play no part, because other packings round them differently. Trajectories with equal samples
+    are numbered in the order of their advantages.
     """
     columns = (batch.token_ids, batch.behavior_logprobs, batch.loss_mask, batch.advantages)
     contents = [(_digest(*row), of.tolist()) for *row, of in zip(*map(batch.split, columns), strict=True)]
@@ -103,7 +96,6 @@ def _random_keys(batch: Batch, seed: int) -> torch.Tensor:
 
 
 def _digest(token_ids: torch.Tensor, behavior: torch.Tensor, loss_mask: torch.Tensor) -> bytes:
-    """A digest of the sampled tokens and the loss mask."""
     content = hashlib.sha256(array("q", token_ids.tolist()))
     for values in (behavior, loss_mask):
         content.update(array("d", values.tolist()))

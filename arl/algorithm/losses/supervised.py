@@ -1,8 +1,6 @@
 """The losses of fine-tuning: imitation, and losses on pairs of a chosen and a rejected sequence.
 
-`paired` makes each pair a unit, whose tokens have advantages 1 and -1. Each token carries its pair's whole loss, and
-the loss weights are 1 / (P n) with P pairs in the minibatch and n trained tokens in this one. So the minibatch's loss
-is the mean over its pairs.
+Each token of a pair carries the pair's whole loss, with weight 1 / (P n): P pairs in the minibatch, n tokens in this.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Pair = tuple[TrainSequence, TrainSequence]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTLoss:
-    """Negative log-likelihood of the trained tokens; advantages and behavior logprobs play no part."""
+    """Negative log-likelihood of the trained tokens."""
 
     def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         return TokenLosses(loss=-outputs.logprobs, means={"entropy": outputs.entropy.detach()})
@@ -47,8 +45,7 @@ class PreferenceLoss:
     """With dpo: the share e of labels assumed wrong. The loss is -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
     (Mitchell 2023, "cDPO")."""
     mean_logprobs: bool = False
-    """Use the mean over a sequence's tokens instead of the sum, so that length does not count. Some libraries do so for
-    ipo."""
+    """Use the mean over a sequence's tokens instead of the sum, so that length does not count."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("dpo", "ipo"):
@@ -96,8 +93,7 @@ class RewardModelLoss:
     """
 
     center: float = 0.0
-    """Pairs determine only differences of scores. A small center (0.01 in Eisenstein et al. 2312.09244) keeps scores
-    around 0."""
+    """Keeps scores around 0, as pairs determine only differences. 0.01 in Eisenstein et al. 2312.09244."""
 
     def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         margin = _per_unit(outputs.values * tokens.advantages, tokens)
@@ -111,7 +107,7 @@ class RewardModelLoss:
 
 
 def paired(pairs: Sequence[Pair]) -> list[TrainSequence]:
-    """A minibatch of pairs: numbered units, advantages 1 and -1, and loss weights that make the loss a mean over pairs.
+    """A minibatch of pairs: numbered units, advantages 1 and -1, and weights that make the loss a mean over pairs.
 
     Pairs without a trained token count nowhere.
     """

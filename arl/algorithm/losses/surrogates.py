@@ -9,8 +9,7 @@ trajectory enter it detached, in a form whose gradient, summed over the trajecto
 aggregation:
 
     losses that are means over a trajectory (gspo, gmpo) and losses per token: under sequence_mean the paper's
-    losses that are sums over a trajectory (topr, mirror_descent): under sequence_sum the paper's, over the constant;
-    under sequence_mean each trajectory's is divided by its n_i
+    losses that are sums over a trajectory (topr, mirror_descent): under sequence_sum the paper's, over the constant
 
 Under token_mean and group_mean a trajectory counts by its length, for all of them.
 """
@@ -32,8 +31,8 @@ from arl.api.algorithm import (
 )
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp. exp(20) = 5e8 is far beyond any clip, so no useful ratio changes. Without
-the clamp a token that the current policy almost excludes would overflow, and one inf makes the whole step nan."""
+"""Log-ratios are clamped to +-20 before exp. exp(20) = 5e8 is far beyond any clip. Without the clamp a token that the
+current policy almost excludes would overflow, and one inf makes the whole step nan."""
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -58,19 +57,19 @@ class Trajectories:
     @classmethod
     def of(cls, sequence_ids: torch.Tensor) -> Trajectories:
         """sequence_ids: int64[M], ascending. Sequences without trained tokens do not occur."""
-        # Numbered anew, because ids may be larger than M. Sizes are M and not the number of trajectories: reading that
-        # number from a GPU would mean waiting for it.
+        # Numbered anew, because ids may exceed M. All sizes are M: to read the number of trajectories from a GPU would
+        # mean to wait for it.
         index = (sequence_ids[1:] != sequence_ids[:-1]).cumsum(0)
         index = torch.cat([torch.zeros_like(sequence_ids[:1]), index])
         ones = torch.ones_like(index)
         return cls(index=index, counts=torch.zeros_like(index).index_add(0, index, ones)[index])
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """For each token the sum of `values` over the trained tokens of its trajectory: float[M]."""
+        """float[M]: for each token the sum of `values` over the trained tokens of its trajectory."""
         return torch.zeros_like(values).index_add(0, self.index, values)[self.index]
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
-        """For each token the mean of `values` over the trained tokens of its trajectory: float[M]."""
+        """float[M]: for each token their mean."""
         return self.sums(values) / self.counts
 
 
@@ -96,8 +95,6 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Surrogate:
-    """The result of a surrogate."""
-
     loss: torch.Tensor
     """float[M], with gradient."""
     is_clipped: torch.Tensor
@@ -125,8 +122,8 @@ def ppo(tokens: PolicyTokens, config: ClippedLossConfig) -> Surrogate:
 
         L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          and min(L, dual_clip |A|)
 
-    Dual clip affects A < 0 alone, because L <= 0 elsewhere. An unset bound does not bind; without both this is
-    importance sampling, -A r. Clipped: no gradient.
+    Dual clip affects A < 0 alone, because L <= 0 elsewhere. Without both bounds this is importance sampling, -A r.
+    Clipped: no gradient.
     """
     loss, is_clipped = _clipped(tokens.ratio, tokens.advantages, config)
     if config.dual_clip is not None:
