@@ -1,5 +1,7 @@
 """Sequences that begin alike, at random, and what is said about them the slow way: as sets of their prefixes."""
 
+import random
+
 import torch
 from hypothesis import strategies as st
 
@@ -8,18 +10,17 @@ from arl.api.types import TrainSequence
 Family = list[list[int]]
 
 
-@st.composite
-def trees(draw: st.DrawFn, max_size: int = 14) -> Family:
-    """Sequences of 1 to 30 tokens, most of which go on from somewhere within an earlier one; some are the same."""
-    sequences: Family = []
-    for _ in range(draw(st.integers(0, max_size))):
-        stem: list[int] = []
-        if sequences and draw(st.integers(0, 3)):
-            earlier = draw(st.sampled_from(sequences))
-            stem = earlier[: draw(st.integers(0, len(earlier)))]
-        tail = draw(st.lists(st.integers(0, 2), min_size=0 if stem else 1, max_size=8))
-        sequences.append([*stem, *tail])
+def _tree(seed: int) -> Family:
+    rng, sequences = random.Random(seed), Family()
+    for _ in range(rng.randint(0, 14)):
+        earlier = rng.choice(sequences) if sequences and rng.random() < 0.75 else []
+        stem = earlier[: rng.randint(0, len(earlier))]
+        sequences.append(stem + [rng.randint(0, 2) for _ in range(rng.randint(0 if stem else 1, 8))])
     return sequences
+
+
+trees = st.builds(_tree, st.integers(0, 2**32))
+"""Sequences of 1 to 30 tokens, most of which go on from somewhere within an earlier one; some are the same."""
 
 
 def prefixes(tokens: list[int]) -> set[tuple[int, ...]]:

@@ -9,13 +9,10 @@ from advantage_cases import (
     ESTIMATORS,
     Settings,
     config_of,
-    group,
     name_of,
-    one_each,
     random_groups,
     returns,
     taken,
-    trajectory,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,47 +104,3 @@ def test_tokens_weigh_as_much_as_if_their_episode_had_not_branched(aggregation: 
         for b in prepared(seed, config)
     )
     assert apart == pytest.approx(whole, rel=1e-6)
-
-
-FIVE_AND_ONE = group(*[trajectory(1.0)] * 5, trajectory(0.0), episodes=(0, 0, 0, 0, 0, 1))
-
-
-@pytest.mark.parametrize(
-    ("advantage", "expected"),
-    [
-        (returns("group_mean"), [0.5] * 5 + [-0.5]),
-        (returns("leave_one_out"), [1.0] * 5 + [-1.0]),
-        (returns("length_weighted"), [1 - 5 / 6] * 5 + [-5 / 6]),
-        (returns("group_mean", "group_std"), [0.5**0.5] * 5 + [-(0.5**0.5)]),
-        ({"kind": "pass_at_k", "k": 1}, [1.0] * 5 + [-1.0]),
-        ({"kind": "gigpo", "scale": "none"}, [0.5] * 5 + [-0.5]),
-        ({"kind": "rejection", "threshold": 0.5}, [1.0] * 5 + [0.0]),
-    ],
-    ids=name_of,
-)
-def test_five_branches_of_a_success_beside_one_failure_are_one_of_two(advantage: Settings, expected: list[float]):
-    assert one_each([FIVE_AND_ONE], advantage) == [pytest.approx(expected, abs=1e-5)]
-
-
-@pytest.mark.parametrize(
-    "advantage", [returns("group_mean", "group_std"), {"kind": "gigpo", "scale": "group_std"}], ids=name_of
-)
-@pytest.mark.parametrize("rewards", [(1.0, 0.0, 1.0, 0.001), (0.1 + 0.2, -0.3, 0.5, -0.5)])
-def test_what_differs_within_episodes_is_not_scaled_up_where_episodes_are_alike(
-    advantage: Settings, rewards: tuple[float, ...]
-):
-    debate = group(*map(trajectory, rewards), episodes=(0, 0, 1, 1))
-    assert max(map(abs, one_each([debate], advantage)[0])) < 1.5
-
-
-@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted"])
-def test_an_episode_that_branched_alone_in_its_group_learns_nothing(baseline: str):
-    alone = group(*[trajectory(0.7)] * 3, episodes=(4, 4, 4))
-    assert one_each([alone], returns(baseline, "group_std")) == [[0.0] * 3]
-
-
-def test_branches_of_one_episode_in_different_roles_are_apart():
-    members = [trajectory(r, role=role) for r, role in ((1.0, "a"), (3.0, "b"), (0.0, "a"), (5.0, "b"))]
-    mixed = group(*members, episodes=(0, 0, 1, 1))
-    assert one_each([mixed], returns("group_mean")) == [[0.5, -1.0, -0.5, 1.0]]
-    assert Batch.of([mixed]).episode == (0, 1, 2, 3)

@@ -3,8 +3,9 @@ whatever order groups and trajectories come."""
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,38 +48,20 @@ def loss_of(config: AlgorithmConfig) -> TokenLoss:
     return ActorCriticLoss(policy=policy, value=value, coefficient=config.critic.coefficient)
 
 
-@dataclass
-class Tally:
-    """What microbatches report, added up in plain numbers, as arl.engine.fsdp.minibatch says that it is to be read."""
-
-    reports: list[tuple[TokenLosses, torch.Tensor]]
-
-    def metrics(self) -> Metrics:
-        names = {kind: list(getattr(self.reports[0][0], kind)) for kind in TokenLosses.__slots__ if kind != "loss"}
-        num_tokens = sum(len(weights) for _, weights in self.reports)
-        metrics = {name: self._sum("means", name) / num_tokens for name in names["means"]}
-        metrics |= {name: max(self._values("maxima", name)) for name in names["maxima"]}
-        for name in names["weighted"]:
-            pairs = [
-                zip(losses.weighted[name].tolist(), weights.tolist(), strict=True) for losses, weights in self.reports
-            ]
-            metrics[name] = math.fsum(value * weight for pair in pairs for value, weight in pair)
-        for name in names["quotients"]:
-            above, below = (
-                math.fsum(v for x, _ in self.reports for v in x.quotients[name][i].tolist()) for i in (0, 1)
-            )
-            if below:
-                metrics[name] = above / below
-        for name in names["sample_sizes"]:
-            values = self._values("sample_sizes", name)
-            metrics[name] = math.fsum(values) ** 2 / (num_tokens * math.fsum(v * v for v in values))
-        return metrics
-
-    def _values(self, kind: str, name: str) -> list[float]:
-        return [value for losses, _ in self.reports for value in getattr(losses, kind)[name].tolist()]
-
-    def _sum(self, kind: str, name: str) -> float:
-        return math.fsum(self._values(kind, name))
+def tally(reports: Sequence[tuple[TokenLosses, torch.Tensor]]) -> Metrics:
+    """What all metrics are made of: sums over the microbatches' tokens, or maxima."""
+    columns: defaultdict[str, list[float]] = defaultdict(list)
+    maxima: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+    for losses, weights in reports:
+        values = {**losses.means, "num_tokens": torch.ones_like(weights)}
+        values |= {f"weighted {name}": v * weights for name, v in losses.weighted.items()}
+        values |= {f"{name}^{power}": v**power for name, v in losses.sample_sizes.items() for power in (1, 2)}
+        values |= {f"{name} {part}": v for name, pair in losses.quotients.items() for part, v in enumerate(pair)}
+        for name, v in values.items():
+            columns[name] += v.tolist()
+        for name, v in losses.maxima.items():
+            maxima[name] = max(maxima[name], *v.tolist())
+    return {name: math.fsum(column) for name, column in columns.items()} | maxima
 
 
 def outputs_of(sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,7 +88,7 @@ def evaluated(microbatches: Sequence[Sequence[TrainSequence]], loss: TokenLoss) 
         total += weighed.item()
         reports.append((losses, tokens.loss_weights.double()))
     gradients = {key: [zeros_for_none(leaf) for leaf in row] for key, row in leaves.items()}
-    return total, gradients, Tally(reports).metrics()
+    return total, gradients, tally(reports)
 
 
 def zeros_for_none(leaf: torch.Tensor) -> torch.Tensor:
@@ -161,8 +144,8 @@ def test_there_is_something_to_be_the_same(name: str) -> None:
     _, gradients, metrics = evaluated([minibatch_of(random_groups(seed=1), config)], loss_of(config))
     assert max(float(logprobs.abs().max()) for logprobs, _, _ in gradients.values() if len(logprobs)) > 1e-6
     assert all(math.isfinite(value) for value in metrics.values())
-    assert all(metrics[f"staleness_{bucket}/tokens"] > 0 for bucket in ("0", "1", "2", "3-4"))
-    assert config.selection is None or 0 < metrics["selected"] < 1
+    assert all(metrics[f"staleness_{bucket}/tokens 0"] > 0 for bucket in ("0", "1", "2", "3-4"))
+    assert config.selection is None or 0 < metrics["selected"] < metrics["num_tokens"]
     assert (metrics["clip_fraction"] > 0) == has_a_trust_region(config)
 
 

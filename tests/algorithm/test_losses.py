@@ -60,6 +60,13 @@ def evaluated(loss: PolicyLoss | SFTLoss, batch: Sequence[Tokens]) -> tuple[Toke
     return losses, total.item(), torch.autograd.grad(total, outputs.logprobs)[0].tolist()
 
 
+def of_tokens(n: int = 2, **columns: Sequence[float]) -> Tokens:
+    """One trajectory of fresh tokens with logprobs and advantages of -1, but for the given columns."""
+    names = ("current", "proximal", "behavior", "reference", "advantages")
+    numbers: dict[str, Any] = {**{name: [-1.0] * n for name in names}, **columns}
+    return Tokens(**{"versions": [VERSION] * n, "selected": [False] * n, "weight": 1.0, **numbers})
+
+
 @every_part
 @pytest.mark.parametrize("proximal", ["recomputed", "current", "approximated", "bypassed"])
 def test_a_loss_and_its_gradient_are_those_of_its_formula(parts: dict[str, Any], proximal: str):
@@ -74,29 +81,9 @@ def test_a_loss_and_its_gradient_are_those_of_its_formula(parts: dict[str, Any],
     assert total == pytest.approx(sum(expected(t, t.current) for t in batch), abs=1e-6)
     by_hand = [slope for t in batch for slope in gradient(lambda c, t=t: expected(t, c), t.current)]
     if proximal == "current" and isinstance(loss.config.selection, KLCovSelection):
-        by_hand = slopes_without_selection(parts, batch)  # |c - p| has no derivative at c = p, and is given 0
+        # |c - p| has no derivative at c = p, and is given 0.
+        by_hand = evaluated(loss_of({**parts, "selection": None}, "current"), batch)[2]
     assert slopes == pytest.approx(by_hand, abs=1e-6, rel=0)
-
-
-def slopes_without_selection(parts: dict[str, Any], batch: Sequence[Tokens]) -> list[float]:
-    return evaluated(loss_of({**parts, "selection": None}, "current"), batch)[2]
-
-
-@pytest.mark.parametrize("loss", ["ppo", "gspo", "gmpo", "cispo", "sapo", "topr", "mirror_descent", "dppo_tv"])
-def test_where_the_sampler_is_proximal_bypassing_changes_nothing(loss: str):
-    parts = {"loss": {"kind": loss}, "correction": {"kind": "none"}}
-    batch = random_batch(5, stale=0.0)
-    decoupled, bypassed = evaluated(loss_of(parts), batch), evaluated(loss_of(parts, "bypassed"), batch)
-    assert bypassed[0].loss.tolist() == decoupled[0].loss.tolist()
-    assert bypassed[2] == decoupled[2]
-
-
-def test_the_approximated_proximal_policy_lies_between_sampler_and_current_by_versions():
-    """c - p = (c - b) / (staleness + 1): all of it for a fresh token, half of it for one that is a version old."""
-    batch = random_batch(6)
-    losses, _, _ = evaluated(loss_of({}, "approximated"), batch)
-    moved, staleness = joined(batch, "current") - joined(batch, "behavior"), VERSION - joined(batch, "versions")
-    assert losses.means["ratio"].log().tolist() == pytest.approx((moved / (staleness + 1)).tolist())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +122,7 @@ def test_a_microbatch_in_which_nothing_is_trained_says_as_much_as_any_other(part
 
 @pytest.mark.parametrize(("moved", "pull"), [(5e-5, 0.0), (-5e-5, 0.0), (2e-4, 0.7), (-2e-4, -0.7)])
 def test_kl_cov_draws_back_tokens_that_moved_and_not_the_rounding_of_those_that_did_not(moved: float, pull: float):
-    tokens = Tokens(**{**PLAIN, "current": [-1.0 + moved, -1.0], "advantages": [0.0, 0.0], "selected": [True, False]})
+    tokens = of_tokens(current=[-1.0 + moved, -1.0], advantages=[0.0, 0.0], selected=[True, False])
     _, _, slopes = evaluated(loss_of({"selection": {"kind": "kl_cov", "coefficient": 0.7}}), [tokens])
     assert slopes == pytest.approx([pull, 0.0])
 
@@ -191,22 +178,8 @@ def test_a_loss_stays_on_its_device_and_never_waits_for_it(parts: dict[str, Any]
 # Metrics --------------------------------------------------------------------------------------------------------------
 
 
-def of_tokens(current: list[float], proximal: list[float], behavior: list[float], advantages: list[float]) -> Tokens:
-    n = len(current)
-    return Tokens(
-        current=current,
-        proximal=proximal,
-        behavior=behavior,
-        reference=[-1.0] * n,
-        advantages=advantages,
-        versions=[VERSION] * n,
-        selected=[False] * n,
-        weight=1.0,
-    )
-
-
 def test_metrics_say_what_the_ratio_the_clip_and_the_weight_did():
-    tokens = of_tokens([-0.4, -2.0, -1.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -4.0], [1.0, 1.0, 1.0])
+    tokens = of_tokens(3, current=[-0.4, -2.0, -1.0], behavior=[-1.0, -1.0, -4.0], advantages=[1.0] * 3)
     losses, _, _ = evaluated(loss_of({"correction": {"upper": 5.0}}), [tokens])
     ratios = [math.exp(0.6), math.exp(-1.0), 1.0]
     assert losses.means["ratio"].tolist() == pytest.approx(ratios)
@@ -221,34 +194,21 @@ def test_metrics_say_what_the_ratio_the_clip_and_the_weight_did():
     )
     assert losses.means["entropy"].tolist() == [2.0, 2.0, 2.0]
     assert losses.sample_sizes["effective_sample_size"].tolist() == pytest.approx([1.0, 1.0, 5.0])
+    masked, _, _ = evaluated(loss_of({"correction": {"kind": "mask", "upper": 5.0}}), [tokens])
+    assert masked.means["behavior_weight_zero"].tolist() == [0.0, 0.0, 1.0]
+    bypassed, _, _ = evaluated(loss_of({"correction": {"kind": "none"}}, "bypassed"), [tokens])
+    ratios = [math.exp(d) for d in (0.6, -1.0, 3.0)]
+    assert bypassed.sample_sizes["effective_sample_size"].tolist() == pytest.approx(ratios)
 
 
-def test_masked_tokens_are_counted():
-    tokens = of_tokens([-1.0, -1.0], [-1.0, -1.0], [-1.0, -4.0], [1.0, 1.0])
-    losses, _, _ = evaluated(loss_of({"correction": {"kind": "mask", "upper": 5.0}}), [tokens])
-    assert losses.means["behavior_weight_zero"].tolist() == [0.0, 1.0]
-
-
-def test_bypassed_the_effective_sample_size_is_that_of_the_ratio():
-    tokens = of_tokens([-1.0, -2.0], [0.0, 0.0], [-1.5, -1.0], [1.0, 1.0])
-    losses, _, _ = evaluated(loss_of({"correction": {"kind": "none"}}, "bypassed"), [tokens])
-    ratios = [math.exp(0.5), math.exp(-1.0)]
-    assert losses.sample_sizes["effective_sample_size"].tolist() == pytest.approx(ratios)
-
-
-def test_the_distance_to_the_reference_is_reported_where_one_is_held():
-    tokens = of_tokens([-0.4, -2.0], [-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0])
+def test_the_distance_to_a_reference_and_the_selection_are_reported_where_there_is_one():
+    tokens = of_tokens(current=[-0.4, -2.0], selected=[True, False])
     for kl in ({"estimator": "k3"}, {"estimator": "k2", "unbiased": True}, {"place": "reward"}):
         losses, _, _ = evaluated(loss_of({"kl": {"coefficient": 0.1, **kl}}), [tokens])
         assert losses.means["kl_reference"].tolist() == pytest.approx([math.exp(-d) - 1 + d for d in (0.6, -1.0)])
-    assert "kl_reference" not in evaluated(loss_of({}), [tokens])[0].means
-
-
-def test_the_share_of_selected_tokens_is_reported_where_there_is_a_selection():
-    batch = random_batch(4)
-    losses, _, _ = evaluated(loss_of({"selection": {"kind": "second_moment"}}), batch)
-    assert losses.means["selected"].tolist() == joined(batch, "selected").tolist()
-    assert "selected" not in evaluated(loss_of({}), batch)[0].means
+    losses, _, _ = evaluated(loss_of({"selection": {"kind": "second_moment"}}), [tokens])
+    assert losses.means["selected"].tolist() == [1.0, 0.0]
+    assert not {"kl_reference", "selected"} & evaluated(loss_of({}), [tokens])[0].means.keys()
 
 
 def test_metrics_by_staleness_are_those_of_the_tokens_of_that_staleness():
@@ -274,25 +234,14 @@ def test_metrics_by_staleness_are_those_of_the_tokens_of_that_staleness():
      (40, ["0", "1", "2", "3-4", "5-8", "9-16", "17+"])],
 )  # fmt: skip
 def test_there_are_as_many_buckets_of_staleness_as_a_run_allows(max_staleness: int, buckets: list[str]):
+    """The last one holds whatever is older."""
     loss = PolicyLoss.of(preset("decoupled_ppo"), version=50, max_staleness=max_staleness)
-    losses = loss(outputs_of(random_batch(1)), packed(random_batch(1)))
-    names = dict.fromkeys(name.partition("/")[0].removeprefix("staleness_") for name in losses.quotients)
+    batch = [of_tokens(versions=[50 - 17, 50 - 40])]
+    quotients = loss(outputs_of(batch), packed(batch)).quotients
+    names = dict.fromkeys(name.partition("/")[0].removeprefix("staleness_") for name in quotients)
     assert list(names) == buckets
-
-
-def test_the_oldest_bucket_holds_whatever_is_older():
-    tokens = Tokens(**{**PLAIN, "versions": [50 - 17, 50 - 40]})
-    loss = PolicyLoss.of(preset("decoupled_ppo"), version=50, max_staleness=40)
-    losses = loss(outputs_of([tokens]), packed([tokens]))
-    assert losses.quotients["staleness_17+/tokens"][0].tolist() == [1.0, 1.0]
-
-
-PLAIN: dict[str, Any] = {
-    **{name: [-1.0, -1.0] for name in ("current", "proximal", "behavior", "reference", "advantages")},
-    "versions": [VERSION, VERSION],
-    "selected": [False, False],
-    "weight": 1.0,
-}
+    if max_staleness == 40:
+        assert quotients["staleness_17+/tokens"][0].tolist() == [1.0, 1.0]
 
 
 @every_part

@@ -2,11 +2,12 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from loss_references import gradient
 
 from arl.algorithm.losses.supervised import PreferenceLoss, RewardModelLoss, paired
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
@@ -73,34 +74,12 @@ def total(sequences: Sequence[TrainSequence], loss: TokenLoss) -> tuple[float, l
     losses = loss(TokenOutputs(logprobs=current, entropy=zeros, values=current), tokens)
     weights = tokens.loss_weights.double()
     value = (losses.loss * weights).sum()
-    (gradient,) = torch.autograd.grad(value, current)
+    (slopes,) = torch.autograd.grad(value, current)
     metrics = {name: float((v * weights).sum()) for name, v in losses.weighted.items()}
-    return float(value.detach()), [g.tolist() for g in gradient.split(counts.tolist())], metrics
+    return float(value.detach()), [g.tolist() for g in slopes.split(counts.tolist())], metrics
 
 
-def by_central_differences(function: Callable[[Numbers], float], at: Numbers) -> Numbers:
-    step, gradient = 1e-6, list[float]()
-    for i in range(len(at)):
-        up, down = list(at), list(at)
-        up[i], down[i] = at[i] + step, at[i] - step
-        gradient.append((function(up) - function(down)) / (2 * step))
-    return gradient
-
-
-def reference_gradients(pair: PlainPair, loss: PreferenceLoss) -> tuple[Numbers, Numbers]:
-    """By the current logprobs of the chosen and of the rejected answer."""
-    chosen, chosen_reference, rejected, rejected_reference = pair
-    return (
-        by_central_differences(
-            lambda c: reference_loss((c, chosen_reference, rejected, rejected_reference), loss), chosen
-        ),
-        by_central_differences(
-            lambda c: reference_loss((chosen, chosen_reference, c, rejected_reference), loss), rejected
-        ),
-    )
-
-
-def bradley_terry(scores: Numbers) -> float:
+def bradley_terry(scores: Sequence[float]) -> float:
     """Of one pair (chosen, rejected)."""
     chosen, rejected = scores
     return -math.log(1 / (1 + math.exp(rejected - chosen))) + 0.01 * (chosen + rejected) ** 2
@@ -120,7 +99,14 @@ def test_preference_losses_equal_their_definitions_in_value_and_gradient(loss: P
     pairs = random_pairs(7)
     value, gradients, _ = total(minibatch(pairs), loss)
     assert value == pytest.approx(sum(reference_loss(pair, loss) for pair in pairs) / len(pairs), abs=1e-6)
-    expected = [gradient for pair in pairs for gradient in reference_gradients(pair, loss)]
+    expected = [
+        slopes
+        for a, a_reference, b, b_reference in pairs
+        for slopes in (
+            gradient(lambda c: reference_loss((c, a_reference, b, b_reference), loss), a),  # noqa: B023
+            gradient(lambda c: reference_loss((a, a_reference, c, b_reference), loss), b),  # noqa: B023
+        )
+    ]
     for ours, theirs in zip(gradients, expected, strict=True):
         assert ours == pytest.approx([g / len(pairs) for g in theirs], abs=1e-6)
 
@@ -164,7 +150,7 @@ def test_bradley_terry_equals_its_definition_in_value_and_gradient():
     sequences = minibatch([([chosen], [0.0], [rejected], [0.0]) for chosen, rejected in scores])
     value, gradients, metrics = total(sequences, RewardModelLoss(center=0.01))
     assert value == pytest.approx(sum(bradley_terry(list(pair)) for pair in scores) / 3, abs=1e-6)
-    expected = [g / 3 for pair in scores for g in by_central_differences(bradley_terry, list(pair))]
+    expected = [g / 3 for pair in scores for g in gradient(bradley_terry, pair)]
     assert [g for (g,) in gradients] == pytest.approx(expected, abs=1e-6)
     assert metrics["accuracy"] == pytest.approx(2 / 3)
     assert metrics["margin"] == pytest.approx(sum(a - b for a, b in scores) / 3)

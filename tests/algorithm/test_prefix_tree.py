@@ -31,7 +31,7 @@ def row_of(order: PrefixOrder, plan: RowPlan, sequences: Family) -> list[int]:
 
 
 @settings(max_examples=50, deadline=None)
-@given(trees())
+@given(trees)
 def test_each_different_prefix_is_one_token_of_the_row(sequences: Family):
     order = order_of(sequences)
     plan = RowPlan.of(order)
@@ -40,7 +40,7 @@ def test_each_different_prefix_is_one_token_of_the_row(sequences: Family):
 
 
 @settings(max_examples=50, deadline=None)
-@given(trees())
+@given(trees)
 def test_a_token_of_the_row_sees_its_own_prefix_and_nothing_else(sequences: Family):
     order = order_of(sequences)
     plan = RowPlan.of(order)
@@ -55,7 +55,7 @@ def test_a_token_of_the_row_sees_its_own_prefix_and_nothing_else(sequences: Fami
 
 
 @settings(max_examples=50, deadline=None)
-@given(trees())
+@given(trees)
 def test_stretches_are_no_more_than_different_sequences_and_cover_the_row(sequences: Family):
     stretches = RowPlan.of(order_of(sequences)).stretches
     assert len(stretches) <= len({tuple(tokens) for tokens in sequences})
@@ -65,7 +65,7 @@ def test_stretches_are_no_more_than_different_sequences_and_cover_the_row(sequen
 
 
 @settings(max_examples=50, deadline=None)
-@given(trees(), st.data())
+@given(trees, st.data())
 def test_the_order_of_some_sequences_is_what_they_alone_would_give(sequences: Family, data: st.DataObject):
     chosen = data.draw(st.lists(st.integers(0, max(len(sequences) - 1, 0)), unique=True)) if sequences else []
     some = order_of(sequences).only(chosen)
@@ -74,7 +74,7 @@ def test_the_order_of_some_sequences_is_what_they_alone_would_give(sequences: Fa
 
 
 @settings(max_examples=50, deadline=None)
-@given(trees(), st.integers(1, 8))
+@given(trees, st.integers(1, 8))
 def test_what_is_shared_is_shared_by_enough_tokens(sequences: Family, min_shared: int):
     order = order_of(sequences, min_shared)
     plan = RowPlan.of(order)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from advantage_cases import group, trajectory
-from hypothesis import given
-from hypothesis import strategies as st
 
 from arl.algorithm.batch import Batch
 from arl.algorithm.losses.selection import selected_tokens
@@ -112,12 +110,6 @@ def test_without_a_selection_nothing_is_selected():
     assert not any(map(any, selected(random_rows(0), None)))
 
 
-@every_selection
-def test_logprobs_and_advantages_may_be_extreme(config: SelectionConfig):
-    far = Row(proximal=[-1e4, -1e-6, -20.0], behavior=[-1e-6, -1e4, -1.0], advantages=[1e6, -1e6, 1e6])
-    assert len(selected([far], config)[0]) == 3
-
-
 # M2PO -----------------------------------------------------------------------------------------------------------------
 
 
@@ -134,18 +126,12 @@ def masked_one_by_one(rows: Sequence[Row], limit: float) -> set[int]:
     return dropped
 
 
-@pytest.mark.parametrize("limit", [0.005, 0.04, 0.1, 10.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("limit", [1e-9, 0.005, 0.04, 0.1, 10.0])
+@pytest.mark.parametrize("seed", range(8))
 def test_second_moment_leaves_out_what_the_papers_algorithm_does(seed: int, limit: float):
     rows = random_rows(seed)
     flags = trained_flags(rows, SecondMomentSelection(limit=limit))
     assert {i for i, flag in enumerate(flags) if flag} == masked_one_by_one(rows, limit)
-
-
-def test_second_moment_leaves_tokens_alone_that_no_clip_would_concern():
-    """However far: a good token that became less likely, or a bad one that became likelier, pulls back by itself."""
-    s = Row(proximal=[-4.0, -1.0, -1.0], behavior=[-1.0, -4.0, -4.0], advantages=[1.0, -1.0, 0.0])
-    assert selected([s], SECOND_MOMENT) == [[False, False, False]]
 
 
 def test_second_moment_treats_equal_tokens_alike():
@@ -154,39 +140,17 @@ def test_second_moment_treats_equal_tokens_alike():
     assert selected([s], SecondMomentSelection(limit=0.04)) == [[True, True, False]]
 
 
-def test_second_moment_leaves_all_out_where_the_smallest_is_too_large():
-    s = Row(proximal=[-0.5, -0.4], behavior=[-1.0, -1.0], advantages=[1.0, 1.0])
-    assert selected([s], SECOND_MOMENT) == [[True, True]]
-
-
-@given(st.lists(st.tuples(st.integers(-8, 8), st.sampled_from([-1.0, 1.0])), min_size=1, max_size=20))
-def test_second_moment_ends_below_the_limit_and_leaves_no_more_out_than_it_must(pairs: list[tuple[int, float]]):
-    s = Row(proximal=[d / 16 for d, _ in pairs], behavior=[0.0] * len(pairs), advantages=[a for _, a in pairs])
-    ((*flags,),) = selected([s], SECOND_MOMENT)
-    concerned = [(d / 16) ** 2 for d, a in pairs if d * a > 0]
-    kept = [(d / 16) ** 2 for (d, a), flag in zip(pairs, flags, strict=True) if d * a > 0 and not flag]
-    assert not kept or sum(kept) / len(kept) <= SECOND_MOMENT.limit + 1e-12
-    next_one = min((m for m in concerned if m > max(kept, default=-1.0)), default=None)
-    if next_one is not None:
-        with_it = [m for m in concerned if m <= next_one]
-        assert sum(with_it) / len(with_it) > SECOND_MOMENT.limit
-
-
 # Covariance -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("share", [1e-6, 0.05, 0.2, 1.0])
 def test_kl_cov_selects_the_largest_covariances(share: float):
     rows = random_rows(2)
     values = covariances(rows)
     flags = trained_flags(rows, KLCovSelection(share=share))
-    count = int(share * len(values))
+    count = max(int(share * len(values)), 1)
     largest = sorted(range(len(values)), key=lambda i: -values[i])[:count]
     assert {i for i, flag in enumerate(flags) if flag} == set(largest)
-
-
-def test_kl_cov_selects_at_least_one_token():
-    assert sum(map(sum, selected(random_rows(2), KLCovSelection(share=1e-6)))) == 1
 
 
 def test_kl_cov_selects_as_many_where_all_are_equal():
@@ -195,31 +159,18 @@ def test_kl_cov_selects_as_many_where_all_are_equal():
     assert sum(selected([s], KLCovSelection(share=0.2))[0]) == 2
 
 
+@pytest.mark.parametrize(("share", "low", "high"), [(0.1, 0.2, 2.0), (1.0, 0.2, 2.0), (0.5, 50.0, 60.0)])
 @pytest.mark.parametrize("seed", range(5))
-def test_clip_cov_draws_among_the_tokens_in_its_range(seed: int):
-    rows = random_rows(3)
+def test_clip_cov_draws_its_share_of_the_tokens_in_its_range_or_all_of_these(
+    seed: int, share: float, low: float, high: float
+):
+    rows, config = random_rows(3), ClipCovSelection(share=share, low=low, high=high)
     values = covariances(rows)
-    flags = trained_flags(rows, CLIP_COV, seed)
-    inside = [CLIP_COV.low <= v <= CLIP_COV.high for v in values]
-    assert sum(flags) == int(CLIP_COV.share * len(values)) < sum(inside)
+    flags = trained_flags(rows, config, seed)
+    inside = [low <= v <= high for v in values]
+    assert sum(flags) == min(int(share * len(values)), sum(inside))
     assert all(is_inside for is_inside, flag in zip(inside, flags, strict=True) if flag)
-
-
-def test_clip_cov_selects_none_where_none_is_in_its_range():
-    assert not any(map(any, selected(random_rows(3), ClipCovSelection(share=0.5, low=50.0, high=60.0))))
-
-
-def test_clip_cov_selects_all_in_its_range_where_these_are_fewer_than_its_share():
-    rows = random_rows(3)
-    inside = [CLIP_COV.low <= v <= CLIP_COV.high for v in covariances(rows)]
-    everything = ClipCovSelection(share=1.0, low=CLIP_COV.low, high=CLIP_COV.high)
-    assert trained_flags(rows, everything) == inside
-
-
-def test_clip_covs_choice_follows_from_the_seed():
-    rows = random_rows(3)
-    assert selected(rows, CLIP_COV, seed=1) == selected(rows, CLIP_COV, seed=1)
-    assert len({str(selected(rows, CLIP_COV, seed=seed)) for seed in range(5)}) > 1
+    assert selected(rows, config, seed) == selected(rows, config, seed)
 
 
 def test_clip_cov_draws_every_token_of_its_range_alike():

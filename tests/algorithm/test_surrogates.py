@@ -16,7 +16,7 @@ from loss_references import (
     weighed,
 )
 
-from arl.algorithm.losses.surrogates import PolicyTokens, Surrogate, Trajectories, surrogate
+from arl.algorithm.losses.surrogates import PolicyTokens, Surrogate, surrogate
 from arl.api.algorithm import (
     ClippedLossConfig,
     DPPOLossConfig,
@@ -153,43 +153,30 @@ def test_clipped_tokens_are_those_without_gradient(name: str):
     assert result.is_clipped.tolist() == [slope == 0 for slope in slopes]
 
 
-def test_cispo_reports_the_tokens_whose_weight_is_clipped():
-    tokens = of_tokens(current=[math.log(r) for r in (0.5, 1.0, 1.5)], advantages=[1.0, 1.0, -1.0])
-    result, _, slopes = evaluated([tokens], ClippedLossConfig(kind="cispo", clip_low=0.2, clip_high=0.3))
-    assert result.is_clipped.tolist() == [True, False, True]
-    assert slopes == pytest.approx([-0.8, -1.0, 1.3])
-
-
-def test_sapo_reports_the_tokens_that_keep_less_than_half_of_their_gradient():
-    # 4 s (1 - s) = 1/2 where tau |r - 1| = log((sqrt(2) + 1) / (sqrt(2) - 1)) = 1.7627
-    ratios = [0.1, 1.0, 2.76, 2.77]
-    result, _, _ = evaluated([of_tokens(current=[math.log(r) for r in ratios], advantages=[1.0] * 4)], SAPOLossConfig())
-    assert result.is_clipped.tolist() == [False, False, False, True]
-
-
-def test_topr_reports_bad_trajectories_whose_ratio_is_capped():
-    likelier, less_likely = [0.1, 0.2], [-0.1, -0.2]
-    batch = [of_tokens(current=c, advantages=[a, a]) for c in (likelier, less_likely) for a in (1.0, -1.0)]
-    result, _, slopes = evaluated(batch, TOPRLossConfig())
-    assert result.is_clipped.tolist() == [False] * 2 + [True] * 2 + [False] * 4
-    assert slopes == pytest.approx([-1.0] * 2 + [1.0] * 2 + [-1.0] * 2 + [math.exp(-0.3)] * 2)
-
-
-def test_mirror_descent_reports_tokens_that_are_drawn_back():
-    batch = [of_tokens(current=[0.9, 0.0], advantages=[a, a]) for a in (1.0, 0.8, -1.0)]
-    result, _, slopes = evaluated(batch, MirrorDescentLossConfig(tau=1.0))
-    assert result.is_clipped.tolist() == [False, False, True, True, False, False]
-    assert slopes == pytest.approx([-0.1, -0.1, 0.1, 0.1, 1.9, 1.9])
-
-
-def test_a_trajectorys_sums_and_means_are_over_its_own_tokens():
-    trajectories = Trajectories.of(torch.tensor([2, 2, 5, 9, 9, 9]))
-    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
-    assert trajectories.counts.tolist() == [2, 2, 1, 3, 3, 3]
-    assert trajectories.sums(values).tolist() == [3.0, 3.0, 4.0, 56.0, 56.0, 56.0]
-    assert trajectories.means(values).tolist() == pytest.approx([1.5, 1.5, 4.0, 56 / 3, 56 / 3, 56 / 3])
-
-
-def test_a_microbatch_without_trained_tokens_has_no_trajectories():
-    trajectories = Trajectories.of(torch.zeros(0, dtype=torch.int64))
-    assert trajectories.means(torch.zeros(0)).tolist() == []
+@pytest.mark.parametrize(
+    ("config", "trajectories", "is_clipped"),
+    [
+        # the weight is clipped
+        (CONFIGS["cispo"], [([math.log(r)], a) for r, a in ((0.5, 1), (1.0, 1), (1.5, -1))], [True, False, True]),
+        # 4 s (1 - s) < 1/2, which is so where tau |r - 1| > log((sqrt(2) + 1) / (sqrt(2) - 1)) = 1.7627
+        (CONFIGS["sapo"], [([math.log(r)], 1) for r in (0.1, 1.0, 2.76, 2.77)], [False, False, False, True]),
+        # bad, with a ratio above 1
+        (
+            CONFIGS["topr"],
+            [([c, 2 * c], a) for c in (0.1, -0.1) for a in (1, -1)],
+            [False] * 2 + [True] * 2 + [False] * 4,
+        ),
+        # drawn back: tau D >= A > 0, or tau D <= A < 0
+        (
+            MirrorDescentLossConfig(tau=1.0),
+            [([0.9, 0.0], a) for a in (1.0, 0.8, -1.0)] + [([-0.9, 0.0], -0.8)],
+            [False, False, True, True, False, False, True, True],
+        ),
+    ],
+    ids=["cispo", "sapo", "topr", "mirror descent"],
+)
+def test_each_loss_says_which_tokens_it_holds_back(
+    config: LossConfig, trajectories: list[tuple[list[float], float]], is_clipped: list[bool]
+):
+    batch = [of_tokens(current=c, advantages=[a] * len(c)) for c, a in trajectories]
+    assert evaluated(batch, config)[0].is_clipped.tolist() == is_clipped
