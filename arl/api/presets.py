@@ -55,14 +55,14 @@ def _preset(paper: str, about: str, **changes: Any) -> Preset:
 _OF_PPO: Mapping[str, Preset] = {
     "decoupled_ppo": _preset(
         "2505.24298",
-        "As AReaL's: PPO's clip around the proximal policy, stale tokens weighed by exp(p - b), here truncated.",
+        "AReaL's: PPO's clip around the proximal policy; stale tokens are weighed by exp(p - b), truncated.",
     ),
     "naive": _preset(
-        "1707.06347", "PPO's clip around the sampler's policy: what decoupled_ppo is to be compared with.", **_BYPASSED
+        "1707.06347", "PPO's clip around the sampler's policy: the baseline for decoupled_ppo.", **_BYPASSED
     ),
     "a3po": _preset(
         "2512.06547",
-        "decoupled_ppo without the forward pass for p, which is put between b and c by their versions.",
+        "decoupled_ppo without the forward pass for p: p is interpolated between b and c by version.",
         proximal="approximated",
         minibatches=4,
     ),
@@ -79,7 +79,7 @@ _OF_PPO: Mapping[str, Preset] = {
 _OF_GRPO: Mapping[str, Preset] = {
     "grpo": _preset(
         "2402.03300",
-        "Group-relative advantages, each trajectory weighing the same, close to the first model.",
+        "Group-relative advantages: every trajectory weighs the same, and a KL holds the policy to the first model.",
         kl={"coefficient": 0.04, "estimator": "k3"},
         aggregation="sequence_mean",
     ),
@@ -92,7 +92,7 @@ _OF_GRPO: Mapping[str, Preset] = {
     ),
     "dapo": _preset(
         "2503.14476",
-        "For long reasoning: room to explore upwards, equal groups refilled, overlong answers penalised softly.",
+        "For long reasoning: room to explore upwards, equal groups replaced, overlong answers penalised softly.",
         loss={"clip_high": 0.28},
         overlong={"max_tokens": 20480, "buffer_tokens": 4096, "penalty": 1.0},
         dynamic_sampling=True,
@@ -100,42 +100,42 @@ _OF_GRPO: Mapping[str, Preset] = {
     ),
     "gspo": _preset(
         "2507.18071",
-        "One ratio and one clip for each trajectory; steadier for mixtures of experts.",
+        "One ratio and one clip for each trajectory: steadier for mixtures of experts.",
         loss={"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
         aggregation="sequence_mean",
         minibatches=4,
     ),
     "gmpo": _preset(
         "2507.20673",
-        "The geometric mean of a trajectory's ratios, which outliers hardly move, in a wide clip.",
+        "The geometric mean of a trajectory's ratios, in a wide clip: outliers hardly move it.",
         loss={"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
         aggregation="sequence_mean",
         minibatches=8,
     ),
     "cispo": _preset(
         "2506.13585",
-        "MiniMax-M1's: ratios are clipped as weights, so that rare, decisive tokens keep their gradient.",
+        "MiniMax-M1's: clips ratios as weights, so rare, decisive tokens keep their gradient.",
         loss={"kind": "cispo", "clip_low": None, "clip_high": 4.0},
         dynamic_sampling=True,
         minibatches=16,
     ),
     "sapo": _preset(
         "2511.20347",
-        "A smooth gate in the clip's place, which closes faster for tokens of bad trajectories.",
+        "A smooth gate instead of a clip. It closes faster for tokens of bad trajectories.",
         loss={"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
         aggregation="sequence_mean",
         minibatches=4,
     ),
     "clip_cov": _preset(
         "2505.22617",
-        "Keeps entropy up: some of the tokens that would lower it most are left out.",
+        "Keeps entropy up: leaves out some of the tokens that would lower it most.",
         loss={"clip_low": 1.0, "clip_high": 1.0},
         selection={"kind": "clip_cov", "share": 2e-4, "low": 1.0, "high": 5.0},
         minibatches=8,
     ),
     "kl_cov": _preset(
         "2505.22617",
-        "Keeps entropy up: the tokens that would lower it most are held close to the proximal policy.",
+        "Keeps entropy up: holds the tokens that would lower it most close to the proximal policy.",
         loss=_UNCLIPPED,
         selection={"kind": "kl_cov", "share": 2e-3, "coefficient": 1.0},
         minibatches=8,
@@ -145,14 +145,14 @@ _OF_GRPO: Mapping[str, Preset] = {
 _OF_REINFORCE: Mapping[str, Preset] = {
     "reinforce": _preset(
         "2402.14740",
-        "The policy gradient with nothing else: rewards as they are, which may come from episodes one by one.",
+        "The plain policy gradient: rewards as they are, from groups of any size, also of one.",
         advantage={"baseline": "none", "scale": "none"},
         loss={"kind": "reinforce"},
         aggregation="sequence_sum",
     ),
     "rloo": _preset(
         "2402.14740",
-        "REINFORCE with the mean of a group's other rewards as baseline, which leaves the gradient unbiased.",
+        "REINFORCE with the mean of a group's other rewards as baseline, which keeps the gradient unbiased.",
         advantage={"baseline": "leave_one_out", "scale": "none"},
         loss={"kind": "reinforce"},
         kl={"coefficient": 0.03, "estimator": "k1", "place": "reward"},
@@ -160,13 +160,13 @@ _OF_REINFORCE: Mapping[str, Preset] = {
     ),
     "reinforce++": _preset(
         "2501.03262",
-        "One episode for each example will do: advantages are whitened over the batch, with a KL in the reward.",
+        "Works with one episode for each example: whitens advantages over the batch, with a KL in the reward.",
         advantage={"baseline": "none", "scale": "batch_std"},
         kl={"coefficient": 0.01, "estimator": "k1", "place": "reward"},
     ),
     "reinforce++_baseline": _preset(
         "2501.03262",
-        "The group's mean subtracted, then whitened over the batch: small groups do not inflate small differences.",
+        "Subtracts the group's mean, then whitens over the batch: small groups do not inflate small differences.",
         advantage={"scale": "batch_std"},
         kl={"coefficient": 1e-3, "estimator": "k2"},
     ),
@@ -179,13 +179,13 @@ _OF_REINFORCE: Mapping[str, Preset] = {
     ),
     "opo": _preset(
         "2505.23585",
-        "REINFORCE with the baseline of least variance, the mean weighted by length; made for fresh batches.",
+        "REINFORCE with the baseline of least variance, the mean weighted by length. Made for fresh batches.",
         advantage={"baseline": "length_weighted", "scale": "none"},
         loss={"kind": "reinforce"},
     ),
     "topr": _preset(
         "2503.14286",
-        "For old data: good trajectories are imitated as they are, bad ones only as far as they are still likely.",
+        "For old data: imitates good trajectories as they are, and bad ones only as far as they are still likely.",
         advantage=_CENTRED,
         loss={"kind": "topr"},
         aggregation="sequence_sum",
@@ -204,7 +204,7 @@ _OF_REINFORCE: Mapping[str, Preset] = {
 _OF_ADVANTAGES: Mapping[str, Preset] = {
     "gdpo": _preset(
         "2601.05242",
-        "For several named rewards: each is normalised in its group apart, so that none drowns the others.",
+        "For several named rewards: normalises each in its group, so that none drowns the others.",
         advantage={"separate_rewards": True},
     ),
     "pass_at_k": _preset(
@@ -214,20 +214,20 @@ _OF_ADVANTAGES: Mapping[str, Preset] = {
     ),
     "gigpo": _preset(
         "2505.10978",
-        "For agents that meet the same states again: turns are compared with turns from the same state.",
+        "For agents that meet the same states again: compares turns with turns from the same state.",
         advantage={"kind": "gigpo", "turn_discount": 0.95, "scale": "group_std"},
         kl={"coefficient": 0.01, "estimator": "k3"},
     ),
     "raft++": _preset(
         "2504.11343",
-        "Rejection sampling: trains on the trajectories with a reward alone, within PPO's clip.",
+        "Rejection sampling: trains only on trajectories with a reward, within PPO's clip.",
         advantage={"kind": "rejection", "threshold": 0.0},
         aggregation="sequence_mean",
         minibatches=4,
     ),
     "distillation": _preset(
         "2306.13649",
-        "The student's own tokens, each rewarded with how much likelier a teacher finds it (token_rewards).",
+        "The student's own tokens, each rewarded by how much likelier a teacher finds it (token_rewards).",
         advantage={"kind": "distillation"},
         loss=_UNCLIPPED,
     ),
@@ -236,35 +236,35 @@ _OF_ADVANTAGES: Mapping[str, Preset] = {
 _OF_CORRECTIONS: Mapping[str, Preset] = {
     "importance_sampling": _preset(
         "Precup et al. 2000",
-        "-A exp(c - b), without any clip: unbiased token by token, and as noisy.",
+        "-A exp(c - b), without any clip: unbiased for each token, and noisy.",
         loss=_UNCLIPPED,
         **_BYPASSED,
     ),
     "tis": _preset(
         "Yao et al. 2025",
-        "For servers that compute a little differently: each token's weight exp(p - b) is at most 2.",
+        "For servers that compute a little differently: caps each token's weight exp(p - b) at 2.",
         correction={"kind": "truncate", "upper": 2.0},
     ),
     "mis": _preset(
         "Liu et al. 2025",
-        "Trajectories that the trainer finds more than twice as likely as the sampler did are left out.",
+        "Leaves out trajectories that the trainer finds more than twice as likely as the sampler did.",
         correction={"kind": "mask", "level": "sequence", "upper": 2.0},
     ),
     "icepop": _preset(
         "2510.18855",
-        "Tokens on which trainer and sampler disagree, either way, are left out; for mixtures of experts.",
+        "Leaves out tokens on which trainer and sampler disagree, either way. For mixtures of experts.",
         correction={"kind": "mask", "lower": 0.5, "upper": 5.0},
     ),
     "m2po": _preset(
         "2510.01161",
-        "For data hundreds of versions old: the few tokens that moved most are left out, the others not clipped.",
+        "For data hundreds of versions old: leaves out the few tokens that moved most, and clips no others.",
         loss=_UNCLIPPED,
         selection={"kind": "second_moment", "limit": 0.04},
         **_BYPASSED,
     ),
     "dppo_tv": _preset(
         "2602.04879",
-        "Trusts a region of probabilities, not of ratios: rare tokens may move far, frequent ones may not.",
+        "A trust region of probabilities, not of ratios: rare tokens may move far, frequent ones may not.",
         loss={"kind": "dppo_tv", "delta": 0.15},
         **_BYPASSED,
     ),
