@@ -332,9 +332,7 @@ class Trainer:
             **self.rollout.counters(),
         }
         is_masked = self.config.algorithm.overlong.mask_truncated
-        stats = await self.thread(_logged, self.log, step, self.version, known, is_masked)
-        self.totals.max_staleness_seen = max(self.totals.max_staleness_seen, stats.max_staleness_seen)
-        return stats
+        return await self.thread(_logged, self.log, self.totals, step, self.version, known, is_masked)
 
     def summary(self) -> dict[str, float]:
         """Totals of the whole run, resumes included: steps, time, throughput, staleness, episodes."""
@@ -349,8 +347,10 @@ class Trainer:
         }
 
 
-def _logged(log: RunLog, step: _Step, version: int, known: Mapping[str, float], is_masked: bool) -> StepStats:
-    """Log the step that led to `version`. It reads its arguments alone, as the event loop goes on.
+def _logged(
+    log: RunLog, totals: RunTotals, step: _Step, version: int, known: Mapping[str, float], is_masked: bool
+) -> StepStats:
+    """Log the step that led to `version`. It touches its arguments alone, as the event loop goes on.
 
     known: metrics computed before. is_masked: truncated trajectories were not trained.
     """
@@ -367,6 +367,7 @@ def _logged(log: RunLog, step: _Step, version: int, known: Mapping[str, float], 
         train_s=known["time/train_s"],
         metrics=metrics,
     )
+    totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # also of a cancelled step
     log.step(stats, step.groups, step.advantages)
     return stats
 

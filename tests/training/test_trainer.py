@@ -13,7 +13,7 @@ from training.trainer_run import DirectTransport, run, running, trained_examples
 from arl.api.engine import Output, WeightUpdate
 from arl.api.errors import ConfigError, ServerError
 from arl.api.scripted import ScriptedTrainEngine
-from arl.api.types import Group
+from arl.api.types import Group, StepStats
 from arl.rollout.ledger import GroupOutcome
 from arl.training.checkpoint import Checkpoints
 from arl.training.learner import Learner, PreparedBatch
@@ -46,6 +46,34 @@ async def test_staleness_stays_within_its_bound_and_is_reported(tmp_path: Path) 
         seen = [step.max_staleness_seen async for step in trainer]
         assert trainer.summary()["max_staleness_seen"] == max(seen)
     assert max(seen) <= 2
+
+
+async def test_a_step_that_is_cancelled_while_it_is_logged_counts_in_the_staleness_seen(tmp_path: Path) -> None:
+    is_logging, may_be_logged, may_be_served = asyncio.Event(), threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def hold(update: WeightUpdate) -> None:
+        if update.version == 1:
+            await may_be_served.wait()
+
+    async with running(tmp_path, transport=DirectTransport(hold), steps=2) as trainer:
+        log_step = trainer.log.step
+
+        def log_slowly(stats: StepStats, *rest: Any) -> None:
+            loop.call_soon_threadsafe(is_logging.set)
+            may_be_logged.wait(10)
+            log_step(stats, *rest)
+
+        assert (await anext(trainer)).max_staleness_seen == 0
+        trainer.log.step = log_slowly
+        step = asyncio.ensure_future(anext(trainer))
+        await is_logging.wait()
+        step.cancel()
+        may_be_logged.set()
+        may_be_served.set()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+    assert trainer.summary()["max_staleness_seen"] == 1
 
 
 async def test_a_step_does_not_wait_for_the_delivery_of_the_weights_before(tmp_path: Path) -> None:
