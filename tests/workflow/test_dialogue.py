@@ -484,5 +484,7 @@ def test_thousands_of_turns_are_a_path_like_any_other() -> None:
     prompt = talk.dialogue.prompt([*turn.messages, user("more")], after=turn)
     for _ in range(3000):
         turn = talk.dialogue.record(prompt, response_of(talk.tokenizer, "4"))
-        prompt = type(prompt)(parent=turn, after=turn, given_ids=(1,), messages=(), tools=(), shown=None, key=b"")
+        prompt = type(prompt)(
+            parent=turn, after=turn, given_ids=(1,), messages=(), tools=(), shown=prompt.shown, key=b""
+        )
     assert len(turn.path) == 3001

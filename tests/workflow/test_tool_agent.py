@@ -54,75 +54,26 @@ async def test_tools_are_called_until_there_is_an_answer() -> None:
     assert said_in(trajectory).endswith("</tool_call><|im_end|>done<|im_end|>")
 
 
-def raise_a_bug(x: int = 0) -> int:
+def raise_a_bug() -> int:
     """Break."""
     raise RuntimeError("a bug")
-
-
-async def hang() -> None:
-    """Hang."""
-    await asyncio.Event().wait()
-
-
-def print_much() -> str:
-    """Print."""
-    return "x" * 1_000_000
-
-
-RELEASE = threading.Event()
-
-
-def hang_in_a_thread() -> None:
-    """Hang."""
-    RELEASE.wait(60)
 
 
 @pytest.mark.parametrize(
     ("written", "told", "counted"),
     [
         (call("raise_a_bug"), "error: the tool failed: RuntimeError", "tool_errors"),
-        (call("raise_a_bug", x="one"), "error: argument x: Input should be", "tool_errors"),
         (call("divide", a=1, b=0), "error: b is 0", "tool_errors"),
-        (call("hang"), "error: there was no answer within 0.05 s", "tool_errors"),
-        (call("hang_in_a_thread"), "error: there was no answer within 0.05 s", "tool_errors"),
-        (call("print_much"), "x" * 99 + "\n[cut here: 999901 more characters]", "tool_calls"),
-        (call("multiply"), "error: there is no tool 'multiply'; there is divide, hang,", "tool_errors"),
         ('<tool_call>{"name": "divide", "argu', "error: a tool call must be one JSON object", "malformed_calls"),
-    ],
-    ids=[
-        "raises",
-        "wrong argument",
-        "refuses",
-        "hangs",
-        "hangs in a thread",
-        "a megabyte",
-        "no such tool",
-        "half a JSON",
     ],
 )
 async def test_whatever_goes_wrong_with_a_call_is_told_and_counted_and_the_episode_goes_on(
     written: str, told: str, counted: str
 ) -> None:
-    RELEASE.clear()
-    limits = ToolLimits(timeout_s=0.05 if "hang" in written else 60, max_output_chars=99)
-    workflow = agent(divide, raise_a_bug, hang, hang_in_a_thread, print_much, limits=limits)
     engine = saying(written, "done")
-    try:
-        (trajectory,) = await workflow.arun_episode(engine, QUESTION)
-    finally:
-        RELEASE.set()
-    assert trajectory.reward == 1.0
-    assert trajectory.metrics[counted] == 1
+    (trajectory,) = await agent(divide, raise_a_bug).arun_episode(engine, QUESTION)
+    assert (trajectory.reward, trajectory.metrics[counted]) == (1.0, 1)
     assert f"<tool_response>\n{told}" in seen_by(engine)
-
-
-async def test_a_server_that_is_gone_fails_the_episode() -> None:
-    async def search(query: str) -> str:
-        """Search."""
-        raise ServerError("the index does not answer")
-
-    with pytest.raises(ServerError):
-        await agent(search).arun_episode(saying(call("search", query="x")), QUESTION)
 
 
 async def test_an_episode_without_an_answer_is_scored_as_the_empty_one() -> None:
@@ -298,24 +249,17 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         agent(fetch, fetch)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_the_tools_of_many_episodes_run_at_the_same_time(kind: str) -> None:
+async def test_the_tools_of_many_episodes_run_at_the_same_time() -> None:
     num_episodes = 256
-    tasks, threads = asyncio.Barrier(num_episodes), threading.Barrier(num_episodes)
+    threads = threading.Barrier(num_episodes)
 
-    async def meet() -> str:
-        """Wait for all the others."""
-        await tasks.wait()
-        return "met"
-
-    def meet_in_a_thread() -> str:
+    def meet() -> str:
         """Wait for all the others."""
         threads.wait(60)
         return "met"
 
-    tool = meet if kind == "async" else meet_in_a_thread
-    workflow = agent(tool, limits=ToolLimits(timeout_s=60))
-    engines = [saying(call(tool.__name__), "done") for _ in range(num_episodes)]
+    workflow = agent(meet, limits=ToolLimits(timeout_s=60))
+    engines = [saying(call("meet"), "done") for _ in range(num_episodes)]
     async with asyncio.TaskGroup() as group:
         for engine in engines:
             group.create_task(workflow.arun_episode(engine, QUESTION))

@@ -190,7 +190,7 @@ async def test_each_object_has_its_own_methods_as_tools_and_is_forgotten_after()
     assert known() is None
 
 
-async def test_an_async_tool_that_hangs_is_cancelled_and_the_model_is_told() -> None:
+async def test_a_tool_that_hangs_is_cancelled_or_left_behind_and_the_model_is_told() -> None:
     was_cancelled = asyncio.Event()
 
     async def hang() -> None:
@@ -201,8 +201,18 @@ async def test_an_async_tool_that_hangs_is_cancelled_and_the_model_is_told() -> 
             was_cancelled.set()
             raise
 
-    result = await called(Tool.from_function(hang), ToolLimits(timeout_s=0.01))
-    assert (result.content, result.failure) == ("error: there was no answer within 0.01 s", "refused")
+    release = threading.Event()
+
+    def hang_in_a_thread() -> None:
+        """Hang."""
+        release.wait(60)
+
+    try:
+        for function in (hang, hang_in_a_thread):
+            result = await called(Tool.from_function(function), ToolLimits(timeout_s=0.01))
+            assert (result.content, result.failure) == ("error: there was no answer within 0.01 s", "refused")
+    finally:
+        release.set()
     assert was_cancelled.is_set()
 
 

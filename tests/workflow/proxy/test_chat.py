@@ -122,80 +122,6 @@ async def test_a_stop_string_is_cut_from_the_content_and_stays_in_the_transcript
     assert list(made.token_ids[made.turns[0].start :]) == spelled("Thought\nObservation:")
 
 
-async def test_an_answer_that_ran_out_of_tokens_says_so_and_its_trajectory_is_truncated() -> None:
-    async with opened(saying("A long answer.")) as episode:
-        answer = await episode.ask(max_completion_tokens=3, max_tokens=5)
-        (made,) = episode.session.trajectories(1.0)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("A l", "length")
-    assert made.is_truncated
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("top_p", 0),
-        ("max_tokens", 0),
-        ("max_completion_tokens", 0),
-        ("n", 0),
-        ("n", 129),
-        ("seed", -1),
-        ("stop", [1]),
-        ("stream", "yes"),
-        ("tools", [{"type": "web_search"}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "add"}}),
-        ("response_format", {"type": "json_object"}),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -0.5),
-        ("logit_bias", {"7": 1}),
-        ("top_logprobs", 2),
-        ("modalities", ["text", "audio"]),
-        ("audio", {"voice": "alloy", "format": "wav"}),
-        ("functions", [{"name": "add"}]),
-        ("web_search_options", {"search_context_size": "low"}),
-        ("best_of", 2),
-        ("messages", []),
-        ("messages", [{"role": "robot", "content": "?"}]),
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
-        ("messages", [{"role": "user", "content": None}]),
-        ("messages", [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]),
-    ],
-)
-async def test_what_cannot_be_honoured_is_refused_by_its_name(field: str, value: Any) -> None:
-    engine = saying("never")
-    async with opened(engine) as episode:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await episode.ask(extra_body={field: value})
-    assert refused.value.param is not None
-    assert refused.value.param.startswith(field)
-    assert field in refused.value.message
-    assert refused.value.type == "invalid_request_error"
-    assert (engine.requests, episode.session.counts.refused) == ([], 1)
-
-
-async def test_fields_that_change_nothing_are_taken() -> None:
-    harmless = {
-        "user": "me", "metadata": {"run": "1"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
-        "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"},
-        "reasoning_effort": "low", "verbosity": "low", "tool_choice": None, "top_logprobs": 0, "seed": None,
-    }  # fmt: skip
-    async with opened(saying("fine")) as episode:
-        answer = await episode.ask(extra_body=harmless)
-    assert answer.choices[0].message.content == "fine"
-
-
-async def test_a_call_is_sampled_as_it_says_and_as_the_proxy_says_where_it_does_not() -> None:
-    engine = saying("a")
-    async with opened(engine, sampling=SamplingParams(max_new_tokens=9, temperature=0.7, min_p=0.1)) as episode:
-        await episode.ask()
-        await episode.ask(temperature=0.2, top_p=0.5, extra_body={"top_k": 5, "min_p": 0, "stop_token_ids": [3]})
-    assert engine.requests[0].sampling == SamplingParams(max_new_tokens=9, temperature=0.7, min_p=0.1)
-    assert engine.requests[1].sampling == SamplingParams(
-        max_new_tokens=9, temperature=0.2, top_p=0.5, top_k=5, stop_token_ids=(3,)
-    )
-
-
 async def test_a_proxy_that_overrides_sampling_trains_at_one_temperature() -> None:
     engine = saying("a")
     async with opened(engine, sampling=SamplingParams(temperature=0.7), overrides_sampling=True) as episode:
@@ -261,22 +187,6 @@ async def test_a_call_that_cannot_be_read_is_told_as_it_was_written(text: str) -
     async with opened(saying(text)) as episode:
         answer = (await episode.ask(tools=[ADD])).choices[0]
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (text, None, "stop")
-
-
-async def test_calls_are_text_where_no_tools_were_given_or_none_are_to_be_called() -> None:
-    engine = saying(CALL_ADD)
-    async with opened(engine) as episode:
-        without = (await episode.ask()).choices[0].message
-        told_not_to = (await episode.ask(tools=[ADD], tool_choice="none")).choices[0].message
-    assert without.content == told_not_to.content == CALL_ADD
-    assert "# Tools" not in shown(engine.requests[1])
-
-
-async def test_a_program_that_wants_one_call_gets_the_first() -> None:
-    async with opened(saying(f"{CALL_ADD}\n{CALL_ADD}")) as episode:
-        both = (await episode.ask(tools=[ADD])).choices[0].message
-        one = (await episode.ask(tools=[ADD], parallel_tool_calls=False)).choices[0].message
-    assert [len(both.tool_calls), len(one.tool_calls)] == [2, 1]
 
 
 async def test_messages_may_be_parts_and_developers_are_systems() -> None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
+from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI, BadRequestError
 from programs import calling, client_of, saying, shown, trained
 
@@ -111,15 +111,6 @@ async def test_the_stream_builds_up_to_the_response_that_it_ends_with() -> None:
     assert final.output_text == "I add."
 
 
-async def test_an_answer_that_was_cut_off_is_incomplete() -> None:
-    async with calling_with(saying("Hello")) as (session, client):
-        response = await client.responses.create(model="any", input="hi", max_output_tokens=3)
-        assert session.trajectories(1.0)[0].is_truncated
-    assert response.status == "incomplete"
-    assert response.incomplete_details is not None
-    assert response.incomplete_details.reason == "max_output_tokens"
-
-
 async def test_a_stored_response_is_continued_by_its_id_with_other_instructions() -> None:
     engine = saying("Ann", "You said Ann.")
     async with calling_with(engine) as (_, client):
@@ -139,66 +130,6 @@ async def test_what_is_not_stored_cannot_be_continued() -> None:
         with pytest.raises(BadRequestError, match=f"{first.id}.* not found") as refusal:
             await client.responses.create(model="any", input="Which?", previous_response_id=first.id)
     assert refusal.value.code == "previous_response_not_found"
-
-
-@pytest.mark.parametrize(
-    ("asked", "param", "reason"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "hosted tools are not here"),
-        ({"tool_choice": "required"}, "tool_choice", "cannot be forced here"),
-        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "cannot be forced here"),
-        ({"background": True}, "background", "cannot be honoured"),
-        ({"conversation": "conv_1"}, "conversation", "kept by OpenAI"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt", "kept by OpenAI"),
-        ({"truncation": "auto"}, "truncation", "cannot be honoured"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "cannot be honoured"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format", "must be text"),
-        ({"temperature": -1}, "temperature", "must be"),
-        ({"input": [{"type": "web_search_call", "id": "1"}]}, "input[0]", "not known here"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "text alone"),
-        ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role", "must be user"),
-        ({"no_such_field": 1}, "no_such_field", "not known here"),
-    ],
-)
-async def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], param: str, reason: str) -> None:
-    engine = saying("Hello")
-    async with calling_with(engine) as (session, client):
-        with pytest.raises(BadRequestError, match=reason) as refusal:
-            await client.responses.create(model="any", input="hi", extra_body=asked)
-        assert session.counts.refused == 1
-    assert refusal.value.param == param
-    assert not engine.requests
-
-
-async def test_sampling_is_as_asked_for_and_an_agents_hints_of_style_change_nothing() -> None:
-    engine = saying("Hello")
-    async with calling_with(engine) as (_, client):
-        await client.responses.create(
-            model="gpt-5.6-luna",
-            input="hi",
-            temperature=0.5,
-            top_p=0.9,
-            max_output_tokens=77,
-            reasoning={"effort": "low"},
-            text={"verbosity": "low"},
-            metadata={"run": "1"},
-            include=["reasoning.encrypted_content"],
-        )
-    sampling = engine.requests[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.9, 77)
-
-
-async def test_tools_that_may_not_be_called_are_not_shown() -> None:
-    engine = saying("3")
-    async with calling_with(engine) as (_, client):
-        await client.responses.create(model="any", input="1 + 2?", tools=[ADD], tool_choice="none")
-    assert "Adds." not in shown(engine.requests[0])
-
-
-async def test_one_call_is_kept_where_parallel_ones_are_not_wanted() -> None:
-    async with calling_with(saying(CALL + CALL)) as (_, client):
-        response = await client.responses.create(model="any", input="1 + 2?", tools=[ADD], parallel_tool_calls=False)
-    assert [item.type for item in response.output] == ["function_call"]
 
 
 # openai-agents
@@ -225,17 +156,6 @@ async def test_an_agent_that_calls_tools_gives_one_trajectory() -> None:
     assert "<tool_response>\n7\n</tool_response>" in shown(engine.requests[2])
 
 
-async def test_an_agent_that_streams_gives_the_same() -> None:
-    agent = Agent(name="adder", instructions="Use the tool.", tools=[add])
-    async with calling_with(saying(CALL, "It is 3.")) as (session, client):
-        result = Runner.run_streamed(agent, "1 + 2?", run_config=using(client))
-        kinds = {event.type async for event in result.stream_events()}
-        (trajectory,) = session.trajectories(1.0)
-    assert kinds == {"agent_updated_stream_event", "raw_response_event", "run_item_stream_event"}
-    assert result.final_output == "It is 3."
-    assert trained(trajectory) == [CALL, "It is 3."]
-
-
 async def test_an_agent_that_hands_over_gives_a_trajectory_for_each_view() -> None:
     engine = saying(calling("transfer_to_adder"), CALL, "It is 3.")
     adder = Agent(name="adder", instructions="Use the tool.", tools=[add])
@@ -246,11 +166,3 @@ async def test_an_agent_that_hands_over_gives_a_trajectory_for_each_view() -> No
     assert (result.final_output, result.last_agent.name) == ("It is 3.", "adder")
     assert trained(clerks) == [calling("transfer_to_adder")]
     assert trained(adders) == [CALL, "It is 3."]
-
-
-async def test_an_agents_own_settings_reach_the_model() -> None:
-    engine = saying("Hello")
-    agent = Agent(name="any", model="any", model_settings=ModelSettings(temperature=0.25, max_tokens=9))
-    async with calling_with(engine) as (_, client):
-        await Runner.run(agent, "hi", run_config=using(client))
-    assert (engine.requests[0].sampling.temperature, engine.requests[0].sampling.max_new_tokens) == (0.25, 9)
