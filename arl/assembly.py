@@ -29,7 +29,7 @@ from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvan
 from arl.api.config import (
     AdapterWeightsConfig,
     Config,
-    DiskWeightsConfig,
+    DeltaWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
     SGLangEngineConfig,
@@ -39,12 +39,11 @@ from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
-from arl.engine.client.processes import local_servers, sglang_servers
+from arl.engine.client.processes import adapter_options, local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.model import end_token_ids, load_tokenizer, local_directory
 from arl.engine.fsdp.ray_engine import RayTrainEngine, check_gpus
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
-from arl.engine.weights.adapter import AdapterTransport, sglang_options
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
@@ -282,7 +281,7 @@ async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple
     if isinstance(config.engine, LocalEngineConfig):
         servers = local_servers(directory, config.engine, logs)
     else:
-        arguments = (*sglang_options(config), *config.engine.arguments)  # the user's own prevail
+        arguments = (*adapter_options(config), *config.engine.arguments)  # the user's own prevail
         servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
     return await stack.enter_async_context(servers), None
 
@@ -374,13 +373,11 @@ async def _close(thread: TrainThread, loading: asyncio.Future[Learner]) -> None:
 
 
 def _transport(config: Config) -> WeightTransport:
-    if isinstance(config.weights, DiskWeightsConfig):
-        return DiskTransport(config.weights, config.run_dir)
     if isinstance(config.weights, DistributedWeightsConfig):
         return DistributedTransport(config.weights)
-    if isinstance(config.weights, AdapterWeightsConfig):
-        return AdapterTransport(config.weights, config.run_dir)
-    return DeltaTransport(config.weights, config.run_dir)
+    if isinstance(config.weights, DeltaWeightsConfig):
+        return DeltaTransport(config.weights, config.run_dir)
+    return DiskTransport(config.weights, config.run_dir)
 
 
 def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from embedded_server import free_port
 from protocol_client import Answer, Client
 
-from arl.engine.local.received_weights import GroupAddress, join_group
+from arl.api.engine import WeightGroup
+from arl.engine.local.received_weights import join_group
 
 TIMEOUT = timedelta(seconds=60)
 _names = (f"trainer-{i}" for i in itertools.count())
@@ -71,7 +72,7 @@ class Trainer:
 async def trainer_of(client: Client) -> AsyncIterator[Trainer]:
     """A trainer in one group with the server; the caller ends the group."""
     name, port = next(_names), free_port()
-    at = GroupAddress(address="127.0.0.1", port=port, rank=0, world_size=2, name=name, backend="gloo")
-    ours = asyncio.create_task(asyncio.to_thread(join_group, at, TIMEOUT))
+    group = WeightGroup(name=name, address="127.0.0.1", port=port, world_size=2, backend="gloo")
+    ours = asyncio.create_task(asyncio.to_thread(join_group, group, 0, TIMEOUT))
     await succeeds(client, "/init_weights_update_group", joining(port, name))
     yield Trainer(client, name, await ours)

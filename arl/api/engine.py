@@ -119,34 +119,22 @@ class WeightUpdate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskWeights:
-    """A WeightUpdate from an existing Hugging Face model directory (an absolute path) of `num_bytes`."""
+    """A WeightUpdate from an existing Hugging Face model directory, or from an adapter's (absolute paths)."""
 
     version: int
     directory: Path
     num_bytes: int = 0
-
-    @property
-    def adapter(self) -> None: ...
-
-    async def prepare(self, server: WeightServer) -> None: ...
-
-    async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
-        await server.load_directory(self.directory, version=self.version, flush_cache=flush_cache)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterWeights:
-    """A WeightUpdate from an existing adapter directory (an absolute path) of `num_bytes`."""
-
-    version: int
-    adapter: str
-    directory: Path
-    num_bytes: int = 0
+    adapter: str | None = None
+    """The name of the adapter that the directory holds; None if it holds a model."""
 
     async def prepare(self, server: WeightServer) -> None:
-        await server.load_adapter(self.adapter, self.directory)
+        if self.adapter is not None:
+            await server.load_adapter(self.adapter, self.directory)
 
-    async def load(self, server: WeightServer, *, flush_cache: bool) -> None: ...
+    async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
+        """An adapter needs no loading, and no flushing: prefix caches keep adapters apart."""
+        if self.adapter is None:
+            await server.load_directory(self.directory, version=self.version, flush_cache=flush_cache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -32,6 +33,8 @@ _LONGEST_ASKED_WAIT_S = 120.0
 """The longest wait for a server's Retry-After."""
 _LONG_BODY = 1 << 19
 _MAX_QUOTED = 500
+_JSON = {"Content-Type": "application/json"}
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +81,8 @@ class _InLoop:
     """The parts of a client that belong to one event loop."""
 
     session: aiohttp.ClientSession
-    places: asyncio.Semaphore | None
-    """One place for each request under way; None: no limit."""
+    places: asyncio.Semaphore | nullcontext[None]
+    """One place for each request under way; without a limit, of no effect."""
     next_at: float = field(default=0.0)
     """The time at which the next request may begin."""
 
@@ -183,7 +186,7 @@ class JsonClient:
     async def call(self, method: str, path: str, payload: Mapping[str, Any] | None = None) -> Reply:
         """One request with a JSON body, without retries. Raises as `ask` does."""
         body = None if payload is None else _encoded(payload)
-        reply = await self.send(method, path, body, {"Content-Type": "application/json"})
+        reply = await self.send(method, path, body, _JSON)
         if reply.status != 200:
             raise self.error_of(reply)
         return reply
@@ -196,35 +199,30 @@ class JsonClient:
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
         """One request; returns the response whatever its status. Raises ServerFailedError and RequestTimeoutError."""
-        kept = self._in_loop()
-        if kept.places is None:
-            return await self._exchange(kept, method, path, body, headers)
+        kept, timeout = self._in_loop(), self._timeout
         async with kept.places:
-            return await self._exchange(kept, method, path, body, headers)
+            if self._gap_s:
+                await self._turn(kept)
+            try:
+                async with kept.session.request(
+                    method, self._base + path, data=body, headers=headers, timeout=timeout
+                ) as answer:
+                    raw = await answer.read()
+            except aiohttp.ServerTimeoutError as error:  # of connecting: it is a TimeoutError too
+                raise self._unreached(path, error) from error
+            except TimeoutError:
+                if timeout.total is None:
+                    raise
+                raise RequestTimeoutError(
+                    f"{self.url}{path} did not answer within timeout_s = {timeout.total:g} s"
+                ) from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise self._unreached(path, error) from error
+        return Reply(url=self.url + path, path=path, status=answer.status, headers=answer.headers, body=raw)
 
-    async def _exchange(
-        self, kept: _InLoop, method: str, path: str, body: Any, headers: Mapping[str, str] | None
-    ) -> Reply:
-        if self._gap_s:
-            await self._turn(kept)
-        url, shown, timeout = f"{self._base}{path}", f"{self.url}{path}", self._timeout
-        try:
-            async with kept.session.request(method, url, data=body, headers=headers, timeout=timeout) as response:
-                raw = await response.read()
-                return Reply(url=shown, path=path, status=response.status, headers=response.headers, body=raw)
-        except aiohttp.ServerTimeoutError as error:  # of connecting: it is a TimeoutError too
-            raise self._unreached(shown, error) from error
-        except TimeoutError:
-            if timeout.total is None:
-                raise
-            raise RequestTimeoutError(f"{shown} did not answer within timeout_s = {timeout.total:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._unreached(shown, error) from error
-
-    def _unreached(self, shown: str, error: Exception) -> ServerFailedError:
-        return ServerFailedError(
-            f"{shown} could not be reached: {str(error) or type(error).__name__}; is its server running?"
-        )
+    def _unreached(self, path: str, error: Exception) -> ServerFailedError:
+        reason = str(error) or type(error).__name__
+        return ServerFailedError(f"{self.url}{path} could not be reached: {reason}; is its server running?")
 
     def error_of(self, reply: Reply) -> ArlError:
         """The exception for a response that is not HTTP 200; ServerFailedError if the request may succeed later.
@@ -257,13 +255,13 @@ class JsonClient:
         if kept is None:
             limit = self._max_concurrent
             session = self._shared or new_session(api_key=self._api_key, max_connections=limit or 0)
-            kept = self._loops[loop] = _InLoop(session, asyncio.Semaphore(limit) if limit else None)
+            kept = self._loops[loop] = _InLoop(session, asyncio.Semaphore(limit) if limit else nullcontext())
         return kept
 
 
 def _encoded(payload: Mapping[str, Any]) -> bytes | io.BytesIO:
     """JSON bytes; long ones as a file, because aiohttp sends files in pieces and bytes at once."""
-    raw = json.dumps(payload, separators=(",", ":")).encode()
+    raw = _ENCODER.encode(payload).encode()
     return raw if len(raw) < _LONG_BODY else io.BytesIO(raw)
 
 

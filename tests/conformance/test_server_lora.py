@@ -18,7 +18,7 @@ from reference import Reference, close
 from servers import Server
 
 from arl.api.config import ClientConfig, Config
-from arl.api.engine import AdapterWeights
+from arl.api.engine import DiskWeights
 from arl.api.types import ModelRequest, SamplingParams
 from arl.assembly import launch
 from arl.engine.client.sglang import RemoteSGLangEngine
@@ -223,14 +223,14 @@ async def test_arls_client_publishes_adapters_beside_requests_that_end_under_the
         async with asyncio.TaskGroup() as group:
             for version, name in enumerate(names):
                 adapter = f"{run}-v{version}"
-                update = AdapterWeights(version=version, adapter=adapter, directory=written / name)
+                update = DiskWeights(version=version, adapter=adapter, directory=written / name)
                 assert (await engine.update_weights(update)).pause_s == 0
                 request = ModelRequest(input_ids=(version, *PROMPT), sampling=sampling)
                 calls.append(group.create_task(engine.agenerate(request)))
                 await client.until_running(version + 1)
         loaded = await engine._pool.servers[0].client.adapters()
         assert {f"{run}-v{version}" for version in range(4)} <= loaded, "all were in use"
-        await engine.update_weights(AdapterWeights(version=4, adapter=f"{run}-v4", directory=written / "one"))
+        await engine.update_weights(DiskWeights(version=4, adapter=f"{run}-v4", directory=written / "one"))
         async with asyncio.timeout(30):
             while {name for name in loaded if run in name} != {f"{run}-v3", f"{run}-v4"}:  # in the background
                 loaded = await engine._pool.servers[0].client.adapters()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
+from arl.api.config import AdapterWeightsConfig, Config, LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
 from arl.web.server import allow_many_connections
 
@@ -295,6 +295,22 @@ def _sglang_command(python: str, model: str, config: SGLangProcessesConfig, port
     command = [python, "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--tp-size", str(config.gpus_per_server)] if config.gpus_per_server else ["--device", "cpu"]
     return [*command, *config.arguments]
+
+
+def adapter_options(config: Config) -> list[str]:
+    """The options that SGLang servers need for this run's adapters; none for a run without adapters.
+
+    A server computes several adapters at once: max_staleness + 1 versions in flight, the bare model for its health
+    checks, and one more so that a new version does not wait for a place.
+    """
+    if not isinstance(config.weights, AdapterWeightsConfig) or (lora := config.train.lora) is None:
+        return []
+    is_every = lora.target_modules == "all-linear"
+    targets = ["all"] if is_every else sorted({name.rpartition(".")[2] for name in lora.target_modules})
+    options = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]
+    options += ["--max-loras-per-batch", str(config.rollout.max_staleness + 3)]
+    is_on_cpu = isinstance(config.engine, SGLangProcessesConfig) and config.engine.gpus_per_server == 0
+    return [*options, "--lora-backend", "torch_native"] if is_on_cpu else options
 
 
 def _gpus(config: SGLangProcessesConfig, index: int) -> str:

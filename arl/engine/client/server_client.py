@@ -79,9 +79,9 @@ class ServerClient(JsonClient):
 
     async def generate(self, payload: dict[str, Any]) -> Answer:
         """POST /generate. Raises ServerFailedError, ServerError or PromptTooLongError."""
-        body = await self._post("generate", payload)
+        reply = await self.call("POST", "/generate", payload)
         try:
-            return _parse_answer(body)
+            return _parse_answer(reply.json_object())
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.address} answered /generate without what training needs ({type(error).__name__}: {error}); "

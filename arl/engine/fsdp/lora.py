@@ -27,7 +27,7 @@ from arl.api.errors import ConfigError, ModelError, TransportError
 from arl.engine.fsdp.model import LoadedModel, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.fsdp.policy import local_shard
-from arl.engine.weights.layout import rows_of
+from arl.engine.weights.sender import rows_of
 
 _ADAPTER = "default"
 """peft's name for the one adapter there is. It is in parameters' names, not in files."""
@@ -139,7 +139,7 @@ class MergedWeights:
 
 
 class RankAdapter:
-    """One rank's copy of the adapters: an AdapterSnapshot (weights/adapter.py). Rank 0's has the tensors."""
+    """One rank's copy of the adapters: a Snapshot that writes peft's format. Rank 0's has the tensors."""
 
     def __init__(self, version: int, config: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
         """config: adapter_config.json. tensors: whole, by the names in peft's files."""
@@ -148,7 +148,7 @@ class RankAdapter:
         self._config = config
         self._tensors: Mapping[str, torch.Tensor] | None = tensors
 
-    def write_adapter(self, directory: Path) -> int:
+    def write(self, directory: Path) -> int:
         """Write a complete directory in peft's format on rank 0; returns its bytes. Others return 0."""
         if (tensors := self._tensors) is None:
             raise TransportError(f"the snapshot of version {self.version} was released")

@@ -32,7 +32,7 @@ from arl.api.engine import Head, ModelLimits, TensorSpec
 from arl.api.errors import ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
-from arl.engine.weights.layout import spec_of
+from arl.engine.weights.sender import spec_of
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"

@@ -29,7 +29,6 @@ from arl.engine.fsdp.ray_cluster import Placement, RayLease
 
 if TYPE_CHECKING:
     from arl.engine.fsdp.ranks import Ranks
-    from arl.engine.weights.adapter import AdapterSnapshot
 
 _ENGINES = 2
 """A Ray of this process alone declares CPUs for so many: a policy's and a critic's."""
@@ -98,7 +97,7 @@ class RayTrainEngine:
     def snapshot(self) -> RankZeroSnapshot:
         return RankZeroSnapshot(self._ranks, self._kept("snapshot"), self._version)
 
-    def snapshot_adapter(self) -> AdapterSnapshot:
+    def snapshot_adapter(self) -> RankZeroSnapshot:
         """Raises ConfigError without train.lora."""
         if self._config.lora is None:
             raise ConfigError("there are no adapters to publish: the ranks train the whole model; set train.lora")
@@ -177,9 +176,6 @@ class RankZeroSnapshot:
 
     def write(self, directory: Path) -> int:
         return self._ask("write", Path(directory).absolute())
-
-    def write_adapter(self, directory: Path) -> int:
-        return self._ask("write_adapter", Path(directory).absolute())
 
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         return self._ask("open_group", server, num_ranks, backend, address)

@@ -26,20 +26,18 @@ from arl.api.errors import ConfigError, TransportError
 from arl.engine.fsdp.lora import Adapters, MergedWeights, RankAdapter
 from arl.engine.fsdp.model import ModelWriter
 from arl.engine.fsdp.parallel import whole_tensor
-from arl.engine.weights.layout import byte_size, ranges, rows_of, torch_dtype, views
-from arl.engine.weights.sender import WeightSender
+from arl.engine.weights.sender import WeightSender, byte_size, ranges, rows_of, torch_dtype, views
 
 _CHUNK_BYTES = 256 << 20
 """The size of a chunk: large enough to be quick, small enough that sending begins soon."""
 _TIMEOUT_S = 600.0
 """The longest wait of a rank for another's shards."""
-_NO_ADAPTERS = "there are no adapters to publish: the engine trains the whole model; set train.lora"
 
 logger = logging.getLogger(__name__)
 
 
 class RankSnapshot:
-    """One rank's SendableSnapshot (weights/distributed.py); with adapters also an AdapterSnapshot (weights/adapter.py).
+    """One rank's SendableSnapshot (weights/distributed.py).
 
     Rank 0's has the tensors, with adapters the merged ones. The others' only release their memory.
     """
@@ -50,7 +48,6 @@ class RankSnapshot:
         writer: ModelWriter,
         sender: WeightSender,
         chunks: Sequence[Future[torch.Tensor]],
-        adapter: RankAdapter | None,
     ) -> None:
         """chunks: the gathered bytes of writer.own_specs, in order."""
         self.version = version
@@ -62,7 +59,6 @@ class RankSnapshot:
         self._rank = dist.get_rank()
         self._writer = writer
         self._chunks = chunks
-        self._adapter = adapter
         self._converting = threading.Lock()
         self._converted: dict[str, torch.Tensor] = {}
 
@@ -70,20 +66,12 @@ class RankSnapshot:
         """Write a model directory on rank 0; others return 0. Raises TransportError."""
         return 0 if self._rank else self._writer.write(directory, self._own_tensors())
 
-    def write_adapter(self, directory: Path) -> int:
-        """Write the adapters alone. Raises ConfigError without train.lora."""
-        if self._adapter is None:
-            raise ConfigError(_NO_ADAPTERS)
-        return self._adapter.write_adapter(directory)
-
     def send(self, group: str, start: int, stop: int) -> None:
         self._sender.send(group, self._bytes(start, stop))
 
     def release(self) -> None:
         self._chunks = ()
         self._converted = {}
-        if self._adapter is not None:
-            self._adapter.release()
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by the model's own names. Waits until they are gathered."""
@@ -130,16 +118,13 @@ class SnapshotTaker:
 
     def take(self, version: int) -> RankSnapshot:
         """Copy this rank's shards aside; a collective. They are gathered during the next step."""
-        if self._adapters is None:
-            weights, adapter = self._writer.model.state_dict(), None
-        else:
-            weights, adapter = self._adapters.merged(), self.take_adapter(version)
-        return RankSnapshot(version, self._writer, self._sender, self._gatherer.begin(weights), adapter)
+        weights = self._writer.model.state_dict() if self._adapters is None else self._adapters.merged()
+        return RankSnapshot(version, self._writer, self._sender, self._gatherer.begin(weights))
 
     def take_adapter(self, version: int) -> RankAdapter:
         """Copy the whole adapters aside; a collective. Raises ConfigError without train.lora."""
         if self._adapters is None:
-            raise ConfigError(_NO_ADAPTERS)
+            raise ConfigError("there are no adapters to publish: the engine trains the whole model; set train.lora")
         return self._adapters.copy(version)
 
     def close(self) -> None:

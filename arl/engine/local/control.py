@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -12,7 +13,8 @@ from aiohttp import web
 from pydantic import Field, NonNegativeInt
 
 from arl.api.config import PauseMode
-from arl.engine.local.received_weights import GroupAddress, WeightReceiver, WeightsError, named, read_directory
+from arl.api.engine import WeightGroup
+from arl.engine.local.received_weights import WeightReceiver, WeightsError, named, read_directory
 from arl.engine.local.scheduler import Scheduler
 from arl.web.bodies import RequestBody, RequestError
 from arl.web.server import json_response
@@ -98,18 +100,17 @@ class JoinBody(GroupBody):
     world_size: int
     backend: str
 
-    def address(self) -> GroupAddress:
+    def group(self) -> WeightGroup:
         """Raises RequestError for a rank that the group does not have."""
         if not 0 < self.rank_offset < self.world_size:
             raise RequestError(
                 f"rank_offset is {self.rank_offset}; it must be between 1 and world_size - 1 = {self.world_size - 1}"
             )
-        return GroupAddress(
+        return WeightGroup(
+            name=self.group_name,
             address=self.master_address,
             port=self.master_port,
-            rank=self.rank_offset,
             world_size=self.world_size,
-            name=self.group_name,
             backend=self.backend,
         )
 
@@ -163,8 +164,8 @@ class Weights:
         return await self._do("Succeeded to update model weights.", work)
 
     async def init_group(self, body: JoinBody) -> Any:
-        at = body.address()
-        return await self._do("Succeeded to initialize custom process group.", lambda: self._receiver.join(at))
+        join = partial(self._receiver.join, body.group(), body.rank_offset)
+        return await self._do("Succeeded to initialize custom process group.", join)
 
     async def destroy_group(self, body: GroupBody) -> Any:
         message = "Succeeded to destroy custom process group."

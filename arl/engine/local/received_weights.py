@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[
 from torch.distributed import distributed_c10d as c10d
 from transformers.core_model_loading import revert_weight_conversion
 
+from arl.api.engine import WeightGroup
 from arl.api.errors import ArlError
 
 Shapes = Mapping[str, torch.Size]
@@ -129,18 +130,6 @@ Expected = tuple[str, str, Sequence[int]]
 """The name, dtype and shape of a tensor that the trainer announces."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAddress:
-    """Where a trainer gathers its group: rank 0 listens at address:port, this server joins as `rank`."""
-
-    address: str
-    port: int
-    rank: int
-    world_size: int
-    name: str
-    backend: str
-
-
 @dataclass(slots=True)
 class _Transaction:
     """The tensors received since begin_weight_update."""
@@ -150,36 +139,36 @@ class _Transaction:
     failure: str | None = None
 
 
-def join_group(at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
+def join_group(group: WeightGroup, rank: int, timeout: timedelta) -> dist.ProcessGroup:
     """Join a trainer's group, beside any other group of this process; returns when all ranks have joined.
 
     Raises RuntimeError when the group does not gather in time.
     """
-    gathering = rendezvous(f"tcp://{at.address}:{at.port}", at.rank, at.world_size, timeout=timeout)
+    gathering = rendezvous(f"tcp://{group.address}:{group.port}", rank, group.world_size, timeout=timeout)
     store, _, _ = next(gathering)
-    return form_group(store, at, timeout)
+    return form_group(store, group, rank, timeout)
 
 
-def form_group(store: Store, at: GroupAddress, timeout: timedelta) -> dist.ProcessGroup:
+def form_group(store: Store, group: WeightGroup, rank: int, timeout: timedelta) -> dist.ProcessGroup:
     """The process group of the ranks that meet in `store`, the one at the group's address; returns when all have met.
 
     SGLang and the trainers that speak to it find each other under these names, hence the prefix; and torch has no
     public way to a group outside the default one, hence the private function.
     """
     store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
-        at.world_size,
-        at.rank,
+    formed, _ = c10d._new_process_group_helper(
+        group.world_size,
+        rank,
         [],
-        dist.Backend(at.backend),
-        PrefixStore(at.name, store),
-        group_name=at.name,  # pyright: ignore[reportArgumentType]
+        dist.Backend(group.backend),
+        PrefixStore(group.name, store),
+        group_name=group.name,  # pyright: ignore[reportArgumentType]
         timeout=timeout,
     )
-    if not isinstance(group, dist.ProcessGroup):
-        raise RuntimeError(f"rank {at.rank} is not in a group of {at.world_size}")
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(at.world_size)}
-    return group
+    if not isinstance(formed, dist.ProcessGroup):
+        raise RuntimeError(f"rank {rank} is not in a group of {group.world_size}")
+    c10d._world.pg_group_ranks[formed] = {i: i for i in range(group.world_size)}
+    return formed
 
 
 class WeightReceiver:
@@ -197,17 +186,17 @@ class WeightReceiver:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._open: _Transaction | None = None
 
-    def join(self, at: GroupAddress) -> None:
+    def join(self, group: WeightGroup, rank: int) -> None:
         """Join the group of that name. Raises WeightsError if it does not gather in time."""
-        if at.name in self._groups:
-            raise WeightsError(f"the group {at.name!r} was joined already; destroy it first")
-        if not dist.is_backend_available(at.backend.lower()):
-            raise WeightsError(f"backend {at.backend!r} is not available here; gloo works between CPU processes")
+        if group.name in self._groups:
+            raise WeightsError(f"the group {group.name!r} was joined already; destroy it first")
+        if not dist.is_backend_available(group.backend.lower()):
+            raise WeightsError(f"backend {group.backend!r} is not available here; gloo works between CPU processes")
         self._open = None
         try:
-            self._groups[at.name] = join_group(at, self._timeout)
+            self._groups[group.name] = join_group(group, rank, self._timeout)
         except (RuntimeError, ValueError) as error:
-            raise WeightsError(f"cannot join the group at {at.address}:{at.port}: {first_line(error)}") from error
+            raise WeightsError(f"cannot join the group at {group.address}:{group.port}: {first_line(error)}") from error
 
     def leave(self, name: str) -> None:
         """Leave a group, and discard an open transaction. Raises WeightsError if the group was not joined."""

@@ -1,4 +1,8 @@
-"""DiskTransport: weights travel to the servers as model directories, by default in memory and not on a disk."""
+"""DiskTransport: weights travel to the servers as directories, by default in memory and not on a disk.
+
+snapshot --written--> model directory --update_weights_from_disk--> paused server
+         --written--> adapter directory --load_lora_adapter NAME-vT--> server, beside what it generates
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
+from typing import Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from arl.api.engine import (
     DiskWeights,
@@ -26,8 +30,9 @@ from arl.api.engine import (
     WeightServer,
     WeightUpdate,
 )
-from arl.api.engine_config import WeightFilesConfig
+from arl.api.engine_config import AdapterWeightsConfig, WeightFilesConfig
 from arl.api.errors import TransportError
+from arl.api.types import new_id
 
 _RAM = Path("/dev/shm")
 _LOCK = ".lock"
@@ -39,6 +44,15 @@ ArgsT = TypeVarTuple("ArgsT")
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """A train engine that can copy its adapters aside without the model, which is large and stays as it is."""
+
+    def snapshot_adapter(self) -> Snapshot:
+        """A snapshot that writes a directory in peft's format. Raises ConfigError without train.lora."""
+        ...
+
+
 class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
@@ -46,6 +60,9 @@ class DiskTransport:
     There the process has one directory, locked while it lives; the next process removes what killed ones have left. A
     snapshot appears whole or not at all. It stays until a newer one was delivered, or tried, for servers that come back
     after a failure.
+
+    With AdapterWeightsConfig it writes adapters in place of models. Each version of each run has a name of its own, so
+    no server, cache or former run can take one adapter for another. Version 0 is an adapter too (B is 0).
     """
 
     def __init__(self, config: WeightFilesConfig, run_dir: Path) -> None:
@@ -53,6 +70,7 @@ class DiskTransport:
         self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
         first_choice = directory or _ram_directory() or self._fallback
         self._homes = [_Home(Path(first_choice or run_dir).absolute())]
+        self._adapters = f"arl-{new_id()[:12]}" if isinstance(config, AdapterWeightsConfig) else None
         self._num_bytes = 0
         self._writer = ThreadPoolExecutor(1, "arl-weights")
         self._updates: list[WrittenWeights] = []
@@ -63,8 +81,16 @@ class DiskTransport:
         return self._homes[-1].path
 
     def snapshot(self, engine: TrainEngine) -> WrittenWeights:
-        """Copy the weights aside; nothing is written yet."""
-        return self._kept(WrittenWeights(engine.snapshot(), self._writer, self._write))
+        """Copy the weights aside; nothing is written yet. Raises TransportError if adapters are wanted and missing."""
+        if self._adapters is None:
+            return self._kept(WrittenWeights(self, engine.snapshot()))
+        if not isinstance(engine, AdapterEngine):
+            raise TransportError(
+                f"{type(engine).__name__} has no adapters to publish; train with train.lora, or use "
+                "weights.transport=disk"
+            )
+        snapshot = engine.snapshot_adapter()
+        return self._kept(WrittenWeights(self, snapshot, adapter=f"{self._adapters}-v{snapshot.version}"))
 
     def _kept(self, update: UpdateT) -> UpdateT:
         self._updates.append(update)
@@ -93,6 +119,27 @@ class DiskTransport:
         for home in self._homes:
             home.remove()
 
+    def submit(self, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
+        """Run it on the thread that writes snapshots. Raises TransportError once closed."""
+        return submitted(self._writer, work, *args)
+
+    def write(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
+        """Write a snapshot on the calling thread. Raises TransportError if there is no room."""
+        if self._in_ram and _room(_RAM) < self._num_bytes:
+            self._leave_ram()
+        try:
+            return self._write_here(snapshot, adapter)
+        except Exception as error:
+            if not _is_full(error):
+                raise
+            if not self._in_ram:
+                raise TransportError(
+                    f"there is no room for version {snapshot.version}'s weights in {self.directory.parent}: {error}; "
+                    "free some, or set weights.directory to a place that every server sees"
+                ) from error
+        self._leave_ram()
+        return self.write(snapshot, adapter)
+
     @property
     def _in_ram(self) -> bool:
         return self._fallback is not None and self.directory.parent == _RAM
@@ -103,24 +150,7 @@ class DiskTransport:
         if self._fallback is not None:
             self._homes.append(_Home(self._fallback))
 
-    def _write(self, snapshot: Snapshot) -> DiskWeights:
-        """Raises TransportError if there is no room."""
-        if self._in_ram and _room(_RAM) < self._num_bytes:
-            self._leave_ram()
-        try:
-            return self._write_here(snapshot)
-        except Exception as error:
-            if not _is_full(error):
-                raise
-            if not self._in_ram:
-                raise TransportError(
-                    f"there is no room for version {snapshot.version}'s weights in {self.directory.parent}: {error}; "
-                    "free some, or set weights.directory to a place that every server sees"
-                ) from error
-        self._leave_ram()
-        return self._write(snapshot)
-
-    def _write_here(self, snapshot: Snapshot) -> DiskWeights:
+    def _write_here(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
         aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.directory))
         try:
             self._num_bytes = snapshot.write(aside / "model")
@@ -128,35 +158,41 @@ class DiskTransport:
             (aside / "model").rename(target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        return DiskWeights(version=snapshot.version, directory=target, num_bytes=self._num_bytes)
+        return DiskWeights(version=snapshot.version, directory=target, num_bytes=self._num_bytes, adapter=adapter)
 
     def _prune(self, version: int) -> None:
         for old in [update for update in self._updates if update.version < version]:
             self.discard(old)
 
 
+def submitted(pool: ThreadPoolExecutor, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
+    """Work on a thread of a transport. Raises TransportError once that was closed."""
+    try:
+        return pool.submit(work, *args)
+    except RuntimeError as error:
+        raise TransportError("the transport was closed") from error
+
+
 class WrittenWeights:
     """A WeightUpdate that is written when the first server prepares for it, once for all of them."""
 
-    def __init__(
-        self, snapshot: Snapshot, writer: ThreadPoolExecutor, write: Callable[[Snapshot], DiskWeights]
-    ) -> None:
+    def __init__(self, transport: DiskTransport, snapshot: Snapshot, *, adapter: str | None = None) -> None:
         self.version = snapshot.version
+        self.adapter = adapter
+        self._transport = transport
         self._snapshot = snapshot
-        self._writer = writer
-        self._write = write
-        self._written: Future[DiskWeights] | None = None
+        self._writing: Future[DiskWeights] | None = None
 
     @property
-    def adapter(self) -> str | None:
-        return None
+    def written(self) -> DiskWeights:
+        """Raises TransportError before it is on the disk."""
+        if (written := self._result()) is None:
+            raise TransportError(f"version {self.version} was not written; prepare comes before load")
+        return written
 
     @property
     def directory(self) -> Path:
-        """Where it was written. Raises TransportError before it was."""
-        if (written := self._result()) is None:
-            raise TransportError(f"version {self.version} was not written; prepare comes before load")
-        return written.directory
+        return self.written.directory
 
     @property
     def num_bytes(self) -> int:
@@ -164,14 +200,15 @@ class WrittenWeights:
         return written.num_bytes if written else 0
 
     async def prepare(self, server: WeightServer) -> None:
-        """Wait until the directory is there. Raises TransportError if it could not be written."""
-        if self._written is None:
-            self._written = self._submit(self._write_and_release)
+        """Wait until it is on the disk; a server loads an adapter at once. Raises ServerError, TransportError."""
+        if self._writing is None:
+            self._writing = self._transport.submit(self._write_and_release)
         # Shielded: one server that gives up must not keep the others from it.
-        await asyncio.shield(asyncio.wrap_future(self._written))
+        written = await asyncio.shield(asyncio.wrap_future(self._writing))
+        await written.prepare(server)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
-        await server.load_directory(self.directory, version=self.version, flush_cache=flush_cache)
+        await self.written.load(server, flush_cache=flush_cache)
 
     def discard(self) -> None:
         """Free the memory, and remove the directory."""
@@ -179,23 +216,17 @@ class WrittenWeights:
         if (written := self._result()) is not None:
             shutil.rmtree(written.directory, ignore_errors=True)
 
-    def _submit(self, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
-        """Run it on the thread that writes snapshots."""
-        try:
-            return self._writer.submit(work, *args)
-        except RuntimeError as error:
-            raise TransportError("the transport was closed") from error
-
     def _write_and_release(self) -> DiskWeights:
         try:
-            return self._write(self._snapshot)
+            return self._transport.write(self._snapshot, self.adapter)
         finally:
             self._snapshot.release()
 
     def _result(self) -> DiskWeights | None:
-        if self._written is None or not self._written.done() or self._written.cancelled() or self._written.exception():
+        writing = self._writing
+        if writing is None or not writing.done() or writing.cancelled() or writing.exception():
             return None
-        return self._written.result()
+        return writing.result()
 
 
 class _Home:

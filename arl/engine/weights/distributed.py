@@ -28,7 +28,8 @@ from arl.api.engine import (
     WeightUpdate,
 )
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
-from arl.engine.weights.layout import byte_size, ranges
+from arl.engine.weights.disk import submitted
+from arl.engine.weights.sender import byte_size, ranges
 
 _MAX_THREADS = 256
 _EXPLANATION_S = 1.0
@@ -219,7 +220,8 @@ class DistributedWeights:
         self.num_bytes += sum(map(byte_size, specs))
 
     async def _meet(self, server: WeightServer) -> WeightGroup:
-        opening = self._submit(self.snapshot.open_group, server.address, server.num_ranks, self._backend, self._address)
+        where = (server.address, server.num_ranks, self._backend, self._address)
+        opening = submitted(self._threads, self.snapshot.open_group, *where)
         try:
             group = await asyncio.wrap_future(opening)
         except asyncio.CancelledError:
@@ -244,13 +246,7 @@ class DistributedWeights:
             self._threads.submit(self.snapshot.leave, group.name)
 
     def _in_thread(self, call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
-        return asyncio.wrap_future(self._submit(call, *args))
-
-    def _submit(self, call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
-        try:
-            return self._threads.submit(call, *args)
-        except RuntimeError as error:
-            raise TransportError("the transport was closed") from error
+        return asyncio.wrap_future(submitted(self._threads, call, *args))
 
 
 async def _begin(server: WeightServer) -> None:

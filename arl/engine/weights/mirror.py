@@ -1,14 +1,14 @@
-"""A mirror beside inference servers, and its store: `python -m arl.engine.weights.mirror --port N`.
+"""A mirror: keeps a copy of the trained model beside inference servers: `python -m arl.engine.weights.mirror --port N`.
 
-It keeps a copy of the model being trained where the servers of its machine can load it. The trainer brings the copy
-from version to version over HTTP, by what changed (package.py). A mirror belongs to one run at a time.
+The trainer brings the copy from version to version over HTTP, by what changed (package.py). A mirror belongs to one run
+at a time.
 
 - Once it answers requests, it prints one line to stdout: `{"event": "ready", "host": "127.0.0.1", "port": 30900, "pid":
   4711, "directory": "/dev/shm/arl-mirror-0-30900"}`. It logs to stderr. If it cannot start, it says so there in one
   sentence and exits with code 2.
 - The copy is in memory unless `--directory` says otherwise: twice the model's size while an update arrives.
-- SIGTERM and SIGINT stop it and remove the copy, with exit code 0. After SIGKILL the copy stays, and the next mirror
-  for the same directory checks it and goes on from there. With `--parent-pid PID` it stops when that process is gone.
+- SIGTERM and SIGINT stop it and remove the copy, with exit code 0. After SIGKILL the copy stays until the next mirror
+  for the same directory removes it. With `--parent-pid PID` it stops when that process is gone.
 - It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs a key, by `--api-key` or the
   environment variable ARL_MIRROR_API_KEY.
 
@@ -34,14 +34,14 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from arl.api.errors import ConfigError
 from arl.engine.weights import package as delta
@@ -53,7 +53,6 @@ from arl.engine.weights.package import (
     WrongBaseError,
     patched_block,
     spans,
-    survey,
 )
 from arl.web.bodies import RequestError
 from arl.web.server import (
@@ -74,18 +73,16 @@ _ASIDE = ".writing-"
 _LOCK = ".lock"
 
 
-class ByteReader(Protocol):
-    """The body of a request."""
-
-    async def readexactly(self, n: int) -> bytes: ...
+Read = Callable[[int], Awaitable[bytes]]
+"""Exactly so many bytes of a package."""
 
 
 class MirrorStore:
     """The newest version of a model and the one before, each a directory below `home` that is whole or absent.
 
-    `home` belongs to this store while it is open, and closing removes it. Whole versions of a killed predecessor are
-    kept. A new version is built aside, checked and renamed, one at a time. Before that the store removes all but the
-    newest, which a server may still load, and the base.
+    `home` belongs to this store while it is open; opening and closing remove what mirrors have left there. A new
+    version is built aside, checked and renamed, one at a time. Before that the store removes all but the newest, which
+    a server may still load, and the base.
     """
 
     def __init__(self, home: Path, num_threads: int) -> None:
@@ -98,46 +95,42 @@ class MirrorStore:
         self._held: list[Replica] = []
 
     def __enter__(self) -> Self:
-        for path in sorted(self._own_directories(), key=lambda path: path.stat().st_mtime):
-            replica = survey(path, self._pool)
-            if path.name.endswith(replica.checksum):
-                self._held.append(replica)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+        self._remove_own()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._pool.shutdown()
-        for path in self._own_directories():
-            shutil.rmtree(path, ignore_errors=True)
+        self._remove_own()
         (self.home / _LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what others keep there stays
             self.home.rmdir()
         os.close(self._lock)
 
-    def _own_directories(self) -> list[Path]:
-        return [path for path in self.home.iterdir() if _NAME.fullmatch(path.name) or path.name.startswith(_ASIDE)]
+    def _remove_own(self) -> None:
+        for path in self.home.iterdir():
+            if _NAME.fullmatch(path.name) or path.name.startswith(_ASIDE):
+                shutil.rmtree(path, ignore_errors=True)
 
     @property
     def newest(self) -> Replica | None:
         return self._held[-1] if self._held else None
 
-    async def receive(self, body: ByteReader) -> Replica:
+    async def receive(self, body: StreamReader) -> Replica:
         """Make the version in this package the newest.
 
         Raises WrongBaseError, DeltaError, asyncio.IncompleteReadError and OSError; the held versions stay then.
         """
         async with self._receiving:
-            reader = _Patient(body)
-            length = delta.header_bytes(await reader.readexactly(delta.PREAMBLE.size))
-            header = PackageHeader.parse(await reader.readexactly(length))
+            read = partial(_read_patiently, body)
+            length = delta.header_bytes(await read(delta.PREAMBLE.size))
+            header = PackageHeader.parse(await read(length))
             base = next((held for held in self._held if held.checksum == header.base), None)
             if header.base is not None and base is None:
                 raise WrongBaseError(f"version {header.version} starts from a base that is not held here")
             await asyncio.to_thread(self._prune, base)
-            replica = await self._build(header, base, reader)
+            replica = await self._build(header, base, read)
             self._held = [held for held in self._held if held.checksum != replica.checksum] + [replica]
             return replica
 
@@ -148,10 +141,10 @@ class MirrorStore:
                 self._held.remove(old)
                 shutil.rmtree(old.directory, ignore_errors=True)
 
-    async def _build(self, header: PackageHeader, base: Replica | None, reader: ByteReader) -> Replica:
+    async def _build(self, header: PackageHeader, base: Replica | None, read: Read) -> Replica:
         aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=self.home))
         try:
-            files = {part.name: await self._file(part, base, aside, reader) for part in header.files}
+            files = {part.name: await self._file(part, base, aside, read) for part in header.files}
             built = Replica(directory=self.home / f"version-{header.version}-{header.checksum}", files=files)
             if built.checksum != header.checksum:
                 raise WrongBaseError(f"version {header.version} came out with another checksum than the package has")
@@ -160,7 +153,7 @@ class MirrorStore:
             shutil.rmtree(aside, ignore_errors=True)
         return built
 
-    async def _file(self, part: FilePart, base: Replica | None, aside: Path, reader: ByteReader) -> tuple[int, str]:
+    async def _file(self, part: FilePart, base: Replica | None, aside: Path, read: Read) -> tuple[int, str]:
         """Write one file of the new version; returns its bytes and digest."""
         theirs = base.files.get(part.name) if base else None
         if part.how != "whole" and (base is None or theirs is None or theirs[0] != part.num_bytes):
@@ -174,25 +167,19 @@ class MirrorStore:
         with (aside / part.name).open("wb") as file:
             # As many blocks at a time as there are threads: little memory, and the next ones wait in the socket.
             for i in range(0, len(blocks), self._num_threads):
-                work = [await _block_work(part, base, span, reader) for span in blocks[i : i + self._num_threads]]
+                work = [await _block_work(part, base, span, read) for span in blocks[i : i + self._num_threads]]
                 done = await asyncio.gather(*(loop.run_in_executor(self._pool, make) for make in work))
                 digests += [digest for _, digest in done]
                 await asyncio.to_thread(file.writelines, [block for block, _ in done])
         return part.num_bytes, delta.file_digest(digests)
 
 
-class _Patient:
-    """Reads from a sender, and gives up if nothing comes for a while."""
-
-    def __init__(self, body: ByteReader) -> None:
-        self._body = body
-
-    async def readexactly(self, n: int) -> bytes:
-        try:
-            async with asyncio.timeout(_STALL_S):
-                return await self._body.readexactly(n)
-        except TimeoutError:
-            raise DeltaError(f"nothing came for {_STALL_S:g} s") from None
+async def _read_patiently(body: StreamReader, num_bytes: int) -> bytes:
+    try:
+        async with asyncio.timeout(_STALL_S):
+            return await body.readexactly(num_bytes)
+    except TimeoutError:
+        raise DeltaError(f"nothing came for {_STALL_S:g} s") from None
 
 
 def _publish(aside: Path, directory: Path) -> None:
@@ -201,23 +188,18 @@ def _publish(aside: Path, directory: Path) -> None:
         aside.rename(directory)
 
 
-def replica_version(directory: Path) -> int:
-    """The version in the name of one of a store's directories."""
-    return int(directory.name.split("-")[1])
-
-
 async def _block_work(
-    part: FilePart, base: Replica | None, span: tuple[int, int], reader: ByteReader
+    part: FilePart, base: Replica | None, span: tuple[int, int], read: Read
 ) -> Callable[[], tuple[bytes | bytearray, bytes]]:
     """Read the package's bytes for a block; returns the work that makes the block and its digest from them."""
     start, size = span
     if part.how == "whole" or base is None:
-        return partial(_with_digest, await reader.readexactly(size))
-    header = await reader.readexactly(delta.BLOCK_HEADER.size)
+        return partial(_with_digest, await read(size))
+    header = await read(delta.BLOCK_HEADER.size)
     length = delta.payload_bytes(header)
     if length > 4 * delta.BLOCK_BYTES:
         raise DeltaError(f"a block of {part.name} says that {length} bytes belong to it")
-    encoded = header + await reader.readexactly(length)
+    encoded = header + await read(length)
     return partial(patched_block, base.directory, start, size, part, encoded)
 
 
@@ -299,8 +281,8 @@ def _held(store: MirrorStore) -> dict[str, Any]:
     newest = store.newest
     if newest is None:
         return {"version": None, "checksum": None, "directory": None}
-    directory = newest.directory
-    return {"version": replica_version(directory), "checksum": newest.checksum, "directory": str(directory)}
+    version = int(newest.directory.name.split("-")[1])
+    return {"version": version, "checksum": newest.checksum, "directory": str(newest.directory)}
 
 
 async def serve(args: argparse.Namespace) -> None:

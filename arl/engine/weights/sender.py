@@ -1,12 +1,14 @@
-"""The trainer's side of the process groups through which servers receive weights: one group for each server."""
+"""How tensors lie in memory on their way, and the process groups that a trainer sends them through, one per server."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from yarl import URL
 
-from arl.api.engine import WeightGroup
+from arl.api.engine import TensorSpec, WeightGroup
 from arl.api.errors import ServerFailedError, TransportError
 from arl.api.types import new_id
-from arl.engine.local.received_weights import GroupAddress, first_line, form_group
+from arl.engine.local.received_weights import first_line, form_group
 
 _JOIN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
@@ -28,6 +30,46 @@ _NEVER = timedelta(days=1)
 """NCCL's own timeouts end the process, so a send over it is timed here."""
 
 _POLL_S = 0.002
+
+
+# Tensors travel end to end, as bytes, in ranges of one dtype.
+
+
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    return getattr(torch, spec.dtype)
+
+
+def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorSpec:
+    return TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+
+def byte_size(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * torch_dtype(spec).itemsize
+
+
+def ranges(specs: Sequence[TensorSpec], max_bytes: int) -> list[tuple[int, int]]:
+    """Split `specs` into (start, stop) of one dtype and at most max_bytes each; a larger tensor has its own range."""
+    found: list[tuple[int, int]] = []
+    start, size = 0, 0
+    for i, spec in enumerate(specs):
+        grown = size + byte_size(spec)
+        if i > start and (grown > max_bytes or spec.dtype != specs[start].dtype):
+            found.append((start, i))
+            start, grown = i, byte_size(spec)
+        size = grown
+    return [*found, (start, len(specs))] if specs else []
+
+
+def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that lie end to end in `flat` (uint8); nothing is copied."""
+    parts = flat.split([byte_size(spec) for spec in specs])
+    return [part.view(torch_dtype(spec)).view(spec.shape) for spec, part in zip(specs, parts, strict=True)]
+
+
+def rows_of(num_rows: int, rank: int, num_ranks: int) -> range:
+    """A rank's rows of a tensor that is sharded over its first dimension, by torch.chunk's rule."""
+    each = -(-num_rows // num_ranks)
+    return range(min(rank * each, num_rows), min((rank + 1) * each, num_rows))
 
 
 @dataclass(slots=True, eq=False)
@@ -72,17 +114,9 @@ class WeightSender:
         link = self._link(group.name)
         if not link.is_nccl:  # whose ranks meet with the first broadcast
             _await_arrival(link, group)
-        at = GroupAddress(
-            address=group.address,
-            port=group.port,
-            rank=0,
-            world_size=group.world_size,
-            name=group.name,
-            backend=group.backend,
-        )
         try:
             timeout = _NEVER if link.is_nccl else timedelta(seconds=_SEND_TIMEOUT_S)
-            link.group = form_group(link.store, at, timeout)
+            link.group = form_group(link.store, group, 0, timeout)
         except (RuntimeError, ValueError) as error:
             raise ServerFailedError(
                 f"the group at {group.address}:{group.port} did not gather: {first_line(error)}"

@@ -7,12 +7,12 @@ import pytest
 from protocol_server import Engines, ProtocolServer, ask, assert_seamless
 from scripted_weights import weights
 
-from arl.api.engine import AdapterWeights
+from arl.api.engine import DiskWeights
 from arl.api.errors import ServerError
 
 
-def adapter(version: int) -> AdapterWeights:
-    return AdapterWeights(version=version, adapter=f"run-v{version}", directory=Path(f"/adapters/{version}"))
+def adapter(version: int) -> DiskWeights:
+    return DiskWeights(version=version, adapter=f"run-v{version}", directory=Path(f"/adapters/{version}"))
 
 
 def named(server: ProtocolServer) -> list[str | None]:

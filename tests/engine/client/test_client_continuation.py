@@ -11,8 +11,8 @@ from protocol_server import Engines, ProtocolServer, ask, assert_seamless, lette
 from arl.api.engine import DiskWeights
 from arl.api.errors import ServerError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.client.continuation import PartialResponse
 from arl.engine.client.server_client import Answer
+from arl.engine.client.sglang import PartialResponse
 
 WEIGHTS = Path("/weights")
 

@@ -33,9 +33,7 @@ OPTIMIZER = OptimizerConfig(lr=2e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0
 
 
 def write_adapter(engine: FSDPTrainEngine, directory: Path) -> Path:
-    snapshot = engine.snapshot()
-    snapshot.write_adapter(directory)
-    snapshot.release()
+    engine.snapshot_adapter().write(directory)
     return directory
 
 
@@ -142,9 +140,9 @@ def test_an_adapters_directory_names_its_model_and_suffixes_and_replaces_the_old
     model_dir: Path, make_engine: MakeEngine, tmp_path: Path
 ):
     engine = make_engine(lora=LORA)
-    snapshot = engine.snapshot()
+    snapshot = engine.snapshot_adapter()
     for _ in range(2):
-        num_bytes = snapshot.write_adapter(tmp_path / "adapter")
+        num_bytes = snapshot.write(tmp_path / "adapter")
     assert num_bytes == sum(file.stat().st_size for file in (tmp_path / "adapter").iterdir())
     assert os.listdir(tmp_path) == ["adapter"]
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -197,13 +195,11 @@ def test_experts_stay_frozen_and_are_exported_as_they_were_stored(make_engine: M
 def test_only_adapters_that_are_there_are_written(make_engine: MakeEngine, tmp_path: Path):
     plain, engine = make_engine(), make_engine(lora=LORA)
     with pytest.raises(ConfigError, match=r"no adapters to publish.* set train\.lora"):
-        plain.snapshot().write_adapter(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"no adapters to publish.* set train\.lora"):
         plain.snapshot_adapter()
-    for snapshot in (engine.snapshot(), engine.snapshot_adapter()):
-        snapshot.release()
-        with pytest.raises(TransportError, match="was released"):
-            snapshot.write_adapter(tmp_path / "adapter")
+    snapshot = engine.snapshot_adapter()
+    snapshot.release()
+    with pytest.raises(TransportError, match="was released"):
+        snapshot.write(tmp_path / "adapter")
 
 
 # Checkpoints

@@ -30,7 +30,7 @@ def tell(engine: FSDPTrainEngine, variant: Variant, directory: Path, rank: int, 
     saving = engine.save(directory / "checkpoint")
     engine.export(directory / "model")
     if "lora" in variant.options:
-        report["adapter_bytes"] = engine.snapshot_adapter().write_adapter(directory / "adapter")
+        report["adapter_bytes"] = engine.snapshot_adapter().write(directory / "adapter")
     forwarded = variant.minibatch() if rank == 0 else []
     outputs = [variant.output] if variant.head == "value" else [variant.output, "reference_logprobs"]
     report["outputs"] = [row for output in outputs for row in engine.forward(forwarded, output)]

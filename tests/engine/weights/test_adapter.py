@@ -1,4 +1,4 @@
-"""AdapterTransport: what is written where, under which names, and when it is gone."""
+"""DiskTransport: what is written where, under which names, and when it is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from arl.api.config import AdapterWeightsConfig, Config
 from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import ServerError, TransportError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.engine.weights.adapter import AdapterTransport, sglang_options
+from arl.engine.client.processes import adapter_options
+from arl.engine.weights.disk import DiskTransport
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Adapters:
     version: int
     is_released: bool = False
 
-    def write_adapter(self, directory: Path) -> int:
+    def write(self, directory: Path) -> int:
         directory.mkdir()
         return (directory / "adapter_config.json").write_text(f"of version {self.version}")
 
@@ -67,13 +68,13 @@ class Servers(ScriptedEngine):
 
 
 @pytest.fixture
-def transport(tmp_path: Path) -> Iterator[AdapterTransport]:
-    transport = AdapterTransport(AdapterWeightsConfig(directory=tmp_path / "weights"), tmp_path)
+def transport(tmp_path: Path) -> Iterator[DiskTransport]:
+    transport = DiskTransport(AdapterWeightsConfig(directory=tmp_path / "weights"), tmp_path)
     yield transport
     transport.close()
 
 
-async def test_each_version_is_an_adapter_of_its_own_name(transport: AdapterTransport) -> None:
+async def test_each_version_is_an_adapter_of_its_own_name(transport: DiskTransport) -> None:
     engine, servers = Engine(), Servers()
     updates = [transport.snapshot(engine) for _ in range(3)]
     for update in updates:
@@ -85,14 +86,14 @@ async def test_each_version_is_an_adapter_of_its_own_name(transport: AdapterTran
     assert all(snapshot.is_released for snapshot in engine.snapshots)
 
 
-async def test_two_runs_have_no_name_in_common(transport: AdapterTransport, tmp_path: Path) -> None:
-    other = AdapterTransport(AdapterWeightsConfig(directory=tmp_path), tmp_path)
+async def test_two_runs_have_no_name_in_common(transport: DiskTransport, tmp_path: Path) -> None:
+    other = DiskTransport(AdapterWeightsConfig(directory=tmp_path), tmp_path)
     assert transport.snapshot(Engine()).adapter != other.snapshot(Engine()).adapter
     other.close()
 
 
 async def test_files_stay_for_servers_that_come_later_until_a_newer_version_is_delivered(
-    transport: AdapterTransport,
+    transport: DiskTransport,
 ) -> None:
     engine, servers = Engine(), Servers()
     for version in range(2):
@@ -102,7 +103,7 @@ async def test_files_stay_for_servers_that_come_later_until_a_newer_version_is_d
     assert not any(directory.exists() for directory in servers.directories)
 
 
-async def test_files_of_a_version_that_was_refused_stay_for_the_next_try(transport: AdapterTransport) -> None:
+async def test_files_of_a_version_that_was_refused_stay_for_the_next_try(transport: DiskTransport) -> None:
     engine, servers = Engine(), Servers(refuses=True)
     update = transport.snapshot(engine)
     with pytest.raises(ServerError, match="its rank is too large"):
@@ -112,7 +113,7 @@ async def test_files_of_a_version_that_was_refused_stay_for_the_next_try(transpo
     assert list(servers.loaded.values()) == ["of version 0"]
 
 
-async def test_a_snapshot_that_is_not_delivered_is_let_go_of(transport: AdapterTransport) -> None:
+async def test_a_snapshot_that_is_not_delivered_is_let_go_of(transport: DiskTransport) -> None:
     engine = Engine()
     update = transport.snapshot(engine)
     transport.discard(update)
@@ -120,7 +121,7 @@ async def test_a_snapshot_that_is_not_delivered_is_let_go_of(transport: AdapterT
     assert engine.snapshots[0].is_released
 
 
-def test_an_engine_without_adapters_is_an_error_that_names_the_setting(transport: AdapterTransport) -> None:
+def test_an_engine_without_adapters_is_an_error_that_names_the_setting(transport: DiskTransport) -> None:
     with pytest.raises(TransportError, match=r"ScriptedTrainEngine has no adapters to publish; train with train\.lora"):
         transport.snapshot(ScriptedTrainEngine())
 
@@ -141,10 +142,10 @@ def test_sglang_servers_are_started_for_the_runs_adapters(lora: dict[str, object
         "--max-loras-per-batch",
         "7",
     ]
-    assert sglang_options(config) == expected
+    assert adapter_options(config) == expected
     on_cpu = config.model_copy(update={"engine": config.engine.model_copy(update={"gpus_per_server": 0})})
-    assert sglang_options(on_cpu) == [*expected, "--lora-backend", "torch_native"]
-    assert sglang_options(Config.model_validate(settings)) == []
+    assert adapter_options(on_cpu) == [*expected, "--lora-backend", "torch_native"]
+    assert adapter_options(Config.model_validate(settings)) == []
 
 
 SGLANG = {"kind": "sglang", "addresses": ["http://a"]}

@@ -16,7 +16,7 @@ from arl.api.config import AdapterWeightsConfig, Config, LoRAConfig, OptimizerCo
 from arl.assembly import launch
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import write_tiny_model
-from arl.engine.weights.adapter import AdapterTransport
+from arl.engine.weights.disk import DiskTransport
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,14 @@ def trainer(model: Path, tmp_path: Path) -> Iterator[Trainee]:
 
 
 @pytest.fixture
-def transport(tmp_path: Path) -> Iterator[AdapterTransport]:
-    transport = AdapterTransport(AdapterWeightsConfig(directory=tmp_path / "weights"), tmp_path)
+def transport(tmp_path: Path) -> Iterator[DiskTransport]:
+    transport = DiskTransport(AdapterWeightsConfig(directory=tmp_path / "weights"), tmp_path)
     yield transport
     transport.close()
 
 
 async def test_every_token_is_of_the_adapter_that_its_version_names_while_others_are_published(
-    trainer: Trainee, transport: AdapterTransport, server: EmbeddedServer
+    trainer: Trainee, transport: DiskTransport, server: EmbeddedServer
 ) -> None:
     updates = [transport.snapshot(trainer.engine)]
     for _ in range(3):
@@ -67,7 +67,7 @@ async def test_every_token_is_of_the_adapter_that_its_version_names_while_others
 
 @pytest.mark.slow
 async def test_a_server_that_died_gets_the_newest_adapter_before_it_serves_again(
-    trainer: Trainee, transport: AdapterTransport, server: EmbeddedServer
+    trainer: Trainee, transport: DiskTransport, server: EmbeddedServer
 ) -> None:
     async with client(server) as engine:
         for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import ModelResponse
-from arl.engine.weights import delta
-from arl.engine.weights.delta import DeltaTransport, DeltaWeights, Held, MirrorClient
+from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights, Held, MirrorClient
 from arl.engine.weights.package import PackageHeader, WrongBaseError
 
 SIZE = 1 << 16
@@ -167,38 +166,13 @@ async def test_servers_that_share_a_mirror_share_what_is_sent(setup: Setup, mode
     assert setup.servers[0].directories == setup.servers[1].directories[-3:]
 
 
-async def test_a_mirror_some_versions_behind_gets_the_deltas_in_a_row(setup: Setup, model: Model) -> None:
-    await publish(setup, model, 0, 2)
-    for _ in range(3):
-        model.step()
-        await publish(setup, model, 0)
-    model.step()
-    update = await publish(setup, model, 2)
-    assert update.num_bytes < FULL / 10
-    assert setup.mirrors[1].versions == [3, 4]
-
-
-async def test_a_mirror_further_behind_than_deltas_are_kept_gets_all_of_it(
-    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta, "_MAX_DELTAS", 2)
-    await publish(setup, model, 0, 2)
-    for _ in range(2):
-        model.step()
-        await publish(setup, model, 0)
-    model.step()
-    assert (await publish(setup, model, 2)).num_bytes > FULL
-
-
-async def test_deltas_in_a_row_are_never_more_than_half_of_the_model(
-    setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta, "_MAX_SHARE", 0.015)  # room for one, not for two
+async def test_a_mirror_two_versions_behind_gets_all_of_it(setup: Setup, model: Model) -> None:
     await publish(setup, model, 0, 2)
     model.step()
-    assert (await publish(setup, model, 0)).num_bytes < FULL / 60
+    await publish(setup, model, 0)
     model.step()
-    assert (await publish(setup, model, 2)).num_bytes > FULL
+    assert FULL < (await publish(setup, model, 0, 2)).num_bytes < FULL + FULL / 10
+    assert setup.mirrors[1].versions == [0, 2]
 
 
 async def test_when_most_of_the_model_changed_it_is_sent_whole(setup: Setup, model: Model) -> None:
@@ -219,7 +193,7 @@ async def test_a_mirror_that_lost_what_it_held_gets_all_of_it(setup: Setup, mode
     await publish(setup, model, 0)
     model.step()
     async with mirror_here(tmp_path / "again") as empty:
-        setup.transport._mirrors[setup.servers[0].address] = MirrorClient(empty.address, None)
+        setup.transport.mirrors[setup.servers[0].address] = MirrorClient(empty.address, None)
         assert (await publish(setup, model, 0)).num_bytes > FULL
 
 
@@ -227,9 +201,13 @@ async def test_a_base_that_was_lost_between_question_and_delta_costs_all_of_it(
     setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await publish(setup, model, 0)
-    header = PackageHeader(version=9, checksum="a" * 64, base="b" * 64, files=()).to_bytes()
-    lost = delta.Delta(base="b" * 64, checksum="a" * 64, pieces=[header], num_bytes=len(header))
-    monkeypatch.setattr(delta.DeltaChain, "row", lambda *_: (lost,))
+    compare = setup.transport.compare
+
+    def from_a_lost_base(directory: Path, version: int) -> Compared:
+        header = PackageHeader(version=9, checksum="a" * 64, base="b" * 64, files=()).to_bytes()
+        return replace(compare(directory, version), delta=[header])
+
+    monkeypatch.setattr(setup.transport, "compare", from_a_lost_base)
     model.step()
     assert (await publish(setup, model, 0)).num_bytes > FULL
 
@@ -257,7 +235,7 @@ async def test_a_server_without_a_mirror_loads_this_machines_directory(setup: Se
 
 
 async def test_a_mirror_that_is_away_fails_its_own_servers_alone(setup: Setup, model: Model) -> None:
-    mirrors = setup.transport._mirrors
+    mirrors = setup.transport.mirrors
     mirrors[setup.servers[2].address] = MirrorClient("http://127.0.0.1:9", None)
     engine = Servers(*setup.servers)
     await setup.transport.deliver(setup.transport.snapshot(model), engine)

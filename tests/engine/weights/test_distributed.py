@@ -26,7 +26,7 @@ from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.engine.weights import distributed
 from arl.engine.weights import sender as weight_sender
 from arl.engine.weights.distributed import DistributedTransport, SendableSnapshot
-from arl.engine.weights.layout import byte_size, views
+from arl.engine.weights.sender import byte_size, views
 
 TIMEOUT = timedelta(seconds=30)
 

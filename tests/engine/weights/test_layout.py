@@ -5,7 +5,7 @@ import torch
 
 from arl.api.engine import TensorSpec
 from arl.engine.local.received_weights import WeightsError, _one_buffer
-from arl.engine.weights.layout import byte_size, ranges, rows_of, views
+from arl.engine.weights.sender import byte_size, ranges, rows_of, views
 
 
 def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
