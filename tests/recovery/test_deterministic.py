@@ -131,7 +131,7 @@ def numbers(run_dir: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]]
 
 async def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     async with running(model, tmp_path / "whole", monkeypatch) as trainer:
         async for step in trainer:
             if step.version == 5:  # what a kill at this moment leaves on the disk

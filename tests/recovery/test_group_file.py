@@ -72,22 +72,22 @@ def written(what: list[Group]) -> io.BytesIO:
 
 @given(groups())
 @settings(deadline=None)
-def test_groups_come_back_as_they_were(what: list[Group]) -> None:
+def test_groups_come_back_as_they_were(what: list[Group]):
     assert read_groups(written(what)) == what
 
 
-def test_they_come_back_as_pythons_own_numbers(long_group: Group) -> None:
+def test_they_come_back_as_pythons_own_numbers(long_group: Group):
     (trajectory,) = read_groups(written([long_group]))[0].trajectories
     fields = (trajectory.token_ids, trajectory.loss_mask, trajectory.behavior_logprobs, trajectory.versions)
     assert [type(values[0]) for values in fields] == [int, int, float, int]
 
 
-def test_a_token_takes_about_eight_bytes(long_group: Group) -> None:
+def test_a_token_takes_about_eight_bytes(long_group: Group):
     assert len(written([long_group]).getbuffer()) < 8.5 * len(long_group.trajectories[0].token_ids)
 
 
 @pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
-def test_a_changed_byte_is_noticed(long_group: Group, position: float) -> None:
+def test_a_changed_byte_is_noticed(long_group: Group, position: float):
     content = bytearray(written([long_group]).getvalue())
     content[int(position * len(content))] ^= 1
     with pytest.raises(UNREADABLE):

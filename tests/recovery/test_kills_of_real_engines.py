@@ -79,7 +79,7 @@ def check(run_dir: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["trainer", "server", "rank"])
-def test_killed_at_random_moments(tmp_path: Path, victim: str) -> None:
+def test_killed_at_random_moments(tmp_path: Path, victim: str):
     model, run_dir = write_tiny_model(tmp_path / "model", ["Say a number"]), tmp_path / "run"
     num_ranks = 2 if victim == "rank" else 1
     moments, versions = random.Random(victim), [0]

@@ -82,7 +82,7 @@ def newest(tmp_path: Path) -> int | None:
     return Checkpoints(tmp_path / "run" / "checkpoints", 2, {}).newest_version()
 
 
-async def test_a_step_does_not_wait_for_the_checkpoint_before(launch: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_step_does_not_wait_for_the_checkpoint_before(launch: Callable[..., Any], tmp_path: Path):
     may_write = threading.Event()
 
     def hold(version: int) -> None:
@@ -97,7 +97,7 @@ async def test_a_step_does_not_wait_for_the_checkpoint_before(launch: Callable[.
         may_write.set()
 
 
-async def test_the_next_checkpoint_waits_for_the_one_before(launch: Callable[..., Any]) -> None:
+async def test_the_next_checkpoint_waits_for_the_one_before(launch: Callable[..., Any]):
     under_way, most = [0], [0]
 
     def count(_: int) -> None:
@@ -111,7 +111,7 @@ async def test_the_next_checkpoint_waits_for_the_one_before(launch: Callable[...
     assert most == [1]
 
 
-async def test_the_run_ends_when_its_last_checkpoint_is_written(launch: Callable[..., Any], tmp_path: Path) -> None:
+async def test_the_run_ends_when_its_last_checkpoint_is_written(launch: Callable[..., Any], tmp_path: Path):
     async with launch(lambda version: threading.Event().wait(0.05), steps=3, every=2) as trainer:
         _ = [step async for step in trainer]
     assert newest(tmp_path) == 3
@@ -119,7 +119,7 @@ async def test_the_run_ends_when_its_last_checkpoint_is_written(launch: Callable
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_one_before(
     launch: Callable[..., Any], tmp_path: Path
-) -> None:
+):
     def full_from_the_third_on(version: int) -> None:
         if version >= 3:
             raise OSError(28, "No space left on device")
@@ -138,7 +138,7 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_o
 
 async def test_a_checkpoint_that_fails_while_the_run_ends_is_what_the_run_ends_with(
     launch: Callable[..., Any], tmp_path: Path
-) -> None:
+):
     is_writing, may_fail = threading.Event(), threading.Event()
 
     def fail_when_told(version: int) -> None:
@@ -162,7 +162,7 @@ async def test_a_checkpoint_that_fails_while_the_run_ends_is_what_the_run_ends_w
 
 async def test_an_error_that_ends_the_run_is_not_hidden_by_a_checkpoint_that_fails_then(
     launch: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+):
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -177,7 +177,7 @@ async def test_an_error_that_ends_the_run_is_not_hidden_by_a_checkpoint_that_fai
     assert "No space left" in caplog.text
 
 
-async def test_save_returns_when_the_checkpoint_is_on_the_disk(launch: Callable[..., Any], tmp_path: Path) -> None:
+async def test_save_returns_when_the_checkpoint_is_on_the_disk(launch: Callable[..., Any], tmp_path: Path):
     async with launch(lambda _: threading.Event().wait(0.05), every=100) as trainer:
         await anext(trainer)
         await trainer.save()
@@ -186,7 +186,7 @@ async def test_save_returns_when_the_checkpoint_is_on_the_disk(launch: Callable[
 
 async def test_a_checkpoint_is_of_the_moment_it_was_due_whatever_happens_while_it_is_written(
     launch: Callable[..., Any], tmp_path: Path
-) -> None:
+):
     may_write = threading.Event()
 
     def hold(version: int) -> None:

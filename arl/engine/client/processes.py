@@ -1,6 +1,6 @@
 """Servers that arl starts itself, embedded or stock SGLang: started together, watched, started again, gone at the end.
 
-The children run on this machine. `local_servers` and `sglang_servers` say what to run; `running` runs it.
+`local_servers` and `sglang_servers` say what to run on this machine; `running` runs it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,9 +66,9 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 @asynccontextmanager
 async def running(
-    programs: Sequence[Program], config: LocalEngineConfig | SGLangProcessesConfig
+    program: Callable[[int, int], Program], config: LocalEngineConfig | SGLangProcessesConfig
 ) -> AsyncIterator[Sequence[str]]:
-    """Run a server for each program; gives their base URLs once all of them are ready.
+    """Run the programs of config.num_servers indices and ports; gives their base URLs once all of them are ready.
 
     A server that dies is started again on its port, at most config.max_restarts times, with a warning that shows the
     end of its log; meanwhile the engine fences it. When the last server has died for good, the block is cancelled and
@@ -79,23 +79,24 @@ async def running(
     """
     allow_many_connections()
     body_error: Exception | None = None
-    async with aiohttp.ClientSession() as session:
-        servers = [_Server(program, session, config.startup_timeout_s) for program in programs]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for server in servers:
-                    group.create_task(server.start())
-            async with asyncio.TaskGroup() as group:
-                watcher = group.create_task(_watch(servers, config.max_restarts))
-                try:
-                    yield [program.address for program in programs]
-                except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
-                    body_error = error
-                watcher.cancel()
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        finally:
-            await _stop(servers)
+    with reserved_ports(config.num_servers) as ports:
+        async with aiohttp.ClientSession() as session:
+            servers = [_Server(program(*spot), session, config.startup_timeout_s) for spot in enumerate(ports)]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for server in servers:
+                        group.create_task(server.start())
+                async with asyncio.TaskGroup() as group:
+                    watcher = group.create_task(_watch(servers, config.max_restarts))
+                    try:
+                        yield [server.program.address for server in servers]
+                    except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
+                        body_error = error
+                    watcher.cancel()
+            except BaseExceptionGroup as errors:
+                raise first_error(errors) from None
+            finally:
+                await _stop(servers)
     if body_error is not None:
         raise body_error
 
@@ -232,48 +233,43 @@ if os.getppid() == int(parent):
 """Runs a command that the kernel kills when the process that started it is gone."""
 
 
-@asynccontextmanager
-async def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> AsyncIterator[Sequence[str]]:
+def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> AbstractAsyncContextManager[Sequence[str]]:
     """Start config.num_servers embedded servers of the model directory `model`; gives their base URLs.
 
     The output of server K is appended to log_dir/server-K.log. See `running` for what happens when a server dies.
     """
-    with reserved_ports(config.num_servers) as ports:
-        programs = [
-            Program(
-                argv=_local_command(model, config, port),
-                port=port,
-                log=log_dir / f"server-{index}.log",
-                environment=_local_environment(config.num_threads),
-            )
-            for index, port in enumerate(ports)
-        ]
-        async with running(programs, config) as addresses:
-            yield addresses
+
+    def program(index: int, port: int) -> Program:
+        return Program(
+            argv=_local_command(model, config, port),
+            port=port,
+            log=log_dir / f"server-{index}.log",
+            environment=_local_environment(config.num_threads),
+        )
+
+    return running(program, config)
 
 
-@asynccontextmanager
-async def sglang_servers(model: str, config: SGLangProcessesConfig, log_dir: Path) -> AsyncIterator[Sequence[str]]:
+def sglang_servers(
+    model: str, config: SGLangProcessesConfig, log_dir: Path
+) -> AbstractAsyncContextManager[Sequence[str]]:
     """Start config.num_servers SGLang servers of the model directory `model`; gives their base URLs.
 
     The output of server K is appended to log_dir/sglang-K.log. Servers and their schedulers die with this process.
     Raises ConfigError if the Python interpreter or the GPUs are not there. See `running` for a server that dies.
     """
-    python = shutil.which(str(config.python))
-    if python is None:
+    if (python := shutil.which(str(config.python))) is None:
         raise ConfigError(f"engine.python is {str(config.python)!r}, which is not an executable program")
-    with reserved_ports(config.num_servers) as ports:
-        programs = [
-            Program(
-                argv=[python, "-c", _DIES_WITH_PARENT, str(os.getpid()), *_sglang_command(python, model, config, port)],
-                port=port,
-                log=log_dir / f"sglang-{index}.log",
-                environment={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": _gpus(config, index)},
-            )
-            for index, port in enumerate(ports)
-        ]
-        async with running(programs, config) as addresses:
-            yield addresses
+
+    def program(index: int, port: int) -> Program:
+        return Program(
+            argv=[python, "-c", _DIES_WITH_PARENT, str(os.getpid()), *_sglang_command(python, model, config, port)],
+            port=port,
+            log=log_dir / f"sglang-{index}.log",
+            environment={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": _gpus(config, index)},
+        )
+
+    return running(program, config)
 
 
 def _local_command(model: str, config: LocalEngineConfig, port: int) -> list[str]:

@@ -32,15 +32,6 @@ _PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
-    """Output tokens start..end (end excluded) were sampled under the weights labelled `label`."""
-
-    label: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The result of one call of /generate."""
 
@@ -50,8 +41,8 @@ class Answer:
     text: str
     label: str
     """Of the newest weights that it was sampled under."""
-    spans: tuple[VersionSpan, ...]
-    """Empty for servers too old to send them."""
+    spans: Sequence[tuple[str, int, int]]
+    """Labels, and the output tokens start..end (end excluded) of each. Empty for servers too old to send them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +217,7 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
         finish=finish,
         text=body.get("text") or "",
         label=str(meta.get("weight_version", "")),
-        spans=tuple(VersionSpan(label=str(s["version"]), start=s["start"], end=s["end"]) for s in spans),
+        spans=[(str(span["version"]), span["start"], span["end"]) for span in spans],
     )
 
 

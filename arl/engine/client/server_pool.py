@@ -17,11 +17,11 @@
 | any | `drop` | gone | other removals of it |
 
 A server that was told to leave in another state drains from where it would serve. Joining, fenced and gone servers are
-out of service; the task that brings them up to date pauses, loads and resumes them too, and they keep their state
-meanwhile. An adapter is loaded beside what runs: `turn_to` changes the server's weights and not its state. A load that
-is begun, ended or disturbed out of turn raises RuntimeError; any other call leaves the state as it is.
+out of service, and keep their state while a task pauses, loads and resumes them to bring them up to date. `turn_to`
+changes a server's weights (to an adapter loaded beside what runs) and not its state. A load that is begun, ended or
+disturbed out of turn raises RuntimeError; any other call leaves the state as it is.
 
-All methods are synchronous and belong to one event loop; `changed` is the wait that is woken.
+All methods belong to one event loop; `changed` is the wait that is woken.
 """
 
 from __future__ import annotations
@@ -121,23 +121,19 @@ class Attempt:
             self.scope.reschedule(asyncio.get_running_loop().time())
 
     def foreign_label(self, answer: Answer) -> str | None:
-        """The answer's label that stands for no weights which the server can have held since the request was sent.
+        """A label of weights that the server cannot have held since the request was sent, if the answer has one.
 
         The server was then restarted, or given weights, behind this engine's back.
         """
-        labels = [span.label for span in answer.spans] or [answer.label] * bool(answer.label)
+        labels = [label for label, _, _ in answer.spans] or [answer.label] * bool(answer.label)
         return next((label for label in labels if not self._is_known(label)), None)
 
     def versions(self, answer: Answer) -> list[int]:
-        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be.
-
-        Under an adapter all tokens are of the adapter's version: a request keeps it to its end, and the label is that
-        of the model below.
-        """
+        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be."""
         versions = [self.version] * len(answer.output_ids)
-        for span in answer.spans:
-            end = min(span.end, len(versions))
-            versions[span.start : end] = [self._version_of(span.label)] * (end - span.start)
+        for label, start, stop in answer.spans:
+            end = min(stop, len(versions))
+            versions[start:end] = [self._version_of(label)] * (end - start)
         return _held_back(versions, self.version, self.num_late) if self.num_late else versions
 
     def _is_known(self, label: str) -> bool:
@@ -259,9 +255,8 @@ class ServerPool:
     def choose(self, session_id: str | None, avoid: Server | None = None) -> Server | None:
         """The session's server, else the one with the fewest requests; None if the caller has to wait for a change.
 
-        A session is bound to a server and its weights, for the sake of the prefixes cached there: once either is gone,
-        or while the server is paused, any other is as good. avoid: where the request has just failed; it is chosen if
-        there is no other.
+        A session is bound to a server and its weights, for the prefixes cached there: once either is gone, or while the
+        server is paused, any other is as good. avoid: where the request has just failed; the last choice.
         """
         server = self._bound_to(session_id)
         if server is None or server is avoid:

@@ -7,19 +7,14 @@
 
 **Versions.** The server's spans give each token's version. A server that runs ahead of its results (SGLang on a GPU)
 may have sampled the first token after an update in place under the version before, so that token bears the version
-before. Without spans, all tokens bear the version that the server held before the request was sent. Under an adapter,
-all bear the version of the adapter that the request named, which answers it to its end. Labels are str(version). The
-label that a server had before this engine first updated it stands for the version that the engine started with. After
-that, a label that is no version, or is older than the server's version when the request was sent, means that the server
-was restarted behind our back: its answer is thrown away, and it is fenced until it holds the current weights.
+before. Without spans, all tokens bear the version that the server held before the request was sent; under an adapter,
+the adapter's. Labels are str(version); the label that a server had before its first update stands for the engine's
+first version. Any other label, or one older than the request, means that the server was restarted behind our back: its
+answer is thrown away, and it is fenced until it holds the current weights.
 
-**The prefix cache across versions.** A server keeps the KV of prompts for later requests with the same prefix, and
-SGLang does not ask under which weights it was computed. Under in_place an update can't flush the cache (the flush
-fails while requests run). A later turn would silently be sampled on top of old weights' KV, and its logprobs would be
-of no version at all. So every request carries a name for the weights that its server holds, as `extra_key`, which
-SGLang makes part of the cache's key; each load and each run has another name. What is left under in_place is what the
-mode means: a request that was sent before the update keeps its own KV. Under retract and abort the update flushes the
-cache too, since a retracted request keeps its key and would find its own old KV again.
+**Prefix caches.** Each request names its server's weights as `extra_key`, which SGLang makes part of the cache's key:
+else a later turn would silently be sampled on top of old weights' KV, and its logprobs would be of no version. Under
+retract and abort an update flushes the cache too: a retracted request keeps its key and would find its own old KV.
 """
 
 from __future__ import annotations
@@ -61,11 +56,10 @@ _KEEPALIVE_S = 4.0
 
 
 class RemoteSGLangEngine:
-    """An InferenceEngine that asks the SGLang-protocol servers at `addresses` (base URLs).
+    """An InferenceEngine that asks the SGLang-protocol servers at `addresses` (base URLs), within `async with`.
 
-    Use as `async with RemoteSGLangEngine(...) as engine`: its tasks and connections live inside the block. Entering
-    raises ServerError if a server does not answer, or serves another model than the others. `version` is the version of
-    the servers' weights at the start.
+    Entering raises ServerError if a server does not answer, or serves another model than the others. `version` is the
+    version of the servers' weights at the start.
     """
 
     def __init__(
@@ -157,19 +151,18 @@ class RemoteSGLangEngine:
     async def update_weights(self, update: WeightUpdate) -> UpdateStats:
         """Bring all servers to `update`, at once or one after another (update_order). Requests in flight go on.
 
-        Each server is prepared while it generates, then paused, loaded and resumed. A server that fails, or takes
-        longer than update_timeout_s, is fenced and brought up to date when it is well again. Raises ServerError if no
-        server holds the update, ValueError if servers hold a newer one.
+        A server that fails, or takes longer than update_timeout_s, is fenced and brought up to date when it is well
+        again. Raises ServerError if no server holds the update, ValueError if servers hold a newer one.
         """
         self._check_open()
         async with self._updating:
             return await self._upkeep.update(update)
 
     async def add_server(self, address: str) -> None:
-        """Let one more server serve, as soon as it holds the current weights. Running requests are not disturbed.
+        """Let one more server serve, as soon as it holds the current weights.
 
-        Raises ServerError if it can't be reached, is no SGLang server, serves another model or does not take the
-        weights; the engine is then as it was.
+        Raises ServerError if it can't be reached, is no SGLang server, serves another model or refuses the weights; the
+        engine is then as it was.
         """
         session = self._check_open()
         address = base_url(address)
@@ -301,7 +294,15 @@ class RemoteSGLangEngine:
 
 
 class PartialResponse:
-    """Collects one request's answers until `stop_reason` is set."""
+    """Collects one request's answers until `stop_reason` is set, so that they read like one answer.
+
+    After an early end (a pause in abort mode, an abort) the next attempt sends prompt + tokens with the rest of
+    max_new_tokens. A stop string may begin before this seam and end after it, but servers search only what they
+    generate themselves: while the kept text ends with the beginning of one, the next attempt asks for one token, and
+    the text is searched here. (Text that ends inside a character of several tokens matches nothing.) An abort just
+    after an end token or a stop string ends the response all the same. In SGLang the noise is a function of seed and
+    position, so the same seed continues the same stream.
+    """
 
     def __init__(self, request: ModelRequest) -> None:
         self._sampling = request.sampling

@@ -4,10 +4,9 @@
 Until the pause the server holds its old weights, whole. From the first byte of a load until its end it may hold a
 mixture, whatever label it shows: it is not resumed then.
 
-**An adapter** is loaded beside the others while the server generates, and new requests name it from then on: there is
-no pause, and no mixture. Requests in flight end under the adapter that they named. An adapter that no request names any
-more is unloaded in the background: SGLang first waits for the requests that it believes in flight, and loads no other
-adapter meanwhile.
+**An adapter** is loaded beside the others while the server generates, and new requests name it from then on. An adapter
+that no request names any more is unloaded in the background: SGLang first waits for the requests that it believes in
+flight, and loads no other adapter meanwhile.
 """
 
 from __future__ import annotations
@@ -253,7 +252,7 @@ class Upkeep:
     async def _on_each(
         self, servers: Sequence[Server], act: Callable[[Server], Awaitable[None]]
     ) -> list[ServerError | TransportError]:
-        """Act on these servers at once, each alone with its task and under update_timeout_s; fence those that fail.
+        """Act on these servers at once, each under its lock and update_timeout_s; fence those that fail.
 
         Returns the refusals: failures that only other weights or another server would mend.
         """

@@ -3,17 +3,16 @@
     prepare (the server generates):  a process group with this server, if there is none that works
     load (the server is paused):     begin, then for each bucket: receive over HTTP | broadcast in a thread, then end
 
-Each server has a group of its own, of the trainer's rank 0 and all ranks of the server, so a server that is slow or
-dies costs the others nothing. A group in which anything failed is never used again.
+A group in which anything failed is never used again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from arl.api.config import DistributedWeightsConfig
@@ -45,9 +44,8 @@ ArgsT = TypeVarTuple("ArgsT")
 class SendableSnapshot(Snapshot, Protocol):
     """A snapshot whose tensors can also be sent, through process groups that are shared with inference servers.
 
-    Every rank takes a snapshot, and rank 0's alone is written and sent from. All arguments and results are plain
-    values, and every call may come from any thread: several groups send at once, each of them one range at a time.
-    Groups outlive the snapshot that opened them; later snapshots know them by name.
+    Every rank takes a snapshot, and rank 0's alone is written and sent from. Every call may come from any thread:
+    several groups send at once, each of them one range at a time. Groups outlive the snapshot that opened them.
     """
 
     @property
@@ -66,10 +64,10 @@ class SendableSnapshot(Snapshot, Protocol):
         ...
 
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
-        """A group for the server at this base URL with so many ranks, listening at a free port.
+        """A group for the server at this base URL, listening at a free port; its name is unique, also among runs.
 
-        address: where the server reaches this process; None: the address from which this process reaches the server.
-        The group's name is unique, also among runs. Raises TransportError.
+        address: where the server reaches this process; None: where this process reaches the server from. Raises
+        TransportError.
         """
         ...
 
@@ -78,40 +76,33 @@ class SendableSnapshot(Snapshot, Protocol):
         ...
 
     def send(self, group: str, start: int, stop: int) -> None:
-        """Broadcast specs[start:stop], all of one dtype, as soon as they are there; returns when they were sent.
+        """Broadcast specs[start:stop], all of one dtype, end to end as one tensor of bytes.
 
-        They go end to end, as one tensor of bytes. Raises ServerFailedError if the group is broken and has to be left,
-        TransportError if the weights could not be put together, or were released.
+        Raises ServerFailedError if the group is broken and has to be left, TransportError if the weights could not be
+        put together, or were released.
         """
         ...
 
     def leave(self, group: str) -> None:
-        """Leave a group. A call that is sending or joining in it fails. Idempotent."""
+        """Leave a group, which fails calls that send or join in it. Idempotent."""
         ...
-
-
-@dataclass(slots=True)
-class _Links:
-    """The process groups of all servers, by the server's address."""
-
-    groups: dict[str, WeightGroup] = field(default_factory=dict[str, WeightGroup])
-    """The group that works."""
-    broken: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """The names of groups that the server has still to be told to leave."""
 
 
 class DistributedTransport:
     """Sends each snapshot to each server through a process group of their own.
 
-    Tensors are sent in buckets of at most bucket_bytes; a larger tensor is a bucket of its own. The newest delivered
-    snapshot stays in memory, for servers that come back after a failure.
+    A bucket has at most bucket_bytes, or one larger tensor. The newest delivered snapshot stays in memory, for servers
+    that come back after a failure.
     """
 
     def __init__(self, config: DistributedWeightsConfig, bucket_bytes: int = 256 << 20) -> None:
-        self._config = config
-        self._bucket_bytes = bucket_bytes
-        self._links = _Links()
-        self._threads = ThreadPoolExecutor(_MAX_THREADS, "arl-send")
+        self.address = config.address
+        self.bucket_bytes = bucket_bytes
+        self.threads = ThreadPoolExecutor(_MAX_THREADS, "arl-send")
+        self.groups: dict[str, WeightGroup] = {}
+        """The group that works with the server at an address."""
+        self.broken: defaultdict[str, list[str]] = defaultdict(list)
+        """The names of groups that the server at an address has still to be told to leave."""
         self._updates: list[DistributedWeights] = []
 
     def snapshot(self, engine: TrainEngine) -> DistributedWeights:
@@ -122,7 +113,7 @@ class DistributedTransport:
                 f"weights.transport is distributed, but {type(engine).__name__} has nothing to send tensors from; "
                 "use transport=disk"
             )
-        update = DistributedWeights(snapshot, self._config, self._bucket_bytes, self._links, self._threads)
+        update = DistributedWeights(self, snapshot)
         self._updates.append(update)
         return update
 
@@ -145,44 +136,35 @@ class DistributedTransport:
         """Leave all groups. Idempotent. A call that hangs ends with the train engine."""
         # The sender is the engine's, so one snapshot can leave for all. In threads: a rank that is stuck never answers.
         leaving = [
-            self._threads.submit(update.snapshot.leave, group.name)
+            self.threads.submit(update.snapshot.leave, group.name)
             for update in self._updates[-1:]
-            for group in self._links.groups.values()
+            for group in self.groups.values()
         ]
-        self._threads.shutdown(wait=False)
+        self.threads.shutdown(wait=False)
         wait(leaving, timeout=_LEAVING_S)
         for update in self._updates:
             update.snapshot.release()
         self._updates.clear()
-        self._links.groups.clear()
+        self.groups.clear()
 
 
 class DistributedWeights:
     """A WeightUpdate that is sent to each server when that loads it."""
 
-    def __init__(
-        self,
-        snapshot: SendableSnapshot,
-        config: DistributedWeightsConfig,
-        bucket_bytes: int,
-        links: _Links,
-        threads: ThreadPoolExecutor,
-    ) -> None:
+    def __init__(self, transport: DistributedTransport, snapshot: SendableSnapshot) -> None:
         self.snapshot = snapshot
         self.version = snapshot.version
         self.adapter = None
         self.num_bytes = 0
+        self._transport = transport
         self._specs = snapshot.specs
-        self._buckets = ranges(self._specs, bucket_bytes)
+        self._buckets = ranges(self._specs, transport.bucket_bytes)
         self._backend = snapshot.backend
-        self._address = config.address
-        self._links = links
-        self._threads = threads
         self._met: set[str] = set()
 
     async def prepare(self, server: WeightServer) -> None:
         """Meet the server in a group, unless there is one already."""
-        broken = self._links.broken.get(server.address, [])
+        broken = self._transport.broken[server.address]
         for name in list(broken):
             try:
                 await server.leave_group(name)
@@ -191,13 +173,13 @@ class DistributedWeights:
             except ServerError:
                 pass  # it does not know of it
             broken.remove(name)
-        if server.address not in self._links.groups:
-            self._links.groups[server.address] = await self._meet(server)
+        if server.address not in self._transport.groups:
+            self._transport.groups[server.address] = await self._meet(server)
             self._met.add(server.address)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         """Send everything. If this raises, the group was left, and the server may hold a mixture, labelled so."""
-        if (group := self._links.groups.get(server.address)) is None:
+        if (group := self._transport.groups.get(server.address)) is None:
             raise ServerFailedError(f"{server.address} shares no group with the trainer any more")
         try:
             await _begin(server)
@@ -220,8 +202,8 @@ class DistributedWeights:
         self.num_bytes += sum(map(byte_size, specs))
 
     async def _meet(self, server: WeightServer) -> WeightGroup:
-        where = (server.address, server.num_ranks, self._backend, self._address)
-        opening = submitted(self._threads, self.snapshot.open_group, *where)
+        where = (server.address, server.num_ranks, self._backend, self._transport.address)
+        opening = submitted(self._transport.threads, self.snapshot.open_group, *where)
         try:
             group = await asyncio.wrap_future(opening)
         except asyncio.CancelledError:
@@ -239,14 +221,14 @@ class DistributedWeights:
             self.snapshot.leave(opening.result().name)
 
     def _break(self, server: WeightServer, group: WeightGroup) -> None:
-        """Leave a group at once, which ends the server's waiting; the server is told at its next `prepare`."""
-        self._links.groups.pop(server.address, None)
-        self._links.broken.setdefault(server.address, []).append(group.name)
+        """Leave a group, which ends the server's waiting; the server is told at its next `prepare`."""
+        self._transport.groups.pop(server.address, None)
+        self._transport.broken[server.address].append(group.name)
         with contextlib.suppress(RuntimeError):  # the transport was closed, and has left all groups
-            self._threads.submit(self.snapshot.leave, group.name)
+            self._transport.threads.submit(self.snapshot.leave, group.name)
 
     def _in_thread(self, call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
-        return asyncio.wrap_future(submitted(self._threads, call, *args))
+        return asyncio.wrap_future(submitted(self._transport.threads, call, *args))
 
 
 async def _begin(server: WeightServer) -> None:
@@ -266,10 +248,7 @@ async def _begin(server: WeightServer) -> None:
 
 
 async def _both(ours: asyncio.Future[Any], theirs: Coroutine[Any, Any, None]) -> None:
-    """Wait for both sides of an exchange: ours, in a thread, and the server's.
-
-    Raises the first failure, or the server's explanation of it.
-    """
+    """Wait for both sides of an exchange. Raises the first failure, or the server's explanation of it."""
     answering = asyncio.ensure_future(theirs)
     try:
         await asyncio.wait({ours, answering}, return_when=asyncio.FIRST_EXCEPTION)
@@ -285,6 +264,6 @@ async def _both(ours: asyncio.Future[Any], theirs: Coroutine[Any, Any, None]) ->
 
 
 def _look_at(side: asyncio.Future[Any]) -> None:
-    """Retrieve the error, so that asyncio does not report failures after the first."""
+    """Retrieve the error, or asyncio would report failures after the first."""
     if not side.cancelled():
         side.exception()

@@ -1,10 +1,9 @@
 """The delta format, and model directories as it carries them: surveyed, packed on one machine, built on another.
 
-A package turns one model directory into another, exact to the bit, by what changed alone. At the learning rates of RL
-few weights of a bfloat16 model change in a step, and most of these move to a neighbouring value. So a file is compared
-as an array of unsigned integers of the dtype's width, block by block: the gaps between changed positions are small
-numbers, and the differences of the integers are mostly 1 and -1. No bits are read as a number with a fraction: -0.0
-differs from 0.0, and each NaN from the others.
+A package turns one model directory into another, exact to the bit. At the learning rates of RL few weights of a
+bfloat16 model change in a step, and most of these move to a neighbouring value. So a file is compared as an array of
+unsigned integers of the dtype's width, block by block: gaps between changed positions are small numbers, and the
+differences of the integers are mostly 1 and -1.
 
 A package leads from the directory with the checksum `base` to the one with `checksum`. Without a base it holds the
 whole directory. Numbers are little-endian.

@@ -86,7 +86,7 @@ class _Link:
 class WeightSender:
     """Opens groups, waits for servers to join, and broadcasts to them as rank 0. Calls come from any thread.
 
-    Each group has one server, so a slow or dead server costs the others nothing.
+    Each group has one server: a slow or dead one costs the others nothing.
     """
 
     def __init__(self, device: torch.device) -> None:

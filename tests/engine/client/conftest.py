@@ -3,29 +3,29 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from protocol_server import Engines, ProtocolServer
+from protocol_server import Engines, Server
 
 from arl.api.config import ClientConfig
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[ProtocolServer]:
-    async with ProtocolServer() as server:
+async def server() -> AsyncIterator[Server]:
+    async with Server() as server:
         yield server
 
 
 @pytest.fixture
-async def other() -> AsyncIterator[ProtocolServer]:
-    async with ProtocolServer() as server:
+async def other() -> AsyncIterator[Server]:
+    async with Server() as server:
         yield server
 
 
 @pytest.fixture
-def engine_over() -> Engines:
+def over() -> Engines:
     @asynccontextmanager
     async def open_engine(
-        servers: Sequence[ProtocolServer],
+        servers: Sequence[Server],
         *,
         api_key: str | None = None,
         version: int = 0,

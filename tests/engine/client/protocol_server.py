@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from aiohttp import web
 
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
+
+T = TypeVar("T")
 
 
 def token_at(position: int) -> int:
@@ -65,7 +67,7 @@ class Run:
         self.done.set()
 
 
-class ProtocolServer:
+class Server:
     """`faults` are taken by the next requests, in order: "reset", "hang", or an HTTP status such as 500.
 
     Requests are answered at once if `is_automatic` (or at the pace of `token_s`), else as the test calls `advance`.
@@ -138,6 +140,13 @@ class ProtocolServer:
         """Wait until something the server knows holds."""
         while not condition():
             await self._changed.wait()
+
+    async def begin(self, group: asyncio.TaskGroup, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a call in the group; returns when one request more runs here."""
+        count = len(self.running)
+        task = group.create_task(call)
+        await self.until(lambda: len(self.running) > count)
+        return task
 
     def advance(self, num_tokens: int = 1) -> None:
         """Sample tokens for every running request."""
@@ -284,7 +293,7 @@ class Engines(Protocol):
 
     def __call__(
         self,
-        servers: Sequence[ProtocolServer],
+        servers: Sequence[Server],
         *,
         api_key: str | None = None,
         version: int = 0,

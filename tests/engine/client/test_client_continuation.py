@@ -1,29 +1,25 @@
 """A response that was interrupted reads like one that was not, but for its versions."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from protocol_server import Engines, ProtocolServer, ask, assert_seamless, letter, outcome, token_at
+from protocol_server import Engines, Server, ask, assert_seamless, letter, outcome, token_at
 
 from arl.api.engine import DiskWeights
 from arl.api.errors import ServerError
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams
+from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.server_client import Answer
 from arl.engine.client.sglang import PartialResponse
 
 WEIGHTS = Path("/weights")
 
 
-async def test_a_response_over_two_updates_continues_each_time_with_what_is_left(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_a_response_over_two_updates_continues_each_time_with_what_is_left(server: Server, over: Engines):
     server.is_automatic = False
-    async with engine_over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(10, ignore_eos=True)))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(10, ignore_eos=True)))
         server.advance(4)
         await engine.update_weights(DiskWeights(version=1, directory=WEIGHTS))
         await server.until(lambda: len(server.requests) == 2 and len(server.running) == 1)
@@ -41,13 +37,10 @@ async def test_a_response_over_two_updates_continues_each_time_with_what_is_left
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_under_the_other_modes_the_server_itself_goes_on(
-    server: ProtocolServer, engine_over: Engines, mode: str
-) -> None:
+async def test_under_the_other_modes_the_server_itself_goes_on(server: Server, over: Engines, mode: str):
     server.is_automatic = False
-    async with engine_over([server], pause_mode=mode) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(6)))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server], pause_mode=mode) as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(6)))
         server.advance(2)
         await engine.update_weights(DiskWeights(version=1, directory=WEIGHTS))
         server.advance(4)
@@ -57,13 +50,10 @@ async def test_under_the_other_modes_the_server_itself_goes_on(
     assert len(server.requests) == 1
 
 
-async def test_an_aborted_request_waits_until_its_server_is_resumed(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_an_aborted_request_waits_until_its_server_is_resumed(server: Server, other: Server, over: Engines):
     server.is_automatic = False
-    async with engine_over([server, other], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(4, session="s")))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server, other], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(4, session="s")))
         server.advance(2)
         await engine.pause()
         late = group.create_task(engine.agenerate(ask(4, session="s")))
@@ -77,11 +67,10 @@ async def test_an_aborted_request_waits_until_its_server_is_resumed(
     assert other.requests == []
 
 
-async def test_an_abort_that_nobody_asked_for_is_continued(server: ProtocolServer, engine_over: Engines) -> None:
+async def test_an_abort_that_nobody_asked_for_is_continued(server: Server, over: Engines):
     server.is_automatic = False
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(5)))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(5)))
         server.advance(2)
         server.abort_running()
         await server.until(lambda: len(server.requests) == 2 and len(server.running) == 1)
@@ -89,11 +78,9 @@ async def test_an_abort_that_nobody_asked_for_is_continued(server: ProtocolServe
         assert_seamless(await call, 5)
 
 
-async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(server: Server, over: Engines):
     server.is_automatic = False
-    async with engine_over([server], max_retries=1) as engine, asyncio.TaskGroup() as group:
+    async with over([server], max_retries=1) as engine, asyncio.TaskGroup() as group:
         call = group.create_task(outcome(engine.agenerate(ask(5))))
         for attempt in (1, 2):
             await server.until(lambda n=attempt: len(server.requests) == n and len(server.running) == 1)
@@ -104,13 +91,10 @@ async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(
     assert "nobody asked for it" in str(error)
 
 
-async def test_an_abort_before_the_first_token_sends_the_same_prompt_again(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_an_abort_before_the_first_token_sends_the_same_prompt_again(server: Server, over: Engines):
     server.is_automatic = False
-    async with engine_over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(4)))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(4)))
         await engine.pause()
         server.is_automatic = True
         await engine.resume()
@@ -122,83 +106,46 @@ def _text(num_tokens: int) -> str:
     return "".join(letter(token_at(3 + i)) for i in range(num_tokens))
 
 
-async def _interrupted_after(
-    num_tokens: int, server: ProtocolServer, engine_over: Engines, eos_token_ids: Sequence[int] = (), **sampling: Any
-) -> ModelResponse:
-    """A response whose first attempt was aborted after so many tokens, and that goes on by itself then."""
+STOP, END = _text(6)[2:], token_at(5)
+"""Tokens 3 to 6 of the response as text, and token 3, which is one of the model's end tokens if it is not ignored."""
+SEAMS: dict[str, tuple[int, dict[str, Any], int, list[int]]] = {
+    "a stop string after its first token": (3, {"stop": (STOP,), "ignore_eos": True}, 6, [12, 1, 1, 1]),
+    "a stop string in its middle": (4, {"stop": (STOP,)}, 6, [12, 1, 1]),
+    "a stop string before its last token": (5, {"stop": (STOP,)}, 6, [12, 1]),
+    "the beginning of a stop string that does not go on": (4, {"stop": (STOP[:2] + "!",)}, 12, [12, 1, 7]),
+    "just after a stop string": (4, {"stop": (STOP[:2],)}, 4, [12]),
+    "just after an end token": (3, {}, 3, [12]),
+    "just after an ignored end token": (3, {"ignore_eos": True}, 12, [12, 9]),
+    "just after an ignored stop token": (3, {"ignore_eos": True, "stop_token_ids": (END,)}, 12, [12, 9]),
+    "after the last token of the budget": (12, {}, 12, [12]),
+    "a seeded response": (4, {"seed": 5}, 12, [12, 8]),
+}
+"""What an abort cuts: after so many tokens, of which request; how long the response is, and the budgets asked for."""
+
+
+@pytest.mark.parametrize(("seam", "sampling", "num_tokens", "budgets"), SEAMS.values(), ids=SEAMS)
+async def test_a_response_ends_where_it_would_without_the_seam(
+    server: Server, over: Engines, seam: int, sampling: dict[str, Any], num_tokens: int, budgets: list[int]
+):
     server.is_automatic = False
-    async with (
-        engine_over([server], pause_mode="abort", eos_token_ids=eos_token_ids) as engine,
-        asyncio.TaskGroup() as group,
-    ):
-        call = group.create_task(engine.agenerate(ask(12, **sampling)))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server], pause_mode="abort", eos_token_ids=[1, END]) as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(12, **sampling)))
         for run in server.running:
-            run.labels += [server.label] * num_tokens  # sampled without being looked at, as before an abort
+            run.labels += [server.label] * seam  # sampled without being looked at, as before an abort
         await engine.pause()
         server.is_automatic = True
         await engine.resume()
-        return await call
-
-
-@pytest.mark.parametrize("seam", [3, 4, 5])
-async def test_a_stop_string_is_found_wherever_the_seam_cuts_it(
-    server: ProtocolServer, engine_over: Engines, seam: int
-) -> None:
-    stop = _text(6)[2:]  # tokens 3 to 6 of the response
-    response = await _interrupted_after(seam, server, engine_over, stop=(stop,))
-    assert_seamless(response, 6)
-    assert response.stop_reason == "stop"
-
-
-async def test_the_beginning_of_a_stop_string_that_does_not_go_on_stops_nothing(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
-    stop = _text(4)[2:] + "!"
-    response = await _interrupted_after(4, server, engine_over, stop=(stop,))
-    assert_seamless(response, 12)
-    assert response.stop_reason == "length"
-    # One token alone to see that the stop string does not go on, then the rest at once.
-    assert [sent["sampling_params"]["max_new_tokens"] for sent in server.requests] == [12, 1, 7]
-
-
-async def test_a_stop_string_that_the_last_token_before_an_abort_completed_ends_the_response(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
-    response = await _interrupted_after(4, server, engine_over, stop=(_text(4)[2:],))
-    assert_seamless(response, 4)
-    assert response.stop_reason == "stop"
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize(
-    ("sampling", "num_tokens"),
-    [({}, 3), ({"ignore_eos": True}, 12), ({"ignore_eos": True, "stop_token_ids": (token_at(5),)}, 12)],
-)
-async def test_an_end_token_just_before_an_abort_ends_the_response_unless_it_is_ignored(
-    server: ProtocolServer, engine_over: Engines, sampling: dict[str, object], num_tokens: int
-) -> None:
-    response = await _interrupted_after(3, server, engine_over, eos_token_ids=[1, token_at(5)], **sampling)
+        response = await call
     assert_seamless(response, num_tokens)
-    assert response.stop_reason == ("stop" if num_tokens == 3 else "length")
+    assert response.stop_reason == ("length" if num_tokens == 12 else "stop")
+    assert [sent["sampling_params"]["max_new_tokens"] for sent in server.requests] == budgets
+    assert {sent["sampling_params"].get("sampling_seed") for sent in server.requests} == {sampling.get("seed")}
 
 
-async def test_an_abort_after_the_last_token_of_the_budget_is_a_response_of_full_length(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
-    response = await _interrupted_after(12, server, engine_over)
-    assert_seamless(response, 12)
-    assert response.stop_reason == "length"
-    assert len(server.requests) == 1
-
-
-async def test_a_continuation_that_no_longer_fits_ends_at_the_end_of_the_context(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_a_continuation_that_no_longer_fits_ends_at_the_end_of_the_context(server: Server, over: Engines):
     server.is_automatic = False
-    async with engine_over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(10)))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(10)))
         server.advance(6)
         server.faults.append(400)
         server.error_body = {"error": {"message": "Input length (9 tokens) exceeds the maximum allowed length (8)."}}
@@ -209,12 +156,7 @@ async def test_a_continuation_that_no_longer_fits_ends_at_the_end_of_the_context
     assert response.stop_reason == "length"
 
 
-async def test_a_seed_is_sent_again_with_the_continuation(server: ProtocolServer, engine_over: Engines) -> None:
-    await _interrupted_after(4, server, engine_over, seed=5)
-    assert [sent["sampling_params"]["sampling_seed"] for sent in server.requests] == [5, 5]
-
-
-def test_an_end_token_ends_the_response_also_where_a_seams_one_token_budget_was_used_up_by_it() -> None:
+def test_an_end_token_ends_the_response_also_where_a_seams_one_token_budget_was_used_up_by_it():
     partial = PartialResponse(ModelRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=9, stop=("</x>",))))
     partial.extend(answer("ab<", [5, 6, 7], "abort"), [0, 0, 0], eos_token_ids=[2])
     assert partial.payload("r.1", "0")["sampling_params"]["max_new_tokens"] == 1

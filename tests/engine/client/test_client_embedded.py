@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
@@ -20,9 +18,8 @@ from arl.api.engine import DiskWeights
 from arl.api.errors import PromptTooLongError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client import processes
-from arl.engine.client.processes import local_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
+from arl.engine.tiny import TinyShape, write_tiny_model
 
 PROMPT = (30, 40, 50, 60)
 NUM_TOKENS = 400
@@ -112,7 +109,7 @@ def assert_same(response: ModelResponse, plain: ModelResponse) -> None:
 )
 async def test_updates_to_the_same_weights_leave_no_mark_but_the_versions(
     address: str, models: Models, mode: PauseMode, sampling: SamplingParams
-) -> None:
+):
     async with engine_at(address, mode=mode) as engine:
         await engine.update_weights(DiskWeights(version=1, directory=models.one))
         plain = await engine.agenerate(request(sampling))
@@ -123,7 +120,7 @@ async def test_updates_to_the_same_weights_leave_no_mark_but_the_versions(
     assert len(set(response.output_versions)) > 1
 
 
-async def test_a_new_turn_does_not_see_the_cache_of_old_weights(address: str, models: Models) -> None:
+async def test_a_new_turn_does_not_see_the_cache_of_old_weights(address: str, models: Models):
     async with engine_at(address) as engine:
         await engine.update_weights(DiskWeights(version=1, directory=models.two))
         expected = await engine.agenerate(request(GREEDY))
@@ -134,60 +131,7 @@ async def test_a_new_turn_does_not_see_the_cache_of_old_weights(address: str, mo
     assert_same(again, expected)
 
 
-async def test_a_stop_string_is_found_across_interruptions(address: str, models: Models) -> None:
-    tokenizer = tiny_tokenizer()
-    async with engine_at(address, mode="abort") as engine:
-        await engine.update_weights(DiskWeights(version=1, directory=models.one))
-        plain = await engine.agenerate(request(SEEDED))
-        text = [str(tokenizer.decode([token])) for token in plain.output_ids]
-        ends = [
-            t + 1
-            for t in range(NUM_TOKENS // 2, NUM_TOKENS)
-            if (stop := "".join(text[t - 3 : t + 1])).isascii() and stop not in "".join(text[:t])
-        ]
-        stop = "".join(text[ends[0] - 4 : ends[0]])
-        sampling = dataclasses.replace(SEEDED, stop=(stop,))
-        response = await interrupted(engine, sampling, models.one)
-    assert response.output_ids == plain.output_ids[: ends[0]]
-    assert response.stop_reason == "stop"
-
-
-async def test_a_prompt_longer_than_the_context_is_told(address: str) -> None:
+async def test_a_prompt_longer_than_the_context_is_told(address: str):
     async with engine_at(address) as engine:
         with pytest.raises(PromptTooLongError, match="1000 tokens"):
             await engine.agenerate(request(GREEDY, PROMPT * 300))
-
-
-@pytest.mark.slow
-async def test_a_server_killed_in_the_middle_costs_a_retry_and_comes_back_with_current_weights(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.1)
-    prompts = [(first, *PROMPT) for first in range(20, 28)]
-    config = LocalEngineConfig(num_servers=2, context_length=1000)
-    async with local_servers(str(models.two), config, tmp_path) as addresses, engine_at(*addresses) as engine:
-        await engine.update_weights(DiskWeights(version=1, directory=models.one))
-        plain = await asyncio.gather(*(engine.agenerate(request(GREEDY, prompt)) for prompt in prompts))
-        async with asyncio.TaskGroup() as group:
-            calls = [group.create_task(engine.agenerate(request(GREEDY, prompt))) for prompt in prompts * 3]
-            doomed = engine._pool.servers[0]
-            while not (await doomed.client.look_up("server_info"))["internal_states"][0]["num_running_reqs"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            os.kill(_pid(tmp_path / "server-0.log"), signal.SIGKILL)
-            assert not any(call.done() for call in calls)
-        for call, expected in zip(calls, plain * 3, strict=True):
-            assert_same(call.result(), expected)
-            assert set(call.result().output_versions) == {1}
-        while doomed.state == "fenced":
-            await engine._pool.changed()
-        assert engine.version == 1
-        again = await engine.agenerate(request(GREEDY, prompts[0]))
-        assert not any(other.attempts for other in engine._pool.servers)
-        assert_same(again, plain[0])
-        assert await doomed.client.weight_label() == "1"
-
-
-def _pid(log: Path) -> int:
-    """Of the server whose log this is: it tells in its first line."""
-    ready = next(line for line in log.read_text().splitlines() if line.startswith("{"))
-    return json.loads(ready)["pid"]

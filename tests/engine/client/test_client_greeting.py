@@ -4,14 +4,14 @@ import re
 from typing import Any
 
 import pytest
-from protocol_server import Engines, ProtocolServer, ask
+from protocol_server import Engines, Server, ask
 
 from arl.api.config import ClientConfig
 from arl.api.errors import ServerError
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 
-async def refused(*servers: ProtocolServer) -> str:
+async def refused(*servers: Server) -> str:
     """What the start of an engine over these servers is refused with."""
     with pytest.raises(ServerError) as raised:
         async with RemoteSGLangEngine([server.address for server in servers], ClientConfig()):
@@ -20,7 +20,7 @@ async def refused(*servers: ProtocolServer) -> str:
 
 
 @pytest.mark.parametrize("told", ["<html>hello</html>", {"object": "list"}, 404, 405])
-async def test_something_else_than_sglang_is_named_with_its_address(server: ProtocolServer, told: Any) -> None:
+async def test_something_else_than_sglang_is_named_with_its_address(server: Server, told: Any):
     server.tells["model_info"] = told
     message = await refused(server)
     assert message.startswith(f"no inference server answers at {server.address} (")
@@ -28,7 +28,7 @@ async def test_something_else_than_sglang_is_named_with_its_address(server: Prot
     assert "engine.addresses" in message
 
 
-async def test_a_server_that_is_unwell_is_named_with_its_address(server: ProtocolServer, other: ProtocolServer) -> None:
+async def test_a_server_that_is_unwell_is_named_with_its_address(server: Server, other: Server):
     other.tells["health"] = 503
     message = await refused(server, other)
     assert f"{other.address} (" in message
@@ -46,8 +46,8 @@ async def test_a_server_that_is_unwell_is_named_with_its_address(server: Protoco
     ],
 )
 async def test_servers_of_different_models_are_named_with_what_differs(
-    server: ProtocolServer, other: ProtocolServer, path: str, one: dict[str, Any], two: dict[str, Any], named: str
-) -> None:
+    server: Server, other: Server, path: str, one: dict[str, Any], two: dict[str, Any], named: str
+):
     for each, told in ((server, one), (other, two)):
         if path == "model_info":
             each.info |= told
@@ -61,20 +61,20 @@ async def test_servers_of_different_models_are_named_with_what_differs(
 
 
 async def test_directories_may_differ_and_what_one_server_does_not_tell_is_not_compared(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+    server: Server, other: Server, over: Engines
+):
     server.info["model_type"] = "qwen3"
     server.tells["tokenize"] = {"tokens": [1, 2]}
     other.tells["tokenize"] = 400
     other.info["model_path"] = "/elsewhere/m"
-    async with engine_over([server, other]) as engine:
+    async with over([server, other]) as engine:
         assert (await engine.agenerate(ask())).output_ids
 
 
 @pytest.mark.parametrize(("told", "num_ranks"), [({"tp_size": 4}, 4), ({"tp_size": None}, 1), (404, 1)])
 async def test_the_ranks_of_a_server_are_its_tensor_parallel_size(
-    server: ProtocolServer, engine_over: Engines, told: Any, num_ranks: int
-) -> None:
+    server: Server, over: Engines, told: Any, num_ranks: int
+):
     server.tells["server_info"] = told
-    async with engine_over([server]) as engine:
+    async with over([server]) as engine:
         assert [s.client.num_ranks for s in engine._pool.servers] == [num_ranks]

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+from protocol_server import Engines, Server, ask, assert_seamless
 from scripted_weights import ScriptedWeights, raising, waiting, weights
 
 from arl.api.config import ClientConfig
@@ -12,10 +12,10 @@ from arl.api.errors import ConfigError, ServerError, TrainingError, TransportErr
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 
-async def test_preparing_disturbs_no_request(server: ProtocolServer, engine_over: Engines) -> None:
+async def test_preparing_disturbs_no_request(server: Server, over: Engines):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
         await asyncio.sleep(0)
         assert (await engine.agenerate(ask())).output_versions == (0, 0, 0, 0)
@@ -25,12 +25,10 @@ async def test_preparing_disturbs_no_request(server: ProtocolServer, engine_over
         assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
 
 
-async def test_rolling_updates_one_server_after_another(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_rolling_updates_one_server_after_another(server: Server, other: Server, over: Engines):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
-    async with engine_over([server, other], update_order="rolling") as engine, asyncio.TaskGroup() as group:
+    async with over([server, other], update_order="rolling") as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
         await asyncio.sleep(0.02)
         assert other.names() == []
@@ -41,12 +39,10 @@ async def test_rolling_updates_one_server_after_another(
         assert engine.version == 1
 
 
-async def test_all_prepares_every_server_at_once(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_all_prepares_every_server_at_once(server: Server, other: Server, over: Engines):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
-    async with engine_over([server, other], update_order="all") as engine, asyncio.TaskGroup() as group:
+    async with over([server, other], update_order="all") as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
         await other.until(lambda: other.label == "1")
         gate.set()
@@ -55,10 +51,10 @@ async def test_all_prepares_every_server_at_once(
 
 @pytest.mark.parametrize("order", ["all", "rolling"])
 async def test_a_session_whose_server_is_paused_goes_on_at_another(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines, order: str
-) -> None:
+    server: Server, other: Server, over: Engines, order: str
+):
     server.load_gate.clear()
-    async with engine_over([server, other], update_order=order) as engine, asyncio.TaskGroup() as group:
+    async with over([server, other], update_order=order) as engine, asyncio.TaskGroup() as group:
         await engine.agenerate(ask(session="s"))
         assert len(server.requests) == 1
         running = group.create_task(engine.update_weights(weights(1)))
@@ -71,11 +67,9 @@ async def test_a_session_whose_server_is_paused_goes_on_at_another(
         await running
 
 
-async def test_the_version_is_that_of_the_server_furthest_behind(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_the_version_is_that_of_the_server_furthest_behind(server: Server, other: Server, over: Engines):
     other.load_gate.clear()
-    async with engine_over([server, other], update_order="rolling") as engine, asyncio.TaskGroup() as group:
+    async with over([server, other], update_order="rolling") as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(weights(1)))
         await other.until(lambda: "update_weights_from_disk" in other.names())
         assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
@@ -86,13 +80,12 @@ async def test_the_version_is_that_of_the_server_furthest_behind(
 
 
 async def test_a_server_that_new_weights_do_not_reach_ends_what_it_runs_and_gets_nothing_new(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+    server: Server, other: Server, over: Engines
+):
     server.is_automatic = False
     unreachable = raising(TransportError("the mirror is gone"), at=server.address, times=10**6)
-    async with engine_over([server, other], max_retries=0) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(session="s")))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server, other], max_retries=0) as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(session="s")))
         server.advance(2)
         await engine.update_weights(ScriptedWeights(1, before=unreachable))
         assert engine.version == 1
@@ -104,10 +97,10 @@ async def test_a_server_that_new_weights_do_not_reach_ends_what_it_runs_and_gets
 
 
 async def test_a_label_alone_does_not_bring_a_server_back_after_a_load_that_broke_off(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+    server: Server, other: Server, over: Engines
+):
     update = ScriptedWeights(1, midway=raising(TransportError("the sender is gone"), at=server.address, times=2))
-    async with engine_over([server, other]) as engine:
+    async with over([server, other]) as engine:
         await engine.update_weights(update)
         assert engine.version == 1
         assert server.label == "1"  # and yet it may hold anything
@@ -120,12 +113,12 @@ async def test_a_label_alone_does_not_bring_a_server_back_after_a_load_that_brok
 
 
 async def test_a_failed_request_in_the_middle_of_an_update_does_not_load_the_server_twice_at_once(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+    server: Server, other: Server, over: Engines
+):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
     server.faults.append(500)
-    async with engine_over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
         await asyncio.sleep(0)
         await engine.agenerate(ask())  # fences the server, whose probe starts
@@ -137,9 +130,7 @@ async def test_a_failed_request_in_the_middle_of_an_update_does_not_load_the_ser
         assert engine.version == 1
 
 
-async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(server: Server, over: Engines):
     has_died = asyncio.Event()
 
     async def die(_: WeightServer) -> None:
@@ -147,7 +138,7 @@ async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(
             await server.stop()
             has_died.set()
 
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(ScriptedWeights(1, midway=die)))
         await has_died.wait()
         server.label = "default"
@@ -157,20 +148,18 @@ async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(
         assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
 
 
-async def test_an_update_that_only_dead_servers_could_take_gives_up_in_the_end(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
-    async with engine_over([server], update_timeout_s=0.3) as engine:
+async def test_an_update_that_only_dead_servers_could_take_gives_up_in_the_end(server: Server, over: Engines):
+    async with over([server], update_timeout_s=0.3) as engine:
         await server.stop()
         with pytest.raises(ServerError, match=r"no server took version 1: .*could not be reached"):
             await engine.update_weights(weights(1))
 
 
 async def test_an_error_of_the_update_itself_passes_and_no_server_serves_what_it_left(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+    server: Server, other: Server, over: Engines
+):
     update = ScriptedWeights(1, midway=raising(KeyError("a bug"), at=server.address))
-    async with engine_over([server, other], update_order="rolling") as engine:
+    async with over([server, other], update_order="rolling") as engine:
         with pytest.raises(KeyError, match="a bug"):
             await engine.update_weights(update)
         assert server.pause_mode == "in_place"
@@ -180,8 +169,8 @@ async def test_an_error_of_the_update_itself_passes_and_no_server_serves_what_it
 
 
 async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_the_next(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+    server: Server, other: Server, over: Engines
+):
     asked = asyncio.Event()
 
     async def prepare(at: WeightServer) -> None:
@@ -191,7 +180,7 @@ async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_
             asked.set()
             raise TransportError("it broke off")
 
-    async with engine_over([server, other]) as engine:
+    async with over([server, other]) as engine:
         await engine.update_weights(ScriptedWeights(1, before=prepare))
         await server.until(lambda: "rank 0 died" in engine._pool.report())
         await engine.update_weights(weights(2))
@@ -201,8 +190,8 @@ async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_
 
 @pytest.mark.parametrize("block_error", [None, ConfigError("the block's own")])
 async def test_an_error_in_a_background_task_is_raised_as_it_is_unless_the_block_had_its_own(
-    server: ProtocolServer, other: ProtocolServer, block_error: Exception | None
-) -> None:
+    server: Server, other: Server, block_error: Exception | None
+):
     async def prepare(at: WeightServer) -> None:
         if at.address == server.address:
             if not engine._upkeep._probes:

@@ -1,19 +1,19 @@
 """Weight updates: every server by itself, in flight, and those that fail are fenced off and brought up to date."""
 
 import asyncio
+from typing import Any
 
 import pytest
-from protocol_server import Engines, ProtocolServer, ask, assert_seamless
+from protocol_server import Engines, Server, ask, assert_seamless
 from scripted_weights import weights
 
 from arl.api.errors import EngineClosedError, ServerError
+from arl.api.types import ModelResponse
 
 
 @pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True), ("abort", True)])
-async def test_an_update_is_pause_load_resume(
-    server: ProtocolServer, engine_over: Engines, mode: str, flush: bool
-) -> None:
-    async with engine_over([server], pause_mode=mode) as engine:
+async def test_an_update_is_pause_load_resume(server: Server, over: Engines, mode: str, flush: bool):
+    async with over([server], pause_mode=mode) as engine:
         stats = await engine.update_weights(weights(1))
         assert engine.version == 1
     (pause, pause_body), (load, load_body), (resume, _) = server.calls[:3]
@@ -25,9 +25,9 @@ async def test_an_update_is_pause_load_resume(
     assert 0 < stats.load_s <= stats.pause_s
 
 
-async def test_new_requests_wait_while_their_server_loads(server: ProtocolServer, engine_over: Engines) -> None:
+async def test_new_requests_wait_while_their_server_loads(server: Server, over: Engines):
     server.load_gate.clear()
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
         update = group.create_task(engine.update_weights(weights(1)))
         await server.until(lambda: "update_weights_from_disk" in server.names())
         call = group.create_task(engine.agenerate(ask()))
@@ -38,74 +38,50 @@ async def test_new_requests_wait_while_their_server_loads(server: ProtocolServer
         assert (await call).output_versions == (1, 1, 1, 1)
 
 
-async def test_without_spans_a_token_has_the_version_from_before_the_request_was_sent(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
-    server.is_automatic = server.sends_spans = False
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask()))
-        await server.until(lambda: len(server.running) == 1)
-        await engine.update_weights(weights(1))
-        server.advance(4)
-        assert (await call).output_versions == (0, 0, 0, 0)
+AHEAD = {"disable_overlap_schedule": False}
+"""What a server tells that launches its next step before it has read the last one."""
+COURSES: dict[str, tuple[dict[str, Any], str, tuple[int | str, ...], tuple[int, ...]]] = {
+    "spans": ({}, "in_place", ("ask", 1, "3", 3), (2, 3, 3, 3)),
+    "no spans: that of the moment when it was sent": ({"spans": False}, "in_place", ("ask", "3", 4), (2, 2, 2, 2)),
+    "a label of another run": ({"label": "37"}, "in_place", ("ask", 1, "3", 3), (2, 3, 3, 3)),
+    "ahead by a token": ({"told": AHEAD}, "in_place", ("ask", 1, "3", 3), (2, 2, 3, 3)),
+    "ahead by a draft": (
+        {"told": {**AHEAD, "speculative_num_draft_tokens": 2}}, "in_place", ("ask", 1, "3", 3), (2, 2, 2, 3)
+    ),
+    "ahead, sampled again": ({"told": AHEAD}, "retract", ("ask", 1, "3", 3), (2, 3, 3, 3)),
+    "not ahead": ({"told": {"disable_overlap_schedule": True}}, "in_place", ("ask", 1, "3", 3), (2, 3, 3, 3)),
+    "ahead from the first token on": ({"told": AHEAD}, "in_place", ("3", "ask", "4", 2, "5", 2), (3, 4, 4, 5)),
+}  # fmt: skip
+"""A server, the mode, and a course: the request, numbers of tokens, published versions. Then the tokens' versions."""
 
 
-@pytest.mark.parametrize("label", ["default", "37"])
-async def test_what_a_server_calls_its_first_weights_is_the_engines_first_version(
-    server: ProtocolServer, engine_over: Engines, label: str
-) -> None:
-    server.is_automatic, server.label = False, label
-    async with engine_over([server], version=2) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask()))
-        await server.until(lambda: len(server.running) == 1)
-        server.advance(1)
-        await engine.update_weights(weights(3))
-        server.advance(3)
-        assert (await call).output_versions == (2, 3, 3, 3)
-
-
-@pytest.mark.parametrize(
-    ("told", "mode", "versions"),
-    [
-        ({"disable_overlap_schedule": False}, "in_place", (0, 0, 1, 1)),
-        ({"disable_overlap_schedule": False, "speculative_num_draft_tokens": 2}, "in_place", (0, 0, 0, 1)),
-        ({"disable_overlap_schedule": False}, "retract", (0, 1, 1, 1)),
-        ({"disable_overlap_schedule": True}, "in_place", (0, 1, 1, 1)),
-        ({}, "in_place", (0, 1, 1, 1)),
-    ],
-)
-async def test_where_a_server_runs_ahead_a_token_after_an_update_may_be_of_the_version_before(
-    server: ProtocolServer, engine_over: Engines, told: dict[str, object], mode: str, versions: tuple[int, ...]
-) -> None:
-    server.is_automatic, server.tells["server_info"] = False, told
-    async with engine_over([server], pause_mode=mode) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask()))
-        await server.until(lambda: len(server.running) == 1)
-        server.advance(1)
-        await engine.update_weights(weights(1))
-        server.advance(3)
-        assert (await call).output_versions == versions
-
-
-async def test_where_a_server_runs_ahead_the_first_token_may_be_of_the_version_that_the_request_was_sent_under(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
-    server.is_automatic, server.tells["server_info"] = False, {"disable_overlap_schedule": False}
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
-        await engine.update_weights(weights(3))
-        call = group.create_task(engine.agenerate(ask()))
-        await server.until(lambda: len(server.running) == 1)
-        await engine.update_weights(weights(4))
-        server.advance(2)
-        await engine.update_weights(weights(5))
-        server.advance(2)
-        assert (await call).output_versions == (3, 4, 4, 5)
+@pytest.mark.parametrize(("traits", "mode", "course", "versions"), COURSES.values(), ids=COURSES)
+async def test_each_token_has_the_version_that_sampled_it_or_the_oldest_that_it_can_be(
+    server: Server,
+    over: Engines,
+    traits: dict[str, Any],
+    mode: str,
+    course: tuple[int | str, ...],
+    versions: tuple[int, ...],
+):
+    server.is_automatic, server.label = False, traits.get("label", "default")
+    server.sends_spans, server.tells["server_info"] = traits.get("spans", True), traits.get("told", {})
+    calls: list[asyncio.Task[ModelResponse]] = []
+    async with over([server], version=2, pause_mode=mode) as engine, asyncio.TaskGroup() as group:
+        for step in course:
+            if step == "ask":
+                calls.append(await server.begin(group, engine.agenerate(ask())))
+            elif isinstance(step, int):
+                server.advance(step)
+            else:
+                await engine.update_weights(weights(int(step)))
+        assert (await calls[0]).output_versions == versions
 
 
 async def test_a_server_that_fails_an_update_is_fenced_and_the_others_go_on(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
-    async with engine_over([server, other]) as engine:
+    server: Server, other: Server, over: Engines
+):
+    async with over([server, other]) as engine:
         server.load_works = False
         await engine.update_weights(weights(1))
         assert engine.version == 1
@@ -117,10 +93,8 @@ async def test_a_server_that_fails_an_update_is_fenced_and_the_others_go_on(
         await server.until(lambda: server.names()[-1] == "continue_generation")
 
 
-async def test_a_server_that_missed_an_update_gets_the_newest(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
-    async with engine_over([server, other]) as engine:
+async def test_a_server_that_missed_an_update_gets_the_newest(server: Server, other: Server, over: Engines):
+    async with over([server, other]) as engine:
         server.is_healthy = False
         await engine.update_weights(weights(1))
         await engine.update_weights(weights(2))
@@ -133,13 +107,12 @@ async def test_a_server_that_missed_an_update_gets_the_newest(
 
 
 async def test_a_server_that_takes_too_long_to_load_is_fenced_and_its_requests_go_elsewhere(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+    server: Server, other: Server, over: Engines
+):
     server.is_automatic = False
     server.load_gate.clear()
-    async with engine_over([server, other], update_timeout_s=0.3) as engine, asyncio.TaskGroup() as group:
-        call = group.create_task(engine.agenerate(ask(session="s")))
-        await server.until(lambda: len(server.running) == 1)
+    async with over([server, other], update_timeout_s=0.3) as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask(session="s")))
         await engine.update_weights(weights(1))
         response = await call
         assert response.output_versions == (1, 1, 1, 1)
@@ -147,21 +120,17 @@ async def test_a_server_that_takes_too_long_to_load_is_fenced_and_its_requests_g
         server.load_gate.set()
 
 
-async def test_an_update_that_no_server_takes_is_an_error_naming_each(
-    server: ProtocolServer, other: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_an_update_that_no_server_takes_is_an_error_naming_each(server: Server, other: Server, over: Engines):
     server.load_works = other.load_works = False
-    async with engine_over([server, other]) as engine:
+    async with over([server, other]) as engine:
         with pytest.raises(ServerError, match=r"no server took version 1.*no such weights.*no such weights"):
             await engine.update_weights(weights(1))
         assert engine.version == 0
 
 
-async def test_an_update_waits_for_a_server_that_is_fenced_for_a_moment(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_an_update_waits_for_a_server_that_is_fenced_for_a_moment(server: Server, over: Engines):
     server.faults.append(500)
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
         server.is_healthy = False
         call = group.create_task(engine.agenerate(ask()))
         await server.until(lambda: "model_info" in [name for name, _ in server.calls])
@@ -173,9 +142,9 @@ async def test_an_update_waits_for_a_server_that_is_fenced_for_a_moment(
         assert (await call).output_versions == (1, 1, 1, 1)
 
 
-async def test_a_cancelled_update_leaves_no_server_paused(server: ProtocolServer, engine_over: Engines) -> None:
+async def test_a_cancelled_update_leaves_no_server_paused(server: Server, over: Engines):
     server.load_gate.clear()
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
         update = group.create_task(engine.update_weights(weights(1)))
         await server.until(lambda: "update_weights_from_disk" in server.names())
         update.cancel()
@@ -184,11 +153,9 @@ async def test_a_cancelled_update_leaves_no_server_paused(server: ProtocolServer
     assert server.pause_mode is None
 
 
-async def test_an_engine_closed_in_the_middle_of_an_update_leaves_no_server_paused(
-    server: ProtocolServer, engine_over: Engines
-) -> None:
+async def test_an_engine_closed_in_the_middle_of_an_update_leaves_no_server_paused(server: Server, over: Engines):
     server.load_gate.clear()
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
         update = group.create_task(engine.update_weights(weights(1)))
         await server.until(lambda: "update_weights_from_disk" in server.names())
         update.cancel()
@@ -198,8 +165,8 @@ async def test_an_engine_closed_in_the_middle_of_an_update_leaves_no_server_paus
     assert server.pause_mode is None
 
 
-async def test_an_update_while_paused_leaves_the_engine_paused(server: ProtocolServer, engine_over: Engines) -> None:
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+async def test_an_update_while_paused_leaves_the_engine_paused(server: Server, over: Engines):
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
         await engine.pause()
         await engine.update_weights(weights(1))
         assert server.pause_mode == "in_place"
@@ -210,8 +177,8 @@ async def test_an_update_while_paused_leaves_the_engine_paused(server: ProtocolS
         assert (await call).output_versions == (1, 1, 1, 1)
 
 
-async def test_resuming_waits_for_an_update_under_way(server: ProtocolServer, engine_over: Engines) -> None:
-    async with engine_over([server]) as engine, asyncio.TaskGroup() as group:
+async def test_resuming_waits_for_an_update_under_way(server: Server, over: Engines):
+    async with over([server]) as engine, asyncio.TaskGroup() as group:
         await engine.pause()
         server.load_gate.clear()
         update = group.create_task(engine.update_weights(weights(1)))
@@ -225,16 +192,16 @@ async def test_resuming_waits_for_an_update_under_way(server: ProtocolServer, en
         assert server.names()[-1] == "continue_generation"
 
 
-async def test_a_version_that_goes_backwards_is_refused(server: ProtocolServer, engine_over: Engines) -> None:
-    async with engine_over([server]) as engine:
+async def test_a_version_that_goes_backwards_is_refused(server: Server, over: Engines):
+    async with over([server]) as engine:
         await engine.update_weights(weights(5))
         with pytest.raises(ValueError, match="version 2 was published, but the servers hold 5"):
             await engine.update_weights(weights(2))
         assert (await engine.agenerate(ask())).output_versions == (5, 5, 5, 5)
 
 
-async def test_the_same_version_can_be_published_again(server: ProtocolServer, engine_over: Engines) -> None:
-    async with engine_over([server]) as engine:
+async def test_the_same_version_can_be_published_again(server: Server, over: Engines):
+    async with over([server]) as engine:
         await engine.update_weights(weights(5))
         await engine.update_weights(weights(5))
     assert server.names().count("update_weights_from_disk") == 2

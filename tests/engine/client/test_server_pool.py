@@ -37,7 +37,7 @@ def brought(pool: ServerPool, *calls: str) -> Server:
 
 
 @pytest.mark.parametrize("state", ServerState)
-async def test_each_state_is_reached(pool: ServerPool, state: ServerState) -> None:
+async def test_each_state_is_reached(pool: ServerPool, state: ServerState):
     assert brought(pool, *PATHS[state]).state == state
 
 
@@ -52,22 +52,20 @@ async def test_each_state_is_reached(pool: ServerPool, state: ServerState) -> No
         *((ServerState.LOADING, call) for call in ("pause", "resume", "admit", "turn_to")),
     ],
 )
-async def test_a_load_out_of_turn_is_a_bug(pool: ServerPool, state: ServerState, call: str) -> None:
+async def test_a_load_out_of_turn_is_a_bug(pool: ServerPool, state: ServerState, call: str):
     with pytest.raises(RuntimeError, match=f"is {state}: {call} is out of turn"):
         brought(pool, *PATHS[state], call)
 
 
 @pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.FENCED, ServerState.GONE])
-async def test_a_server_out_of_service_is_loaded_without_being_put_into_service(
-    pool: ServerPool, state: ServerState
-) -> None:
+async def test_a_server_out_of_service_is_loaded_without_being_put_into_service(pool: ServerPool, state: ServerState):
     server = brought(pool, *PATHS[state], "pause", "begin_load", "end_load", "resume")
     assert server.state == state
     assert (server.version, pool.version) == (1, 0)
 
 
 @pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.PAUSED, ServerState.FENCED])
-async def test_a_server_that_leaves_drains_from_where_it_would_serve(pool: ServerPool, state: ServerState) -> None:
+async def test_a_server_that_leaves_drains_from_where_it_would_serve(pool: ServerPool, state: ServerState):
     server = brought(pool, *PATHS[state], "leave")
     assert server.state == state
     pool.admit(server)
@@ -77,7 +75,7 @@ async def test_a_server_that_leaves_drains_from_where_it_would_serve(pool: Serve
     assert server.state == ServerState.SERVING
 
 
-async def test_a_load_that_breaks_off_leaves_weights_without_version(pool: ServerPool) -> None:
+async def test_a_load_that_breaks_off_leaves_weights_without_version(pool: ServerPool):
     server = brought(pool, "admit", "pause", "begin_load", "fence")
     assert not server.weights.is_whole
     assert server.reason == "it failed"
@@ -88,7 +86,7 @@ async def test_a_load_that_breaks_off_leaves_weights_without_version(pool: Serve
 @pytest.mark.parametrize(
     ("path", "call"), [(("admit", "pause"), "resume"), ((), "admit"), (("admit", "leave"), "stay")]
 )
-async def test_a_server_that_serves_again_wakes_waiting_requests(pool: ServerPool, path: Calls, call: str) -> None:
+async def test_a_server_that_serves_again_wakes_waiting_requests(pool: ServerPool, path: Calls, call: str):
     server = brought(pool, *path)
     waiting = asyncio.create_task(pool.changed())
     await asyncio.sleep(0)

@@ -16,10 +16,11 @@ from arl.web.server import bind, serving
 
 
 @dataclass
-class MirrorDirectory:
-    """What a mirror keeps."""
+class Mirror:
+    """Where a mirror is, and what it keeps."""
 
     directory: Path
+    address: str
 
     @property
     def versions(self) -> list[int]:
@@ -29,18 +30,6 @@ class MirrorDirectory:
     @property
     def unfinished(self) -> list[Path]:
         return list(self.directory.glob(".writing-*"))
-
-    def files(self, version: int) -> dict[str, bytes]:
-        """What the directory of a version holds."""
-        (directory,) = self.directory.glob(f"version-{version}-*")
-        return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-@dataclass
-class Mirror(MirrorDirectory):
-    """Where a mirror is, and what it keeps."""
-
-    address: str
 
 
 @asynccontextmanager

@@ -45,7 +45,7 @@ def transport(tmp_path: Path) -> Iterator[DiskTransport]:
 
 async def test_every_token_is_of_the_adapter_that_its_version_names_while_others_are_published(
     trainer: Trainee, transport: DiskTransport, server: EmbeddedServer
-) -> None:
+):
     updates = [transport.snapshot(trainer.engine)]
     for _ in range(3):
         trainer.train()
@@ -65,24 +65,7 @@ async def test_every_token_is_of_the_adapter_that_its_version_names_while_others
         trainer.assert_of_its_versions(response, version)
 
 
-@pytest.mark.slow
-async def test_a_server_that_died_gets_the_newest_adapter_before_it_serves_again(
-    trainer: Trainee, transport: DiskTransport, server: EmbeddedServer
-) -> None:
-    async with client(server) as engine:
-        for _ in range(2):
-            await transport.deliver(transport.snapshot(trainer.engine), engine)
-            trainer.train()
-        long = asyncio.create_task(engine.agenerate(request(700)))
-        await engine.agenerate(request(1, seed=3))
-        server.kill()
-        server.start()
-        response = await long
-    assert set(response.output_versions) == {1}
-    trainer.assert_of_its_versions(response)
-
-
-async def test_training_sees_the_samplers_logprobs_again(tmp_path: Path) -> None:
+async def test_training_sees_the_samplers_logprobs_again(tmp_path: Path):
     settings = {
         "model": str(write_tiny_model(tmp_path / "model", ["Say a number"])),
         "run_dir": tmp_path / "run",

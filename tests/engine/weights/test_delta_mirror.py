@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 import torch
+from loaders import contents
 from mirrors import Mirror, MirrorProcess, mirror_here
 from safetensors.torch import save_file
 
@@ -98,35 +99,21 @@ def send(mirror: Mirror, send_to):
     return partial(send_to, mirror)
 
 
-def contents(replica: Replica) -> dict[str, bytes]:
-    return {name: (replica.directory / name).read_bytes() for name in replica.files}
-
-
-async def test_it_begins_with_nothing(client: MirrorClient) -> None:
-    assert await client.held() == Held(checksum=None, directory=None)
-
-
-async def test_what_is_sent_whole_and_then_in_part_is_there_to_the_bit(
+async def test_it_holds_to_the_bit_what_was_sent_whole_and_then_in_part_and_the_version_before(
     send, client: MirrorClient, mirror: Mirror, models: list[Replica]
-) -> None:
+):
+    assert await client.held() == Held(checksum=None, directory=None)
     for version, base in ((0, None), (1, 0), (2, 1)):
         held = await send(version, base)
         assert held == await client.held()
         assert held.checksum == models[version].checksum
         assert held.directory is not None
         assert held.directory.is_absolute()
-        assert mirror.files(version) == contents(models[version])
-
-
-async def test_the_version_before_the_newest_stays_and_older_ones_go(send, mirror: Mirror) -> None:
-    for version, base in ((0, None), (1, 0), (2, 1)):
-        await send(version, base)
+        assert contents(held.directory) == contents(models[version].directory)
     assert mirror.versions == [1, 2]
 
 
-async def test_a_base_that_is_not_held_is_refused_and_what_is_held_stays(
-    send, client: MirrorClient, mirror: Mirror
-) -> None:
+async def test_a_base_that_is_not_held_is_refused_and_what_is_held_stays(send, client: MirrorClient, mirror: Mirror):
     before = await send(0)
     with pytest.raises(WrongBaseError, match="not held here"):
         await send(2, base=1)
@@ -137,7 +124,7 @@ async def test_a_base_that_is_not_held_is_refused_and_what_is_held_stays(
 
 async def test_a_result_with_another_checksum_is_never_named(
     send, client: MirrorClient, mirror: Mirror, models: list[Replica], pool: Executor
-) -> None:
+):
     """As when a sender's memory fails: it says one thing and sends another."""
     before = await send(0)
     pieces = delta_package(models[0], models[1], 1, pool, max_bytes=1 << 30)
@@ -152,14 +139,14 @@ async def test_a_result_with_another_checksum_is_never_named(
 @pytest.mark.parametrize(
     "body", [b"", b"arl", b"PK\3\4" + bytes(100), b"arldelta" + b"\xff" * 8, b"arldelta" + bytes(8)]
 )
-async def test_what_is_no_package_is_refused(client: MirrorClient, body: bytes) -> None:
+async def test_what_is_no_package_is_refused(client: MirrorClient, body: bytes):
     with pytest.raises(ServerError, match="HTTP 400: not a package"):
         await client.put(len(body), [body])
 
 
 async def test_a_mirror_without_room_says_so_before_it_was_sent_everything(
     client: MirrorClient, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     async def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -187,7 +174,7 @@ async def begin(mirror: Mirror, models: list[Replica], version: int) -> tuple[as
 
 async def test_a_mirror_killed_in_the_middle_begins_again_with_nothing(
     send_to, process: MirrorProcess, models: list[Replica]
-) -> None:
+):
     await send_to(process, 0)
     writer, _ = await begin(process, models, 1)
     process.kill()
@@ -200,7 +187,7 @@ async def test_a_mirror_killed_in_the_middle_begins_again_with_nothing(
 
 async def test_a_sender_that_goes_away_leaves_nothing_and_the_next_one_is_served(
     send, mirror: Mirror, models: list[Replica]
-) -> None:
+):
     writer, _ = await begin(mirror, models, 0)
     writer.close()
     await send(1)
@@ -208,7 +195,7 @@ async def test_a_sender_that_goes_away_leaves_nothing_and_the_next_one_is_served
     assert mirror.unfinished == []
 
 
-async def test_two_senders_are_served_one_after_the_other(send, mirror: Mirror, models: list[Replica]) -> None:
+async def test_two_senders_are_served_one_after_the_other(send, mirror: Mirror, models: list[Replica]):
     writer, rest = await begin(mirror, models, 0)
     other = asyncio.create_task(send(1))
     await asyncio.sleep(0)
@@ -218,7 +205,7 @@ async def test_two_senders_are_served_one_after_the_other(send, mirror: Mirror, 
     assert mirror.versions == [0, 1]
 
 
-async def test_without_its_key_an_open_mirror_tells_nothing_but_its_health(tmp_path: Path) -> None:
+async def test_without_its_key_an_open_mirror_tells_nothing_but_its_health(tmp_path: Path):
     mirror = MirrorProcess(tmp_path / "mirror", "--host", "0.0.0.0", "--api-key", "secret")
     try:
         with pytest.raises(ServerError, match=r"set weights\.api_key"):
@@ -230,7 +217,7 @@ async def test_without_its_key_an_open_mirror_tells_nothing_but_its_health(tmp_p
         mirror.kill()
 
 
-async def test_a_mirror_that_is_not_there_may_come_back() -> None:
+async def test_a_mirror_that_is_not_there_may_come_back():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -238,7 +225,7 @@ async def test_a_mirror_that_is_not_there_may_come_back() -> None:
             await MirrorClient(address, None).held()
 
 
-async def test_stopping_it_removes_what_is_its_own_and_nothing_else(send_to, process: MirrorProcess) -> None:
+async def test_stopping_it_removes_what_is_its_own_and_nothing_else(send_to, process: MirrorProcess):
     await send_to(process, 0)
     (process.directory / "notes.txt").write_text("mine")
     process.process.send_signal(signal.SIGTERM)
@@ -246,18 +233,16 @@ async def test_stopping_it_removes_what_is_its_own_and_nothing_else(send_to, pro
     assert [path.name for path in process.directory.iterdir()] == ["notes.txt"]
 
 
-def test_two_mirrors_do_not_share_a_directory(tmp_path: Path) -> None:
-    with MirrorStore(tmp_path, 1), pytest.raises(ConfigError, match=r"another mirror keeps its model in .*--directory"):
-        MirrorStore(tmp_path, 1)
-
-
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path):
+    home = tmp_path / "m"
+    with MirrorStore(home, 1), pytest.raises(ConfigError, match=r"another mirror keeps its model in .*--directory"):
+        MirrorStore(home, 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"a model cannot be kept in .*file"):
         MirrorStore(tmp_path / "file" / "m", 1)
 
 
-def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path) -> None:
+def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path):
     parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     command = [sys.executable, "-m", "arl.engine.weights.mirror", "--directory", str(tmp_path / "m")]
     mirror = subprocess.Popen([*command, "--parent-pid", str(parent.pid)], stdout=subprocess.PIPE, text=True)
@@ -278,7 +263,7 @@ def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path) -> None:
         (["--num-threads", "0"], "--num-threads is 0"),
     ],
 )
-def test_what_cannot_be_is_refused(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_refused(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("ARL_MIRROR_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=message):
         check_arguments(parse_arguments(options))

@@ -5,20 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loaders import Loader, Servers
 from mirrors import Mirror, mirror_here
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from arl.api.config import DeltaWeightsConfig
-from arl.api.engine import UpdateStats, WeightUpdate
-from arl.api.errors import ServerError, ServerFailedError, TransportError
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.types import ModelResponse
+from arl.api.errors import ServerFailedError, TransportError
+from arl.api.scripted import ScriptedTrainEngine
 from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights, Held, MirrorClient
 from arl.engine.weights.package import PackageHeader, WrongBaseError
 
@@ -66,45 +65,6 @@ class Copied:
     def release(self) -> None: ...
 
 
-@dataclass
-class Loads:
-    """A WeightServer that notes what it was told to load, and reads it as it does."""
-
-    address: str
-    bits: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    versions: list[int] = field(default_factory=list[int])
-    directories: list[Path] = field(default_factory=list[Path])
-    num_ranks: int = 1
-
-    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
-        self.bits.append(load_file(directory / "model.safetensors")["weight"].view(torch.int16))
-        self.versions.append(version)
-        self.directories.append(directory)
-
-
-class Servers(ScriptedEngine):
-    """Gives an update to each of its servers; `failures` keeps those that failed."""
-
-    def __init__(self, *servers: Loads) -> None:
-        super().__init__(silent)
-        self.servers = list(servers)
-        self.failures: dict[str, Exception] = {}
-
-    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        self.failures.clear()
-        for server in self.servers:
-            try:
-                await update.prepare(server)  # type: ignore[arg-type]
-                await update.load(server, flush_cache=False)  # type: ignore[arg-type]
-            except ServerError as error:
-                self.failures[server.address] = error
-        return UpdateStats(pause_s=0.0, load_s=0.0)
-
-
-def silent(request: object) -> ModelResponse:
-    raise NotImplementedError
-
-
 @pytest.fixture
 async def mirrors(tmp_path: Path) -> AsyncIterator[list[Mirror]]:
     async with AsyncExitStack() as stack:
@@ -121,13 +81,13 @@ class Setup:
     """Servers 0 and 1 share mirror 0; server 2 has mirror 1; server 3 has none."""
 
     transport: DeltaTransport
-    servers: list[Loads]
+    servers: list[Loader]
     mirrors: list[Mirror]
 
 
 @pytest.fixture
 def setup(tmp_path: Path, mirrors: list[Mirror]) -> Iterator[Setup]:
-    servers = [Loads(f"http://server-{i}:30000") for i in range(4)]
+    servers = [Loader(f"http://server-{i}:30000") for i in range(4)]
     addresses = {server.address + "/": mirrors[i // 2].address for i, server in enumerate(servers[:3])}
     transport = DeltaTransport(DeltaWeightsConfig(mirrors=addresses, directory=tmp_path / "weights"), tmp_path)
     yield Setup(transport, servers, mirrors)
@@ -141,12 +101,12 @@ async def publish(setup: Setup, model: Model, *numbers: int) -> DeltaWeights:
     await setup.transport.deliver(update, engine)
     assert engine.failures == {}
     for server in engine.servers:
-        assert server.versions[-1] == model.version
-        assert torch.equal(server.bits[-1], model.bits)
+        assert server.names[-1] == model.version
+        assert torch.equal(load(server.files[-1]["model.safetensors"])["weight"].view(torch.int16), model.bits)
     return update
 
 
-async def test_the_first_version_is_sent_whole_and_then_what_changed(setup: Setup, model: Model) -> None:
+async def test_the_first_version_is_sent_whole_and_then_what_changed(setup: Setup, model: Model):
     sent = []
     for _ in range(3):
         sent.append((await publish(setup, model, 0)).num_bytes)
@@ -155,7 +115,7 @@ async def test_the_first_version_is_sent_whole_and_then_what_changed(setup: Setu
     assert all(num_bytes < FULL / 50 for num_bytes in sent[1:])
 
 
-async def test_servers_that_share_a_mirror_share_what_is_sent(setup: Setup, model: Model) -> None:
+async def test_servers_that_share_a_mirror_share_what_is_sent(setup: Setup, model: Model):
     await publish(setup, model, 0, 1)
     model.step()
     alone = await publish(setup, model, 0, 1)
@@ -166,7 +126,7 @@ async def test_servers_that_share_a_mirror_share_what_is_sent(setup: Setup, mode
     assert setup.servers[0].directories == setup.servers[1].directories[-3:]
 
 
-async def test_a_mirror_two_versions_behind_gets_all_of_it(setup: Setup, model: Model) -> None:
+async def test_a_mirror_two_versions_behind_gets_all_of_it(setup: Setup, model: Model):
     await publish(setup, model, 0, 2)
     model.step()
     await publish(setup, model, 0)
@@ -175,7 +135,7 @@ async def test_a_mirror_two_versions_behind_gets_all_of_it(setup: Setup, model: 
     assert setup.mirrors[1].versions == [0, 2]
 
 
-async def test_when_most_of_the_model_changed_it_is_sent_whole(setup: Setup, model: Model) -> None:
+async def test_when_most_of_the_model_changed_it_is_sent_whole(setup: Setup, model: Model):
     await publish(setup, model, 0)
     model.leap()
     assert (await publish(setup, model, 0)).num_bytes > FULL
@@ -183,13 +143,13 @@ async def test_when_most_of_the_model_changed_it_is_sent_whole(setup: Setup, mod
     assert (await publish(setup, model, 0)).num_bytes < FULL / 50
 
 
-async def test_weights_that_did_not_change_are_loaded_and_not_sent(setup: Setup, model: Model) -> None:
+async def test_weights_that_did_not_change_are_loaded_and_not_sent(setup: Setup, model: Model):
     await publish(setup, model, 0)
     model.stay()
     assert (await publish(setup, model, 0)).num_bytes == 0
 
 
-async def test_a_mirror_that_lost_what_it_held_gets_all_of_it(setup: Setup, model: Model, tmp_path: Path) -> None:
+async def test_a_mirror_that_lost_what_it_held_gets_all_of_it(setup: Setup, model: Model, tmp_path: Path):
     await publish(setup, model, 0)
     model.step()
     async with mirror_here(tmp_path / "again") as empty:
@@ -199,7 +159,7 @@ async def test_a_mirror_that_lost_what_it_held_gets_all_of_it(setup: Setup, mode
 
 async def test_a_base_that_was_lost_between_question_and_delta_costs_all_of_it(
     setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     await publish(setup, model, 0)
     compare = setup.transport.compare
 
@@ -214,7 +174,7 @@ async def test_a_base_that_was_lost_between_question_and_delta_costs_all_of_it(
 
 async def test_a_whole_package_that_a_mirror_refuses_may_be_taken_later(
     setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     async def refuse(self: MirrorClient, num_bytes: int, pieces: object) -> Held:
         raise WrongBaseError("version 0 came out with another checksum than the package has")
 
@@ -227,36 +187,36 @@ async def test_a_whole_package_that_a_mirror_refuses_may_be_taken_later(
     assert setup.mirrors[0].versions == [0]
 
 
-async def test_a_server_without_a_mirror_loads_this_machines_directory(setup: Setup, model: Model) -> None:
+async def test_a_server_without_a_mirror_loads_this_machines_directory(setup: Setup, model: Model):
     update = await publish(setup, model, 0, 3)
     here, there = setup.servers[3].directories[0], setup.servers[0].directories[0]
     assert here != there
     assert update.num_bytes > 2 * FULL
 
 
-async def test_a_mirror_that_is_away_fails_its_own_servers_alone(setup: Setup, model: Model) -> None:
+async def test_a_mirror_that_is_away_fails_its_own_servers_alone(setup: Setup, model: Model):
     mirrors = setup.transport.mirrors
     mirrors[setup.servers[2].address] = MirrorClient("http://127.0.0.1:9", None)
     engine = Servers(*setup.servers)
     await setup.transport.deliver(setup.transport.snapshot(model), engine)
     assert list(engine.failures) == [setup.servers[2].address]
     assert isinstance(engine.failures[setup.servers[2].address], ServerFailedError)
-    assert setup.servers[3].versions == [0]
+    assert setup.servers[3].names == [0]
     mirrors[setup.servers[2].address] = MirrorClient(setup.mirrors[1].address, None)
     model.step()
     await publish(setup, model, 0, 1, 2, 3)
 
 
-async def test_an_update_can_be_loaded_again_until_a_newer_one_was_delivered(setup: Setup, model: Model) -> None:
+async def test_an_update_can_be_loaded_again_until_a_newer_one_was_delivered(setup: Setup, model: Model):
     update = await publish(setup, model, 0)
     sent = update.num_bytes
     await update.prepare(setup.servers[0])  # type: ignore[arg-type]
     await update.load(setup.servers[0], flush_cache=True)  # type: ignore[arg-type]
     assert update.num_bytes == sent
-    assert setup.servers[0].versions == [0, 0]
+    assert setup.servers[0].names == [0, 0]
 
 
-async def test_what_nobody_prepared_for_breaks_the_row_and_nothing_else(setup: Setup, model: Model) -> None:
+async def test_what_nobody_prepared_for_breaks_the_row_and_nothing_else(setup: Setup, model: Model):
     await publish(setup, model, 0)
     model.step()
     await publish(setup, model)  # no server serves just now
@@ -264,7 +224,7 @@ async def test_what_nobody_prepared_for_breaks_the_row_and_nothing_else(setup: S
     assert (await publish(setup, model, 0)).num_bytes > FULL
 
 
-async def test_a_discarded_snapshot_leaves_the_row_of_deltas_as_it_was(setup: Setup, model: Model) -> None:
+async def test_a_discarded_snapshot_leaves_the_row_of_deltas_as_it_was(setup: Setup, model: Model):
     await publish(setup, model, 0)
     model.step()
     setup.transport.discard(setup.transport.snapshot(model))
@@ -272,13 +232,13 @@ async def test_a_discarded_snapshot_leaves_the_row_of_deltas_as_it_was(setup: Se
     assert (await publish(setup, model, 0)).num_bytes < FULL / 50
 
 
-async def test_loading_comes_after_preparing(setup: Setup, model: Model) -> None:
+async def test_loading_comes_after_preparing(setup: Setup, model: Model):
     update = setup.transport.snapshot(model)
     with pytest.raises(TransportError, match="prepare comes before load"):
         await update.load(setup.servers[0], flush_cache=False)  # type: ignore[arg-type]
 
 
-async def test_weights_that_were_removed_behind_its_back_are_an_error_in_a_sentence(setup: Setup, model: Model) -> None:
+async def test_weights_that_were_removed_behind_its_back_are_an_error_in_a_sentence(setup: Setup, model: Model):
     update = setup.transport.snapshot(model)
     await update.prepare(setup.servers[3])  # type: ignore[arg-type]
     shutil.rmtree(update.directory)
@@ -286,7 +246,7 @@ async def test_weights_that_were_removed_behind_its_back_are_an_error_in_a_sente
         await update.prepare(setup.servers[0])  # type: ignore[arg-type]
 
 
-async def test_closing_removes_what_is_here_and_leaves_the_mirrors(setup: Setup, model: Model, tmp_path: Path) -> None:
+async def test_closing_removes_what_is_here_and_leaves_the_mirrors(setup: Setup, model: Model, tmp_path: Path):
     await publish(setup, model, 0, 3)
     setup.transport.close()
     setup.transport.close()

@@ -1,100 +1,22 @@
-"""Snapshots on disk: whole or absent, kept while a server may need them, and gone when nobody does."""
+"""Snapshots on disk, of models and of adapters: whole or absent, kept while a server may need them, then gone."""
 
 import asyncio
 import errno
 import os
+import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from loaders import AdapterExporter, Exporter, Loader, Servers, Weights
 
-from arl.api.config import DiskWeightsConfig
-from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.config import AdapterWeightsConfig, Config, DiskWeightsConfig
 from arl.api.errors import ServerError, TransportError
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.types import ModelResponse
 from arl.engine.weights import disk as module
 from arl.engine.weights.disk import DiskTransport
-
-
-@dataclass
-class Weights:
-    """A snapshot of one file, in which its version stands. `write` fails half-way where there is an error."""
-
-    version: int
-    error: Exception | None = None
-    num_writes: int = 0
-    is_released: bool = False
-    may_write: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.may_write.set()
-
-    def write(self, directory: Path) -> int:
-        self.may_write.wait()
-        self.num_writes += 1
-        directory.mkdir(parents=True)
-        (directory / "half").write_text("x")
-        if self.error is not None:
-            raise self.error
-        return (directory / "model.safetensors").write_text(str(self.version))
-
-    def release(self) -> None:
-        self.is_released = True
-
-
-class Exporter(ScriptedTrainEngine):
-    """Its snapshots are Weights, of which `error` becomes a part; the newest is `newest`."""
-
-    error: Exception | None = None
-    newest: Weights
-
-    def snapshot(self) -> Weights:
-        self.newest = Weights(self.version, self.error)
-        return self.newest
-
-    def train(self) -> None:
-        self.train_batch([], None)  # type: ignore[arg-type]
-
-
-@dataclass
-class Loader:
-    """A WeightServer that keeps which directories it was told to load."""
-
-    address: str = "http://server"
-    num_ranks: int = 1
-    loaded: list[tuple[Path, int, bool]] = field(default_factory=list[tuple[Path, int, bool]])
-
-    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
-        self.loaded.append((directory, version, flush_cache))
-
-
-class Servers(ScriptedEngine):
-    """Updates a server as engines do, but for pausing it."""
-
-    def __init__(self) -> None:
-        super().__init__(silent)
-        self.server = Loader()
-
-    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        await update.prepare(self.server)
-        await update.load(self.server, flush_cache=False)
-        return await super().update_weights(update)
-
-
-class BrokenEngine(ScriptedEngine):
-    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        await update.prepare(Loader())
-        raise ServerError("no server took it")
-
-
-def silent(request: object) -> ModelResponse:
-    raise NotImplementedError
 
 
 @pytest.fixture
@@ -116,24 +38,46 @@ async def prepared(transport: DiskTransport, engine: Exporter) -> Path:
     return update.directory
 
 
-async def test_servers_load_an_absolute_directory_with_the_engines_version(
-    transport: DiskTransport, engine: Exporter
-) -> None:
+async def test_servers_load_an_absolute_directory_with_the_engines_version(transport: DiskTransport, engine: Exporter):
     engine.train()
     update = transport.snapshot(engine)
-    assert (update.version, update.num_bytes) == (1, 0)
+    assert (update.version, update.adapter, update.num_bytes) == (1, None, 0)
     server = Loader()
-    await update.prepare(server)
-    await update.load(server, flush_cache=True)
-    assert server.loaded == [(update.directory, 1, True)]
+    await transport.deliver(update, Servers(server))
+    assert (server.directories, server.names, server.flushes) == ([update.directory], [1], [True])
     assert update.directory.is_absolute()
-    assert (update.directory / "model.safetensors").read_text() == "1"
+    assert server.files[0]["weights"] == b"1"
     assert update.num_bytes == 1
+
+
+async def test_each_version_of_each_run_is_an_adapter_of_its_own_name(tmp_path: Path):
+    names: set[int | str] = set()
+    for _ in range(2):
+        transport = DiskTransport(AdapterWeightsConfig(directory=tmp_path), tmp_path)
+        engine, server = AdapterExporter(), Loader()
+        for version in range(3):
+            update = transport.snapshot(engine)
+            await transport.deliver(update, Servers(server))
+            assert update.adapter == server.names[-1]
+            assert server.files[-1]["weights"] == str(version).encode()
+            engine.train()
+        assert len({str(name).removesuffix(f"-v{i}") for i, name in enumerate(server.names)}) == 1
+        assert server.flushes == []
+        names |= set(server.names)
+        transport.close()
+    assert len(names) == 6
+
+
+def test_an_engine_without_adapters_is_an_error_that_names_the_setting(tmp_path: Path):
+    transport = DiskTransport(AdapterWeightsConfig(directory=tmp_path), tmp_path)
+    with pytest.raises(TransportError, match=r"Exporter has no adapters to publish; train with train\.lora"):
+        transport.snapshot(Exporter())
+    transport.close()
 
 
 async def test_it_is_written_once_beside_training_however_many_servers_prepare(
     transport: DiskTransport, engine: Exporter
-) -> None:
+):
     update = transport.snapshot(engine)
     weights = engine.newest
     weights.may_write.clear()
@@ -148,34 +92,27 @@ async def test_it_is_written_once_beside_training_however_many_servers_prepare(
     assert (weights.num_writes, weights.is_released) == (1, True)
 
 
-async def test_snapshots_before_a_delivered_one_are_removed_and_it_stays(
-    transport: DiskTransport, engine: Exporter
-) -> None:
-    servers = Servers()
-    first = transport.snapshot(engine)
-    await transport.deliver(first, servers)
-    removed = first.directory
-    assert removed.is_dir()
-    engine.train()
-    second = transport.snapshot(engine)
-    engine.train()
-    third = transport.snapshot(engine)
-    await transport.deliver(second, servers)
-    assert servers.version == 1
-    assert not removed.exists()
-    await third.prepare(Loader())
-    assert [update.directory.is_dir() for update in (second, third)] == [True, True]
+async def test_snapshots_before_a_delivered_one_are_removed_and_it_stays(transport: DiskTransport, engine: Exporter):
+    updates = []
+    for _ in range(3):
+        updates.append(transport.snapshot(engine))
+        engine.train()
+    for update in updates:
+        await update.prepare(Loader())
+    directories = [update.directory for update in updates]
+    await transport.deliver(updates[1], Servers(Loader()))
+    assert [directory.is_dir() for directory in directories] == [False, True, True]
 
 
-async def test_a_snapshot_that_was_skipped_lets_go_of_its_memory(transport: DiskTransport, engine: Exporter) -> None:
+async def test_a_snapshot_that_was_skipped_lets_go_of_its_memory(transport: DiskTransport, engine: Exporter):
     transport.snapshot(engine)
     skipped = engine.newest
     engine.train()
-    await transport.deliver(transport.snapshot(engine), Servers())
+    await transport.deliver(transport.snapshot(engine), Servers(Loader()))
     assert (skipped.num_writes, skipped.is_released) == (0, True)
 
 
-def test_a_discarded_snapshot_lets_go_of_its_memory_at_once(transport: DiskTransport, engine: Exporter) -> None:
+def test_a_discarded_snapshot_lets_go_of_its_memory_at_once(transport: DiskTransport, engine: Exporter):
     kept, discarded = transport.snapshot(engine), transport.snapshot(engine)
     for _ in range(2):
         transport.discard(discarded)
@@ -183,23 +120,23 @@ def test_a_discarded_snapshot_lets_go_of_its_memory_at_once(transport: DiskTrans
     assert transport._updates == [kept]
 
 
-async def test_a_delivery_that_failed_stays_for_servers_that_come_back(
-    transport: DiskTransport, engine: Exporter
-) -> None:
+async def test_a_delivery_that_failed_stays_for_servers_that_come_back(transport: DiskTransport, engine: Exporter):
     first = await prepared(transport, engine)
     engine.train()
-    second = transport.snapshot(engine)
+    second, server = transport.snapshot(engine), Loader(refuses=True)
     with pytest.raises(ServerError):
-        await transport.deliver(second, BrokenEngine(silent))
-    assert second.directory.is_dir()
+        await transport.deliver(second, Servers(server))
     assert not first.exists()
+    server.refuses = False
+    await Servers(server).update_weights(second)
+    assert server.names == [1]
 
 
-async def test_the_same_version_may_be_snapshot_again(transport: DiskTransport, engine: Exporter) -> None:
+async def test_the_same_version_may_be_snapshot_again(transport: DiskTransport, engine: Exporter):
     assert await prepared(transport, engine) != await prepared(transport, engine)
 
 
-async def test_a_snapshot_that_fails_half_way_leaves_nothing(transport: DiskTransport, engine: Exporter) -> None:
+async def test_a_snapshot_that_fails_half_way_leaves_nothing(transport: DiskTransport, engine: Exporter):
     engine.error = ValueError("half-way")
     with pytest.raises(ValueError, match="half-way"):
         await prepared(transport, engine)
@@ -214,9 +151,7 @@ async def test_a_snapshot_that_fails_half_way_leaves_nothing(transport: DiskTran
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
-async def test_a_full_disk_is_named_with_what_to_do(
-    transport: DiskTransport, engine: Exporter, error: Exception
-) -> None:
+async def test_a_full_disk_is_named_with_what_to_do(transport: DiskTransport, engine: Exporter, error: Exception):
     engine.error = error
     update = transport.snapshot(engine)
     for _ in range(2):
@@ -225,17 +160,11 @@ async def test_a_full_disk_is_named_with_what_to_do(
     with pytest.raises(TransportError, match="was not written"):
         await update.load(Loader(), flush_cache=False)
     assert engine.newest.num_writes == 1
-
-
-async def test_after_a_full_disk_the_next_version_is_written(transport: DiskTransport, engine: Exporter) -> None:
-    engine.error = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(TransportError):
-        await prepared(transport, engine)
     engine.error = None
     assert (await prepared(transport, engine)).is_dir()
 
 
-async def test_closing_removes_everything_twice_over(transport: DiskTransport, engine: Exporter) -> None:
+async def test_closing_removes_everything_twice_over(transport: DiskTransport, engine: Exporter):
     await prepared(transport, engine)
     transport.close()
     assert not transport.directory.exists()
@@ -244,16 +173,26 @@ async def test_closing_removes_everything_twice_over(transport: DiskTransport, e
         await prepared(transport, engine)
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TransportError, match=r"can't be written to .*file.*set weights\.directory"):
         DiskTransport(DiskWeightsConfig(directory=tmp_path / "file" / "weights"), tmp_path)
 
 
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTransport]:
+    """A transport whose first choice is a directory `shm` in memory, and then `run/weights`."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
+    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
+    yield transport
+    transport.close()
+
+
 @pytest.mark.parametrize(("has_memory", "place"), [(True, "shm"), (False, "run/weights")])
 def test_memory_is_the_default_place_and_the_run_directory_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory: bool, place: str
-) -> None:
+):
     monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
     if has_memory:
         (tmp_path / "shm").mkdir()
@@ -264,24 +203,22 @@ def test_memory_is_the_default_place_and_the_run_directory_where_there_is_none(
 
 
 async def test_when_memory_has_no_room_for_another_snapshot_the_run_directory_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Exporter
-) -> None:
-    monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
-    (tmp_path / "shm").mkdir()
-    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
-    first = await prepared(transport, engine)
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: DiskTransport, engine: Exporter
+):
+    first = await prepared(memory, engine)
     monkeypatch.setattr(module, "_room", lambda directory: 0)
-    second = await prepared(transport, engine)
+    second = await prepared(memory, engine)
+    assert first.is_relative_to(tmp_path / "shm")
     assert first.is_dir()
     assert second.is_relative_to(tmp_path / "run")
-    transport.close()
+    memory.close()
     assert not first.exists()
     assert not second.exists()
 
 
 async def test_a_full_memory_directory_gives_way_to_the_run_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Exporter
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: DiskTransport, engine: Exporter
+):
     write = Weights.write
 
     def write_where_there_is_room(self: Weights, directory: Path) -> int:
@@ -290,14 +227,10 @@ async def test_a_full_memory_directory_gives_way_to_the_run_directory(
         return write(self, directory)
 
     monkeypatch.setattr(Weights, "write", write_where_there_is_room)
-    monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
-    (tmp_path / "shm").mkdir()
-    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
-    assert (await prepared(transport, engine)).is_relative_to(tmp_path / "run")
-    transport.close()
+    assert (await prepared(memory, engine)).is_relative_to(tmp_path / "run")
 
 
-def test_directories_of_a_host_with_a_longer_name_are_left_alone(tmp_path: Path) -> None:
+def test_directories_of_a_host_with_a_longer_name_are_left_alone(tmp_path: Path):
     theirs = tmp_path / f"arl-weights-{socket.gethostname()}-2-1234-abc_1234"
     theirs.mkdir()
     (theirs / ".lock").touch()  # as of a process whose lock is not seen over the network
@@ -305,7 +238,7 @@ def test_directories_of_a_host_with_a_longer_name_are_left_alone(tmp_path: Path)
     assert theirs.is_dir()
 
 
-def test_leftovers_of_a_killed_run_are_removed_and_a_living_ones_are_not(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_and_a_living_ones_are_not(tmp_path: Path):
     script = (
         "import os, sys, pathlib; from arl.api.config import DiskWeightsConfig; "
         "from arl.engine.weights.disk import DiskTransport; "
@@ -326,3 +259,27 @@ def test_leftovers_of_a_killed_run_are_removed_and_a_living_ones_are_not(tmp_pat
     assert ours.directory.is_dir()
     assert str(os.getpid()) in ours.directory.name
     ours.close()
+
+
+# Settings
+
+
+SGLANG = {"kind": "sglang", "addresses": ["http://a"]}
+IMPOSSIBLE = [
+    ({"train": {}}, "train.lora is unset, so there are none; set train.lora, or use weights.transport=disk"),
+    ({"engine": {"pause_mode": "abort"}}, "engine.pause_mode is abort, but weights.transport=adapter pauses nothing"),
+    ({"engine": SGLANG, "train": {"lora": {"target_modules": ["q_proj", "k_proj"]}}}, "lacks v_proj: SGLang holds it"),
+    ({"engine": SGLANG, "train": {"lora": {"target_modules": ["mlp.up_proj"]}}}, "lacks gate_proj: SGLang holds it"),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), IMPOSSIBLE, ids=[sentence[:30] for _, sentence in IMPOSSIBLE])
+def test_settings_that_cannot_publish_adapters_are_errors(settings: dict[str, object], sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Config.model_validate({"model": "m", "train": {"lora": {}}, "weights": {"transport": "adapter"}, **settings})
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], ["gate_proj"], ["o_proj"]])
+def test_targets_that_sglang_takes_are_none(targets: object):
+    train = {"lora": {"target_modules": targets}}
+    Config.model_validate({"model": "m", "engine": SGLANG, "train": train, "weights": {"transport": "adapter"}})

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loaders import Servers
 from published import HookedEngine, Trainee, trainee
 from safetensors.torch import load_file
 
 from arl.api.config import DistributedWeightsConfig
-from arl.api.engine import TensorSpec, UpdateStats, WeightGroup, WeightUpdate
+from arl.api.engine import TensorSpec, WeightGroup, WeightUpdate
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
-from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.scripted import ScriptedTrainEngine
 from arl.engine.weights import distributed
 from arl.engine.weights import sender as weight_sender
 from arl.engine.weights.distributed import DistributedTransport, SendableSnapshot
@@ -95,19 +96,6 @@ class Receiver:
         raise NotImplementedError
 
 
-class Servers(ScriptedEngine):
-    """Updates one server, as engines do."""
-
-    def __init__(self, server: Receiver) -> None:
-        super().__init__(lambda request: [])
-        self.server = server
-
-    async def update_weights(self, update: WeightUpdate) -> UpdateStats:
-        await update.prepare(self.server)
-        await update.load(self.server, flush_cache=True)
-        return await super().update_weights(update)
-
-
 @dataclass
 class SlowlyOpened:
     """What opens and leaves groups as its snapshot does, once it may. names: of what was opened, and then left."""
@@ -176,7 +164,7 @@ def holds(server: Receiver, trainer: Trainee) -> bool:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_every_rank_of_the_server_receives_every_tensor_whole(
     transport: DistributedTransport, trainer: Trainee, server: Receiver, num_ranks: int
-) -> None:
+):
     server.num_ranks = num_ranks
     trainer.train()
     update = await publish(transport, trainer, server)
@@ -186,7 +174,7 @@ async def test_every_rank_of_the_server_receives_every_tensor_whole(
 
 async def test_only_the_last_bucket_names_the_version_and_flushes_the_cache(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     await publish(transport, trainer, server)
     assert len(server.labels) > 2
     assert server.labels == [None] * (len(server.labels) - 1) + [trainer.engine.version]
@@ -195,7 +183,7 @@ async def test_only_the_last_bucket_names_the_version_and_flushes_the_cache(
 
 async def test_the_group_is_met_once_and_serves_later_versions(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     await publish(transport, trainer, server)
     trainer.train()
     await publish(transport, trainer, server)
@@ -206,7 +194,7 @@ async def test_the_group_is_met_once_and_serves_later_versions(
 @pytest.mark.parametrize("call", ["begin", "receive", "end"])
 async def test_a_group_in_which_something_failed_is_left_and_another_is_met(
     transport: DistributedTransport, trainer: Trainee, server: Receiver, call: str
-) -> None:
+):
     update = transport.snapshot(trainer.engine)
     server.errors[call] = ServerFailedError("it broke")
     with pytest.raises(ServerFailedError, match="it broke"):
@@ -219,7 +207,7 @@ async def test_a_group_in_which_something_failed_is_left_and_another_is_met(
 
 async def test_a_server_that_did_not_answer_is_told_again_to_leave(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     server.errors = {"receive": ServerFailedError("it broke"), "leave": ServerFailedError("it is away")}
     with pytest.raises(ServerFailedError, match="it broke"):
         await publish(transport, trainer, server)
@@ -232,7 +220,7 @@ async def test_a_server_that_did_not_answer_is_told_again_to_leave(
 
 async def test_a_group_that_is_being_opened_when_the_time_is_over_is_left(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     update = transport.snapshot(trainer.engine)
     slow = SlowlyOpened(update.snapshot)
     update.snapshot = slow  # type: ignore[assignment]
@@ -247,7 +235,7 @@ async def test_a_group_that_is_being_opened_when_the_time_is_over_is_left(
 
 async def test_a_refusal_by_a_server_that_was_just_met_is_one(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     server.errors["receive"] = ServerError("no such tensor")
     with pytest.raises(ServerError, match="no such tensor") as failure:
         await publish(transport, trainer, server)
@@ -256,7 +244,7 @@ async def test_a_refusal_by_a_server_that_was_just_met_is_one(
 
 async def test_a_refusal_by_a_server_that_was_met_before_may_be_mended_by_meeting_it_again(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     await publish(transport, trainer, server)
     server.errors["receive"] = ServerError("no such group")  # as after a restart
     with pytest.raises(ServerFailedError, match="no such group"):
@@ -267,7 +255,7 @@ async def test_a_refusal_by_a_server_that_was_met_before_may_be_mended_by_meetin
 
 async def test_a_server_that_refuses_to_join_is_told_at_once(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     server.errors["join"] = ServerError("backend 'gloo' is not available here")
     async with asyncio.timeout(5):
         with pytest.raises(ServerError, match="is not available here"):
@@ -276,7 +264,7 @@ async def test_a_server_that_refuses_to_join_is_told_at_once(
 
 async def test_an_update_that_was_left_open_is_ended_first(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     server.errors["begin"] = ServerError("a weight-update session is already open")
     await publish(transport, trainer, server)
     assert server.calls[:4] == ["join", "begin", "end", "begin"]
@@ -285,7 +273,7 @@ async def test_an_update_that_was_left_open_is_ended_first(
 
 async def test_a_server_without_transactions_is_refused_with_what_to_do(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     server.errors["begin"] = NoSuchPathError("HTTP 404")
     with pytest.raises(ServerError, match=r"SGLang 0\.5\.23 or newer.*transport=disk"):
         await publish(transport, trainer, server)
@@ -293,7 +281,7 @@ async def test_a_server_without_transactions_is_refused_with_what_to_do(
 
 async def test_what_fails_on_the_trainers_side_ends_the_servers_waiting(
     transport: DistributedTransport, trainer: Trainee, server: Receiver
-) -> None:
+):
     def fail(address: str, start: int) -> None:
         if start:
             raise TransportError("the weights are gone")
@@ -310,14 +298,14 @@ async def test_what_fails_on_the_trainers_side_ends_the_servers_waiting(
     assert holds(server, trainer)
 
 
-def test_an_engine_that_has_nothing_to_send_is_refused(transport: DistributedTransport) -> None:
+def test_an_engine_that_has_nothing_to_send_is_refused(transport: DistributedTransport):
     with pytest.raises(TransportError, match=r"ScriptedTrainEngine has nothing to send.*transport=disk"):
         transport.snapshot(ScriptedTrainEngine())
 
 
 async def test_an_address_that_is_not_the_trainers_is_refused(
     trainer: Trainee, server: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(weight_sender, "_JOIN_TIMEOUT_S", 0.5)
     transport = DistributedTransport(DistributedWeightsConfig(address="192.0.2.1"))
     with pytest.raises(TransportError, match=r"at 192\.0\.2\.1: .*; set weights\.address"):
@@ -327,7 +315,7 @@ async def test_an_address_that_is_not_the_trainers_is_refused(
 
 async def test_snapshots_before_a_delivered_one_are_released_and_it_stays(
     transport: DistributedTransport, trainer: Trainee, server: Receiver, tmp_path: Path
-) -> None:
+):
     first, second = transport.snapshot(trainer.engine), None
     trainer.train()
     second = transport.snapshot(trainer.engine)
@@ -342,9 +330,7 @@ async def test_snapshots_before_a_delivered_one_are_released_and_it_stays(
         await again.leave_group(name)
 
 
-def test_a_discarded_snapshot_is_released_at_once(
-    transport: DistributedTransport, trainer: Trainee, tmp_path: Path
-) -> None:
+def test_a_discarded_snapshot_is_released_at_once(transport: DistributedTransport, trainer: Trainee, tmp_path: Path):
     kept, discarded = transport.snapshot(trainer.engine), transport.snapshot(trainer.engine)
     for _ in range(2):
         transport.discard(discarded)
@@ -357,7 +343,7 @@ def test_a_discarded_snapshot_is_released_at_once(
 @pytest.mark.timeout(30)
 async def test_closing_does_not_wait_for_what_is_stuck(
     transport: DistributedTransport, trainer: Trainee, server: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(distributed, "_LEAVING_S", 0.1)
     await publish(transport, trainer, server)
     update, goes_on, left = transport.snapshot(trainer.engine), threading.Event(), list[str]()
@@ -375,7 +361,7 @@ async def test_closing_does_not_wait_for_what_is_stuck(
     goes_on.set()
 
 
-async def test_a_closed_transport_says_so(transport: DistributedTransport, trainer: Trainee, server: Receiver) -> None:
+async def test_a_closed_transport_says_so(transport: DistributedTransport, trainer: Trainee, server: Receiver):
     update = transport.snapshot(trainer.engine)
     transport.close()
     with pytest.raises(TransportError, match="closed"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -17,22 +16,16 @@ from arl.api.types import ModelResponse
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 
-MakeTransport = Callable[[Path], WeightTransport]
-
 
 def disk(directory: Path) -> WeightTransport:
     return DiskTransport(DiskWeightsConfig(directory=directory / "weights"), directory)
 
 
-def one_bucket(directory: Path) -> WeightTransport:
-    return DistributedTransport(DistributedWeightsConfig())
-
-
-def many_buckets(directory: Path) -> WeightTransport:
+def buckets(directory: Path) -> WeightTransport:
     return DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000)
 
 
-@pytest.fixture(params=[disk, one_bucket, many_buckets])
+@pytest.fixture
 def transport(request: pytest.FixtureRequest, tmp_path: Path):
     transport = request.param(tmp_path)
     yield transport
@@ -47,9 +40,10 @@ async def until_running(address: str, count: int) -> None:
                     return
 
 
+@pytest.mark.parametrize("transport", [disk, buckets], indirect=True)
 async def test_the_servers_logprobs_are_the_trainers_after_a_publish(
     trainer: Trainee, transport: WeightTransport, first: EmbeddedServer
-) -> None:
+):
     trainer.train()
     async with client(first) as engine:
         update = transport.snapshot(trainer.engine)
@@ -62,10 +56,14 @@ async def test_the_servers_logprobs_are_the_trainers_after_a_publish(
     assert update.num_bytes >= trainer.engine.snapshot().num_bytes
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize(
+    ("transport", "mode"),
+    [(disk, "in_place"), (buckets, "in_place"), (buckets, "retract"), (buckets, "abort")],
+    indirect=["transport"],
+)
 async def test_every_token_is_of_the_weights_that_its_version_names(
     trainer: Trainee, transport: WeightTransport, first: EmbeddedServer, mode: PauseMode
-) -> None:
+):
     updates = [transport.snapshot(trainer.engine)]
     for _ in range(3):
         trainer.train()

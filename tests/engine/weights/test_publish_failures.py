@@ -61,7 +61,7 @@ async def until_served(server: EmbeddedServer, version: int) -> ModelResponse:
 
 async def test_a_server_killed_between_two_buckets_is_fenced_and_comes_back_with_whole_weights(
     trainer: Trainee, first: EmbeddedServer, second: EmbeddedServer
-) -> None:
+):
     def kill_at_the_second_bucket(address: str, start: int) -> None:
         if start and address == second.address:
             second.kill()
@@ -83,7 +83,7 @@ async def test_a_server_killed_between_two_buckets_is_fenced_and_comes_back_with
 
 async def test_a_server_that_stalls_costs_the_others_nothing_and_is_brought_up_to_date_later(
     trainer: Trainee, first: EmbeddedServer, second: EmbeddedServer
-) -> None:
+):
     def stall_at_the_second_bucket(address: str, start: int) -> None:
         if start and address == second.address:
             second.process.send_signal(signal.SIGSTOP)

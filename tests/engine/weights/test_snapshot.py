@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,9 @@ from arl.engine.weights.sender import ranges, views
 
 def sent(snapshot: RankSnapshot, bucket_bytes: int) -> dict[str, torch.Tensor]:
     """What servers receive: each range as bytes, taken apart as its specs say."""
-    parts = [
-        (snapshot.specs[start:stop], snapshot._bytes(start, stop)) for start, stop in buckets(snapshot, bucket_bytes)
-    ]
+    cuts = ranges(snapshot.specs, bucket_bytes)
+    parts = [(snapshot.specs[start:stop], snapshot._bytes(start, stop)) for start, stop in cuts]
     return {spec.name: tensor for specs, flat in parts for spec, tensor in zip(specs, views(specs, flat), strict=True)}
-
-
-def buckets(snapshot: RankSnapshot, bucket_bytes: int) -> Sequence[tuple[int, int]]:
-    return ranges(snapshot.specs, bucket_bytes)
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
@@ -38,13 +32,13 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     )
 
 
-def test_it_can_be_sent_and_names_its_tensors_as_servers_do(trainer: Trainee) -> None:
+def test_it_can_be_sent_and_names_its_tensors_as_servers_do(trainer: Trainee):
     snapshot = trainer.engine.snapshot()
     assert isinstance(snapshot, SendableSnapshot)
     assert TensorSpec(name="model.norm.weight", dtype="float32", shape=(32,)) in snapshot.specs
 
 
-def test_steps_that_follow_do_not_change_it(trainer: Trainee, tmp_path: Path) -> None:
+def test_steps_that_follow_do_not_change_it(trainer: Trainee, tmp_path: Path):
     trainer.train()
     trainer.engine.export(tmp_path / "now")
     snapshot = trainer.engine.snapshot()
@@ -56,11 +50,10 @@ def test_steps_that_follow_do_not_change_it(trainer: Trainee, tmp_path: Path) ->
     assert not same(now, load_file(trainer.directory / "version-2" / "model.safetensors"))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 3_000, 1 << 20])
-@pytest.mark.parametrize("bucket_bytes", [1, 5_000, 1 << 20])
+@pytest.mark.parametrize(("chunk_bytes", "bucket_bytes"), [(1, 5_000), (3_000, 1), (3_000, 5_000), (1 << 20, 1 << 20)])
 def test_what_is_sent_is_what_is_written_however_it_is_cut(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, bucket_bytes: int
-) -> None:
+):
     monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
     with trainee(model, tmp_path) as trainer:
         snapshot = trainer.engine.snapshot()
@@ -70,7 +63,7 @@ def test_what_is_sent_is_what_is_written_however_it_is_cut(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_it_has_the_dtype_and_the_names_of_the_files(tmp_path: Path, tied: bool) -> None:
+def test_it_has_the_dtype_and_the_names_of_the_files(tmp_path: Path, tied: bool):
     model = write_model(tmp_path / "model", tied=tied, dtype=torch.bfloat16)
     with trainee(model, tmp_path) as trainer:
         snapshot = trainer.engine.snapshot()
@@ -79,8 +72,10 @@ def test_it_has_the_dtype_and_the_names_of_the_files(tmp_path: Path, tied: bool)
         assert same(sent(snapshot, 1 << 20), load_file(model / "model.safetensors"))
 
 
-def write_model_with_experts(directory: Path) -> dict[str, torch.Tensor]:
-    """Returns what is in its file."""
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of fused experts."""
+    directory = tmp_path_factory.mktemp("experts")
     tokenizer = tiny_tokenizer()
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -96,21 +91,21 @@ def write_model_with_experts(directory: Path) -> dict[str, torch.Tensor]:
     )
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return load_file(directory / "model.safetensors")
+    return directory
 
 
-def test_fused_experts_are_sent_apart_as_files_have_them(tmp_path: Path) -> None:
-    stored = write_model_with_experts(tmp_path / "model")
+def test_fused_experts_are_sent_apart_as_files_have_them(experts: Path, tmp_path: Path):
+    stored = load_file(experts / "model.safetensors")
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in stored
-    with trainee(tmp_path / "model", tmp_path) as trainer:
+    with trainee(experts, tmp_path) as trainer:
         assert same(sent(trainer.engine.snapshot(), 2_000), stored)
 
 
 def test_what_is_being_sent_while_it_is_released_is_still_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored = write_model_with_experts(tmp_path / "model")
-    with trainee(tmp_path / "model", tmp_path) as trainer:
+    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stored = load_file(experts / "model.safetensors")
+    with trainee(experts, tmp_path) as trainer:
         snapshot = trainer.engine.snapshot()
         served = snapshot._writer.served
 
@@ -126,7 +121,7 @@ def test_what_is_being_sent_while_it_is_released_is_still_whole(
             snapshot._bytes(0, 1)
 
 
-def test_one_that_was_released_says_so(trainer: Trainee, tmp_path: Path) -> None:
+def test_one_that_was_released_says_so(trainer: Trainee, tmp_path: Path):
     snapshot = trainer.engine.snapshot()
     snapshot.release()
     snapshot.release()
@@ -137,7 +132,7 @@ def test_one_that_was_released_says_so(trainer: Trainee, tmp_path: Path) -> None
 
 def test_a_failure_beside_training_is_told_to_whoever_uses_it_and_the_next_is_well(
     trainer: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def fail(*args: object) -> torch.Tensor:
         raise MemoryError("no memory")
 
@@ -152,7 +147,7 @@ def test_a_failure_beside_training_is_told_to_whoever_uses_it_and_the_next_is_we
 
 def test_after_a_failure_with_several_ranks_no_later_one_takes_what_others_still_send_of_it(
     trainer: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def fail(*args: object) -> torch.Tensor:
         raise MemoryError("no memory")
 

@@ -49,9 +49,7 @@ def run_rank(rank: int, num_ranks: int, dtype: torch.dtype, config: TrainConfig,
     ("num_ranks", "dtype", "tensor_parallel"),
     [(3, torch.bfloat16, 1), pytest.param(2, torch.float32, 2, marks=pytest.mark.slow)],
 )
-def test_ranks_put_together_what_one_has(
-    tmp_path: Path, num_ranks: int, dtype: torch.dtype, tensor_parallel: int
-) -> None:
+def test_ranks_put_together_what_one_has(tmp_path: Path, num_ranks: int, dtype: torch.dtype, tensor_parallel: int):
     stored = load_file(write_model(tmp_path / "model", dtype=dtype) / "model.safetensors")
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3)
     config = TrainConfig(optimizer=optimizer, num_ranks=num_ranks, tensor_parallel=tensor_parallel)
