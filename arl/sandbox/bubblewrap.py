@@ -46,8 +46,9 @@ class Interpreter:
 
 def _interpreter_at(path: str | None) -> Interpreter:
     """The interpreter at `path` with its packages, or this process's interpreter without any. Raises SandboxError."""
-    # No symlink is resolved: the interpreter of a virtual environment is one.
-    chosen = os.path.abspath(path or Path(sys.base_exec_prefix, "bin", "python{}.{}".format(*sys.version_info)))
+    # Directories are resolved, since programs see them so; the interpreter is not, as a virtual environment's is a link.
+    directory, name = os.path.split(path or Path(sys.base_exec_prefix, "bin", "python{}.{}".format(*sys.version_info)))
+    chosen = os.path.join(os.path.realpath(directory), name)
     try:
         asking = subprocess.run([chosen, "-I", "-c", _ASK], capture_output=True, env={}, timeout=60, check=True)
         places: list[str] = json.loads(asking.stdout)
