@@ -110,18 +110,14 @@ class CallThreads:
         with self._changed:
             if self._num_hung >= self._max_hung:
                 raise ToolsHungError(
-                    f"{self._num_hung} earlier calls hang in threads that cannot be stopped, so no other is begun; "
+                    f"{self._num_hung} earlier calls hang in threads that cannot be stopped, so no other begins; "
                     "give the code its own time limit, make it async, or run it in a sandbox"
                 )
             self._queue.append(call)
             if self._num_idle >= len(self._queue):
                 self._changed.notify()
             elif self._num_threads - self._num_hung < self._max_threads:
-                try:
-                    self._start_thread()
-                except ToolsHungError:
-                    self._queue.remove(call)
-                    raise
+                self._start_thread()
 
     def _abandon(self, call: _Call, patience_s: float) -> None:
         """Nobody awaits the call any more. If it is queued, it never begins; if it runs, it counts as hung after
@@ -140,27 +136,25 @@ class CallThreads:
             call.state = "hung"
             self._num_hung += 1
             if self._queue and not self._num_idle:
-                try:
-                    self._start_thread()
-                except ToolsHungError as error:
-                    first = self._queue.popleft()
-                    _tell(first, first.began, None)
-                    _tell(first, first.ended, (None, error))
+                self._start_thread()
         log.warning(
-            "a call hangs, and its thread is left behind: %d do now, and from %d on no other is begun",
+            "a call hangs, and its thread is left behind; %d calls hang now, and with %d no other begins",
             self._num_hung,
             self._max_hung,
         )
 
     def _start_thread(self) -> None:
-        """Start a thread for a queued call. If the system has no more threads, the call waits for an existing one."""
+        """Start a thread for a queued call. If the system has no more threads, the call waits for one of these; if all
+        of these hang, the queued calls fail."""
         try:
             threading.Thread(target=self._work, name="arl-call", daemon=True).start()
+            self._num_threads += 1
         except RuntimeError as error:
-            if self._num_threads > self._num_hung:
-                return
-            raise ToolsHungError(f"no thread could be started ({error})") from error
-        self._num_threads += 1
+            while self._queue and self._num_threads <= self._num_hung:
+                call = self._queue.popleft()
+                call.state = "done"
+                _tell(call, call.began, None)
+                _tell(call, call.ended, (None, ToolsHungError(f"no thread could be started ({error})")))
 
     def _work(self) -> None:
         while (call := self._next()) is not None:

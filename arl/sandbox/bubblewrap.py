@@ -46,7 +46,7 @@ class Interpreter:
 
 def _interpreter_at(path: str | None) -> Interpreter:
     """The interpreter at `path` with its packages, or this process's interpreter without any. Raises SandboxError."""
-    # Directories are resolved, since programs see them so; the interpreter is not, as a virtual environment's is a link.
+    # Programs see directories by their real paths. The interpreter stays a link, as a virtual environment's is one.
     directory, name = os.path.split(path or Path(sys.base_exec_prefix, "bin", "python{}.{}".format(*sys.version_info)))
     chosen = os.path.join(os.path.realpath(directory), name)
     try:

@@ -36,7 +36,7 @@ def main() -> None:
 
 def received(most: int) -> bytes:
     """Ends this process, and so the container, if arl was killed before it had sent everything."""
-    return os.read(0, most) or sys.exit("what to run was not sent to its end")
+    return os.read(0, most) or sys.exit("the program was not sent completely")
 
 
 def wait(program: int, deadline: float) -> tuple[str, int]:

@@ -106,7 +106,7 @@ class FirstSandbox(Shared):
             else:
                 return
         raise SandboxError(
-            f"no sandbox was found:{''.join(reasons)}\nThe least to do is: {INSTALL}. To run programs without any "
+            f"no sandbox was found:{''.join(reasons)}\nThe simplest remedy: {INSTALL}. To run programs without any "
             "isolation, on a machine that you could lose, ask for kind='unsafe'."
         )
 

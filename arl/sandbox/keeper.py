@@ -100,7 +100,7 @@ class Namespace:
             with contextlib.suppress(PermissionError):  # while pid 1 is changing
                 self._root = self._opened_root()
             if self._root is None and time.monotonic() - self._began > SET_UP_S:
-                raise PermissionError(f"/proc/{self._pid}/root, a program's, could not be looked into for {SET_UP_S} s")
+                raise PermissionError(f"/proc/{self._pid}/root, a program's root, could not be opened for {SET_UP_S} s")
         return self._root is not None
 
     def _opened_root(self) -> int | None:

@@ -305,23 +305,6 @@ class Rewarded(RolloutWorkflow):
         )
 
 
-async def test_a_reward_that_fails_is_the_outcome_of_its_episode_and_the_next_one_runs() -> None:
-    async def behaves(how: str, data: Example) -> float:
-        if how == "hangs":
-            await asyncio.Event().wait()
-        return {"is nan": float("nan"), "works": 1.0}[how]
-
-    runner = EpisodeRunner(workflow=Rewarded(AsyncReward(behaves, timeout_s=0.01)), timeout_s=60)
-    engine = ScriptedEngine(lambda request: [9])
-    nan, late, broken, works = [
-        await runner.run(engine, {"answer": how}, name=how) for how in ("is nan", "hangs", "raises", "works")
-    ]
-    assert "behaves returned nan" in str(nan.error)
-    assert isinstance(late.error, RewardTimeoutError)
-    assert isinstance(broken.error, RewardError)
-    assert works.reward == 1.0
-
-
 async def test_an_evaluation_has_the_mean_of_each_named_part() -> None:
     reward = WeightedReward({"length": (1.0, InlineReward(length)), "half": (0.5, InlineReward(lambda *_: 0.5))})
     engine, config = ScriptedEngine(lambda request: [9]), EvaluationConfig()

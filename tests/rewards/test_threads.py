@@ -86,6 +86,18 @@ async def test_when_too_many_hang_no_other_is_begun_until_one_returns(release: t
     assert await threads.acall(lambda: 1) == 1
 
 
+async def test_a_call_is_an_error_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = CallThreads()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ToolsHungError, match="no thread could be started"):
+            await threads.acall(lambda: 1)
+    assert await threads.acall(lambda: 1) == 1
+
+
 async def test_a_keyboard_interrupt_in_a_call_is_only_its_error() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt

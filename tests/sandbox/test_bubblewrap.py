@@ -207,7 +207,7 @@ async def test_a_namespace_that_is_never_set_up_cannot_be_watched(monkeypatch: p
     namespace = keeper.Namespace(os.getpid(), {})  # in no namespace of its own
     assert namespace.exceeded() is None
     monkeypatch.setattr(keeper, "SET_UP_S", 0.0)
-    with pytest.raises(PermissionError, match=f"/proc/{os.getpid()}/root, a program's, could not be looked into"):
+    with pytest.raises(PermissionError, match=f"/proc/{os.getpid()}/root, a program's root, could not be opened"):
         namespace.exceeded()
 
 

@@ -1,4 +1,4 @@
-"""Dies of an abort."""
+"""Aborts."""
 
 import os
 

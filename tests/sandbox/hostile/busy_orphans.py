@@ -1,4 +1,4 @@
-"""Computes for ever, in processes whose time is added to no other's, since nobody waits for them."""
+"""Computes for ever in processes that nobody waits for, so that their time is added to no other's."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Closes what it writes to, and goes on for ever."""
+"""Closes its output, and goes on for ever."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Reads memory that is not there."""
+"""Reads an address that is not mapped."""
 
 import ctypes
 

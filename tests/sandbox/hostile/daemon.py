@@ -1,4 +1,4 @@
-"""Leaves a daemon behind, of a session of its own and with nothing open."""
+"""Leaves behind a daemon in its own session with no open files."""
 
 import os
 import time

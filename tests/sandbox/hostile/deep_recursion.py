@@ -1,4 +1,4 @@
-"""Recurses in C until the stack is at its end."""
+"""Recurses in C until the stack overflows."""
 
 import ctypes
 import sys

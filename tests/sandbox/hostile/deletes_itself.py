@@ -1,4 +1,4 @@
-"""Deletes itself, and all else that it can."""
+"""Deletes itself and everything else that it can."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Opens all that it can."""
+"""Opens as many files as it can."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Sends descriptors that nobody receives: the kernel counts them by user, and lets no program of that user send more."""
+"""Sends descriptors that nobody receives: the kernel counts them by user, for all programs together."""
 
 import socket
 

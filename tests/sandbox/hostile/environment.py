@@ -1,4 +1,4 @@
-"""Looks for the host's variables, in its own environment and in that of every process it sees."""
+"""Looks for the host's variables in its own environment and in that of every process that it sees."""
 
 import glob
 import os

@@ -1,4 +1,4 @@
-"""Writes reports such as its keeper gets into every descriptor that it has, and that pid 1 has."""
+"""Writes reports like bubblewrap's into every descriptor of its own and of pid 1."""
 
 import glob
 import os

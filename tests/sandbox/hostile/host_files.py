@@ -1,4 +1,4 @@
-"""Reads what the host has and a program needs not."""
+"""Reads files of the host that a program does not need."""
 
 import os
 

@@ -1,3 +1,3 @@
-"""Reads nothing of what it is given."""
+"""Does not read its input."""
 
 print("done")

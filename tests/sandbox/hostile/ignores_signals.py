@@ -1,4 +1,4 @@
-"""Never ends, and ignores all that would end it."""
+"""Never ends, and ignores every signal."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Calls into parts of the kernel that programs seldom need and that have had holes."""
+"""Calls parts of the kernel that programs seldom need and that have had holes."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Kills every process it may."""
+"""Kills every process that it may."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Sends every signal to its parent, which is pid 1, and to numbers that the host uses."""
+"""Sends every signal to its parent, pid 1, and kills process ids of the host."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Looks for what other runs left, and leaves something in each place where it can."""
+"""Looks for files of other runs, and leaves one wherever it can."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Makes files that hold nothing."""
+"""Makes empty files."""
 
 import os
 

@@ -1,3 +1,3 @@
-"""Asks for more memory than there is, at once."""
+"""Asks for more memory than there is, in one piece."""
 
 attempt("a terabyte", lambda: len(bytearray(1 << 40)))

@@ -1,4 +1,4 @@
-"""Takes memory, piece by piece, and would catch a MemoryError."""
+"""Takes memory piece by piece, and catches MemoryError."""
 
 hoard = []
 while True:

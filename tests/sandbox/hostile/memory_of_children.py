@@ -1,4 +1,4 @@
-"""Takes memory in many processes, none of which takes much."""
+"""Takes memory in many processes, a little in each."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Asks for the address of a name."""
+"""Looks up the address of a name."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Connects to where someone listens on the host, and to the world."""
+"""Connects to a server on the host, and to the world."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Sends datagrams to the host and to the world. To its own loopback it may: nobody is there."""
+"""Sends datagrams to the host and to the world. It may send to its own loopback, where nobody listens."""
 
 import socket
 

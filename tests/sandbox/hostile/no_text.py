@@ -1,4 +1,4 @@
-"""Writes what is no text."""
+"""Writes bytes that are not text."""
 
 import os
 

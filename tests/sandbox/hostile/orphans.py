@@ -1,4 +1,4 @@
-"""Ends, while its children hold its output open."""
+"""Ends while its children hold its output open."""
 
 import os
 import time

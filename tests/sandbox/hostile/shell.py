@@ -1,4 +1,4 @@
-"""Leaves Python."""
+"""Becomes a shell."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Makes a file that is larger than any disk, and holds nothing."""
+"""Makes an empty file that is larger than any disk."""
 
 import os
 

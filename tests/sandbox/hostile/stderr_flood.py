@@ -1,4 +1,4 @@
-"""Writes for ever, to stderr, from several processes."""
+"""Writes to stderr for ever, from several processes."""
 
 import os
 

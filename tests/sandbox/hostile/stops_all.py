@@ -1,4 +1,4 @@
-"""Stops itself and its parent, so that nobody would ever end them."""
+"""Stops itself and its parent, so that nothing would end them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Leads paths out of its directory."""
+"""Links paths in its directory to files outside."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Types into the terminal of whoever started it."""
+"""Types into the terminal that arl was started from."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Makes namespaces, in which it would be root."""
+"""Makes namespaces in which it would be root."""
 
 import ctypes
 import os

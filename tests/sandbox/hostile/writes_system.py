@@ -1,4 +1,4 @@
-"""Writes where only the host should."""
+"""Writes to files and directories of the system."""
 
 import os
 import sys
