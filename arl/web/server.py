@@ -34,7 +34,7 @@ ErrorShape = Callable[[RequestError], Any]
 Statuses = Mapping[type[Exception], int]
 """Exception -> HTTP status; other exceptions are failures of the server."""
 
-PROBES = frozenset(("/health", "/health_generate"))
+PROBES = frozenset(("/health",))
 DONE = "data: [DONE]\n\n"
 """The last event of an OpenAI stream."""
 BACKLOG = 4096

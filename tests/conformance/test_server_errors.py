@@ -101,6 +101,7 @@ async def test_a_prompt_that_is_too_long_says_how_long_it_may_be(client: Client)
         ("/update_weights_from_disk", {"model_path": 3}),
         ("/init_weights_update_group", {}),
         ("/update_weights_from_distributed", {"names": 3}),
+        ("/load_lora_adapter", {"lora_name": "x"}),
         ("/tokenize", {"prompt": 3}),
         ("/tokenize", {}),
     ],

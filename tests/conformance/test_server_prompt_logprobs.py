@@ -80,24 +80,15 @@ async def test_a_later_start_uses_the_cache_up_to_it(client: Client, models: Mod
     assert 0 < answer["meta_info"]["cached_tokens"] <= start
 
 
-async def test_a_start_at_the_end_or_unset_tells_nothing_of_given_tokens(client: Client) -> None:
+async def test_a_start_at_the_end_or_unset_tells_nothing_and_one_past_it_is_refused(client: Client) -> None:
     given = tokens(10, 5)
     for start in (10, -1, None):
         assert (await ask(client, given, start))["meta_info"]["input_token_logprobs"] == []
+    assert (await ask(client, given[:1]))["meta_info"]["input_token_logprobs"] == [[None, given[0], None]]
+    past = {"input_ids": given, "sampling_params": NOTHING_NEW, "return_logprob": True, "logprob_start_len": 11}
+    assert "higher than the number of input tokens" in (await client.post("/generate", past)).message
     without = await client.generate(input_ids=given, sampling_params=NOTHING_NEW, logprob_start_len=0)
     assert "input_token_logprobs" not in without["meta_info"]
-
-
-async def test_a_start_past_the_end_is_refused(client: Client) -> None:
-    given = tokens(10, 5)
-    body = {"input_ids": given, "sampling_params": NOTHING_NEW, "return_logprob": True, "logprob_start_len": 11}
-    answer = await client.post("/generate", body)
-    assert answer.status == 400
-    assert "higher than the number of input tokens" in answer.message
-
-
-async def test_one_token_alone_has_no_logprob(client: Client) -> None:
-    assert (await ask(client, [7]))["meta_info"]["input_token_logprobs"] == [[None, 7, None]]
 
 
 async def test_a_prompt_of_many_prefill_chunks_is_told_whole(client: Client, models: Models) -> None:

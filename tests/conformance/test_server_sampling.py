@@ -78,7 +78,8 @@ async def test_tokens_are_drawn_as_often_as_their_probability_says(client: Clien
     samplings: list[dict[str, float]] = [{}, {"temperature": 2.0}, {"top_k": 2}]
     for sampling in samplings:
         one = {**sampling, "max_new_tokens": 1}
-        tokens = [(await ask(client, **one))["output_ids"][0] for _ in range(num_samples)]
+        answers = await asyncio.gather(*(ask(client, **one) for _ in range(num_samples)))
+        tokens = [answer["output_ids"][0] for answer in answers]
         counts = torch.bincount(torch.tensor(tokens), minlength=288)
         probs = (models.a.logits(PROMPT, [0])[0] / sampling.get("temperature", 1.0)).softmax(-1)
         if "top_k" in sampling:

@@ -70,13 +70,6 @@ async def test_an_ignored_end_of_sequence_ends_nothing(
     assert reason == {"type": "length", "length": 3}
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7])
-async def test_max_new_tokens_is_how_many_come(client: Client, continued: Continued, num_tokens: int) -> None:
-    ids, _, reason = await answered(client, continued.prompt, max_new_tokens=num_tokens, ignore_eos=True)
-    assert ids == continued.output[:num_tokens]
-    assert reason == {"type": "length", "length": num_tokens}
-
-
 async def test_a_stop_token_is_the_last_id_and_not_in_the_text(
     client: Client, models: Models, continued: Continued
 ) -> None:

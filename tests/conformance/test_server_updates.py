@@ -39,18 +39,14 @@ async def label_of(client: Client) -> str:
 
 
 async def load_b(client: Client, models: Models, **more: Any) -> None:
-    await succeeds(client, "/update_weights_from_disk", {"model_path": str(models.directory_b), **more})
+    body = {"model_path": str(models.directory_b), "weight_version": "7", **more}
+    await succeeds(client, "/update_weights_from_disk", body)
 
 
 async def test_weights_from_a_directory_are_served_under_their_label(client: Client, models: Models) -> None:
-    await load_b(client, models, weight_version="7")
+    await load_b(client, models)
     assert (await label_of(client), await weights_of(client, models)) == ("7", "b")
     assert spans(await greedy(client)) == [("7", 0, 6)]
-
-
-async def test_without_a_label_the_old_one_stays(client: Client, models: Models) -> None:
-    await load_b(client, models)
-    assert (await label_of(client), await weights_of(client, models)) == ("a", "b")
 
 
 async def test_a_flush_forgets_the_prefixes_of_old_weights(client: Client, models: Models) -> None:
@@ -109,7 +105,7 @@ async def test_weights_sent_in_buckets_are_served_when_the_update_ends(
     async with joined(client) as trainer:
         await succeeds(client, "/begin_weight_update", {})
         for bucket in buckets[:-1]:
-            await trainer.send(bucket)
+            await trainer.send(bucket, weight_version="mixture")
         await trainer.send(buckets[-1], weight_version="b", flush_cache=True)
         await succeeds(client, "/end_weight_update", {})
         assert (await label_of(client), await weights_of(client, models)) == ("b", "b")
@@ -152,25 +148,22 @@ async def test_requests_in_flight_go_on_while_weights_are_sent_to_a_paused_serve
     assert await weights_of(client, models) == "b"
 
 
-async def test_the_group_that_was_left_is_gone(client: Client) -> None:
+async def test_calls_out_of_order_are_refused(client: Client) -> None:
+    async def refused(path: str, body: Any = None) -> str:
+        answer = await client.post(path, body)
+        assert (answer.status, answer.body["success"]) == (400, False)
+        return answer.message.partition(";")[0]
+
     async with joined(client) as trainer:
         pass
-    answer = await client.post("/destroy_weights_update_group", {"group_name": trainer.name})
-    assert (answer.status, answer.body["success"]) == (400, False)
-    assert answer.message == "The group to be destroyed does not exist."
-
-
-async def test_an_update_outside_a_transaction_is_refused(client: Client) -> None:
-    body = announcing({"model.norm.weight": torch.ones(64)}, "nobody")
-    answer = await client.post("/update_weights_from_distributed", body)
-    assert (answer.status, answer.body["success"]) == (400, False)
-    assert "between begin_weight_update() and end_weight_update()" in answer.message
-
-
-async def test_transactions_do_not_nest_and_end_once(client: Client) -> None:
+    left = await refused("/destroy_weights_update_group", {"group_name": trainer.name})
+    assert left == "The group to be destroyed does not exist."
+    body = announcing({"model.norm.weight": torch.ones(64)}, "nobody", weight_version="7")
+    outside = await refused("/update_weights_from_distributed", body)
+    assert "between begin_weight_update() and end_weight_update()" in outside
     await succeeds(client, "/begin_weight_update", {})
-    again = await client.post("/begin_weight_update")
-    assert (again.status, again.message.partition(";")[0]) == (400, "a weight-update session is already open")
-    await succeeds(client, "/end_weight_update", {})
-    ended = await client.post("/end_weight_update")
-    assert (ended.status, ended.message.partition(";")[0]) == (400, "no weight-update session is open")
+    assert await refused("/begin_weight_update") == "a weight-update session is already open"
+    assert "nobody" in await refused("/update_weights_from_distributed", body)
+    await client.post("/end_weight_update")
+    assert await refused("/end_weight_update") == "no weight-update session is open"
+    assert await label_of(client) == "a"

@@ -1,14 +1,11 @@
 """The embedded server on a GPU samples from the policy that the trainer on it computes, before and after a publish."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from embedded_server import server_process
 from engine.fsdp.train_models import MakeEngine
 from engine.fsdp.train_sequences import LOSS, random_sequences
 
@@ -23,29 +20,18 @@ from arl.engine.weights.distributed import DistributedTransport
 PROMPT = [30, 40, 50, 60]
 
 
-def start(model_dir: Path, device: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "arl.engine.local", "--model", str(model_dir), "--device", device]
-    command += ["--context-length", "128", "--parent-pid", str(os.getpid())]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 @pytest.fixture
 def server(model_dir: Path) -> Iterator[str]:
-    yield from start(model_dir, "cuda")
+    with server_process(str(model_dir), "--device", "cuda", "--context-length", "128") as server:
+        yield server.url
 
 
 @pytest.fixture
 def server_of_another_gpu(model_dir: Path) -> Iterator[str]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: NCCL refuses two processes on one")
-    yield from start(model_dir, "cuda:1")
+    with server_process(str(model_dir), "--device", "cuda:1", "--context-length", "128") as server:
+        yield server.url
 
 
 def assert_agrees(response: ModelResponse, engine: FSDPTrainEngine) -> None:

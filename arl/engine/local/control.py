@@ -63,7 +63,7 @@ async def _done(future: Future[Any]) -> None:
 class UpdateBody(RequestBody, takes_empty=True, ignored=("flush_cache",)):
     """The fields of calls with weights. New weights always drop the prefixes of old ones: flush_cache has no effect."""
 
-    weight_version: str | None = None
+    weight_version: str
 
 
 class DiskBody(UpdateBody):
@@ -147,7 +147,7 @@ class Weights:
             raise RequestError(str(error)) from None
         return {"success": True, "message": message}
 
-    def _load(self, tensors: Mapping[str, torch.Tensor], weight_version: str | None) -> None:
+    def _load(self, tensors: Mapping[str, torch.Tensor], weight_version: str) -> None:
         loading = self._scheduler.load(self._form.parameters(tensors), weight_version)
         try:
             loading.result(self._timeout_s)

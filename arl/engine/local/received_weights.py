@@ -135,7 +135,7 @@ class _Transaction:
     """The tensors received since begin_weight_update."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    weight_version: str | None = None
+    weight_version: str = ""
     failure: str | None = None
 
 
@@ -210,10 +210,10 @@ class WeightReceiver:
             raise WeightsError("a weight-update session is already open; call end_weight_update() first")
         self._open = _Transaction()
 
-    def receive(self, group_name: str, expected: Sequence[Expected], weight_version: str | None) -> None:
+    def receive(self, group_name: str, expected: Sequence[Expected], weight_version: str) -> None:
         """Receive rank 0's broadcast of bytes, in which the expected tensors lie end to end, into the transaction.
 
-        weight_version: the weights' version from then on, unless a later call sets another.
+        weight_version: the weights' version once they are loaded, unless a later call sets another.
         """
         if self._open is None:
             raise WeightsError(
@@ -227,7 +227,7 @@ class WeightReceiver:
             self._open.failure = str(error)
             raise
         self._open.tensors.update(tensors)
-        self._open.weight_version = weight_version or self._open.weight_version
+        self._open.weight_version = weight_version
 
     def _fill(self, buffer: torch.Tensor, group_name: str) -> None:
         group = self._groups.get(group_name)
@@ -239,7 +239,7 @@ class WeightReceiver:
             dist.destroy_process_group(self._groups.pop(group_name))
             raise WeightsError(f"receiving from the group {group_name!r} failed: {first_line(error)}") from error
 
-    def end(self) -> tuple[dict[str, torch.Tensor], str | None]:
+    def end(self) -> tuple[dict[str, torch.Tensor], str]:
         """Close the transaction: the tensors to load and their version.
 
         Raises WeightsError, with nothing to apply, if any part of it failed.

@@ -291,14 +291,13 @@ class RunningBatch:
             row.index = -1
         return rows
 
-    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str | None) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str) -> None:
         """Change weights. From now on, other sequences find no keys and values of the old weights."""
         self._runner.load(tensors)
         self.flush()
         for row in self._rows:
             row.is_mixed = row.num_computed > 0
-        if weight_version is not None:
-            self.weight_version = weight_version
+        self.weight_version = weight_version
 
     def flush(self) -> None:
         """Forget the prefixes of finished sequences."""

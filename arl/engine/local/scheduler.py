@@ -148,10 +148,10 @@ class Scheduler:
         """Forget the prefixes of finished requests; always possible."""
         return self._ask(self._batch.flush)
 
-    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str | None) -> Future[None]:
+    def load(self, tensors: Mapping[str, torch.Tensor], weight_version: str) -> Future[None]:
         """Change parameters between two steps, paused or not. Fails with WeightsError, and changes none, on a misfit.
 
-        Tokens sampled from then on carry weight_version (None: the old one). Later jobs find no prefix of old weights.
+        Tokens sampled from then on carry weight_version. Later jobs find no prefix of old weights.
         """
         return self._ask(lambda: self._batch.load(tensors, weight_version))
 

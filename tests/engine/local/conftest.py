@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -65,16 +64,3 @@ def scheduler(model_dir: str, deliveries: Deliveries) -> Iterator[Scheduler]:
     made.start()
     yield made
     made.close()
-
-
-@pytest.fixture
-def broken_dir(model_dir: str, tmp_path: Path) -> Callable[..., str]:
-    """Makes a copy of the model's directory without some of its files."""
-
-    def without(*names: str) -> str:
-        for source in Path(model_dir).iterdir():
-            if source.name not in names:
-                (tmp_path / source.name).write_bytes(source.read_bytes())
-        return str(tmp_path)
-
-    return without

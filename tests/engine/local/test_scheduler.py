@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -149,50 +150,43 @@ def test_it_counts_running_and_queued_requests(scheduler: Scheduler, deliveries:
     assert (scheduler.num_running, scheduler.num_waiting) == (8, 5)
 
 
-def refused(directory: str, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        Scheduler(directory, lambda _: None, SchedulerSettings())
+def configure(directory: Path, **changes: Any) -> None:
+    config = directory / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("config.json", "has no config.json"),
-        ("model.safetensors", "cannot be loaded"),
-        ("tokenizer.json", "tokenizer in .* cannot be read"),
-    ],
-)
-def test_a_directory_that_is_no_model_is_refused(broken_dir: Callable[..., str], missing: str, message: str) -> None:
-    refused(broken_dir(missing), message)
-
-
-def test_a_tokenizer_without_vocabulary_is_refused(broken_dir: Callable[..., str]) -> None:
-    directory = broken_dir("tokenizer.json")
-    Path(directory, "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    refused(directory, "knows no letter")
-
-
-def test_a_model_that_lacks_parameters_is_refused(model_dir: str, broken_dir: Callable[..., str]) -> None:
-    directory = broken_dir("model.safetensors")
-    weights = load_file(Path(model_dir, "model.safetensors"))
+def lose_a_parameter(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, Path(directory, "model.safetensors"), metadata={"format": "pt"})
-    refused(directory, r"lack 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_truncated_weight_file_is_refused(model_dir: str, broken_dir: Callable[..., str]) -> None:
-    directory = broken_dir("model.safetensors")
-    whole = Path(model_dir, "model.safetensors").read_bytes()
-    Path(directory, "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    refused(directory, "cannot be loaded")
+def make_up_a_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
 
 
-def test_a_model_with_sliding_windows_is_refused(broken_dir: Callable[..., str]) -> None:
-    directory = broken_dir()
-    config = Path(directory, "config.json")
-    window = {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
-    config.write_text(json.dumps({**json.loads(config.read_text()), **window}))
-    refused(directory, "sliding window of 16")
+WINDOW = {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+SPOILT: list[tuple[Callable[[Path], object], str]] = [
+    (lambda at: (at / "config.json").unlink(), "has no config.json"),
+    (lambda at: (at / "model.safetensors").unlink(), "cannot be loaded"),
+    (lambda at: (at / "model.safetensors").write_bytes(bytes(9)), "cannot be loaded"),
+    (lambda at: (at / "tokenizer.json").unlink(), "tokenizer in .* cannot be read"),
+    (make_up_a_tokenizer, "knows no letter"),
+    (lose_a_parameter, r"lack 1 parameters, such as model\.layers\.1\.mlp\.up_proj\.weight"),
+    (lambda at: configure(at, **WINDOW), "sliding window of 16"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), SPOILT, ids=[sentence for _, sentence in SPOILT])
+def test_a_directory_that_cannot_be_served_is_refused(
+    model_dir: str, tmp_path: Path, spoil: Callable[[Path], object], sentence: str
+) -> None:
+    directory = tmp_path / "spoilt"
+    shutil.copytree(model_dir, directory)
+    spoil(directory)
+    with pytest.raises(ModelError, match=sentence):
+        Scheduler(str(directory), lambda _: None, SchedulerSettings())
 
 
 @pytest.mark.parametrize("setting", [{"device": "gpu"}, {"dtype": "int8"}, {"dtype": "nothing"}])

@@ -94,14 +94,16 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
 DISK, GROUP, SENT = "/update_weights_from_disk", "/init_weights_update_group", "/update_weights_from_distributed"
 AT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 AT |= {"group_name": "g", "backend": "gloo"}
-ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g", "load_format": "flattened_bucket"}
+ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "weight_version": "1", "group_name": "g"}
+ONE |= {"load_format": "flattened_bucket"}
 BAD_CONTROL: list[tuple[str, dict[str, Any], str]] = [
     ("/pause_generation", {"mode": "nicely"}, "mode is \"nicely\"; it must be 'in_place', 'retract' or 'abort'"),
     ("/abort_request", {"rid": 5}, "rid is 5; it must be a string"),
     ("/abort_request", {"abort_all": True}, "abort_all (here true): it is not known here"),
     ("/classify", {"input_ids": [1]}, "this server has a language model; /classify is for reward models"),
-    (DISK, {"model_path": "relative/x"}, "send the absolute path"),
-    (DISK, {"model_path": "/nonexistent"}, "'/nonexistent', which is not a directory"),
+    (DISK, {"model_path": "/"}, "weight_version is missing"),
+    (DISK, {"model_path": "relative/x", "weight_version": "1"}, "send the absolute path"),
+    (DISK, {"model_path": "/nonexistent", "weight_version": "1"}, "'/nonexistent', which is not a directory"),
     (DISK, {"model_path": "/", "abort_all_requests": True}, "abort_all_requests (here true): it is not known here"),
     (SENT, {**ONE, "names": ["a", "b"]}, "names, dtypes and shapes have 2, 1 and 1 entries"),
     (SENT, {**ONE, "shapes": [[-1]]}, "shapes[0][0] is -1; it must be at least 0"),

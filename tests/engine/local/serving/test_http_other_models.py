@@ -75,7 +75,7 @@ async def test_an_expert_that_is_missing_or_misshapen_is_named_and_the_old_weigh
         ({**tensors, name: torch.zeros(3, 3)}, f"{name} has shape [3, 3]; the served model's has [16, 32]"),
     ):
         save_file(changed, other / "model.safetensors")
-        answer = await client.post("/update_weights_from_disk", {"model_path": str(other)})
+        answer = await client.post("/update_weights_from_disk", {"model_path": str(other), "weight_version": "v2"})
         assert (answer.status, answer.body["success"]) == (400, False)
         assert sentence in answer.message
     await check_served(client, experts_a)
@@ -85,10 +85,6 @@ async def test_without_a_tokenizer_answers_have_ids_and_no_text(client: Client) 
     answer = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
     assert len(answer["output_ids"]) == 8
     assert "text" not in answer
-    body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "ignore_eos": False}}
-    body["sampling_params"]["stop_token_ids"] = [answer["output_ids"][2]]
-    stopped = await client.generate(**body)
-    assert stopped["output_ids"] == answer["output_ids"][: answer["output_ids"].index(answer["output_ids"][2]) + 1]
 
 
 async def test_without_a_tokenizer_whatever_needs_text_is_refused(client: Client) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from arl.engine.local.received_weights import WeightsError, check_fit, read_directory
+from arl.engine.local.received_weights import WeightsError, read_directory
 
 TENSORS = {"embed": torch.arange(6.0).reshape(2, 3), "norm": torch.ones(3)}
 SHAPES = {name: tensor.shape for name, tensor in TENSORS.items()}
@@ -50,40 +51,32 @@ def test_a_tied_output_layer_may_be_stored_once_more(tmp_path: Path) -> None:
         read_directory(directory, SHAPES, is_tied=False)
 
 
-def test_missing_tensors_are_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="lacks norm, which the served model has"):
-        read_directory(write(tmp_path, {"embed": TENSORS["embed"]}), SHAPES, is_tied=False)
+def write_file(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_bytes(content)
+
+
+INDEX = "model.safetensors.index.json"
+REFUSED: list[tuple[Callable[[Path], object], str]] = [
+    (lambda at: write(at, {"embed": TENSORS["embed"]}), "lacks norm, which the served model has"),
+    (lambda at: write(at, {**TENSORS, "norm": torch.ones(4)}), r"norm has shape \[4\]; the served model's has \[3\]"),
+    (lambda at: None, r"holds neither model\.safetensors nor"),
+    (write_file(INDEX, b"{bad"), "is not an index of weight files"),
+    (write_file(INDEX, b"{}"), "is not an index of weight files"),
+    (write_file(INDEX, b"[]"), "is not an index of weight files"),
+    (write_file("model.safetensors", b"\x10" + bytes(7) + b"not a header"), r"cannot read .*model\.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("prepare", "sentence"), REFUSED)
+def test_what_cannot_be_loaded_is_refused_with_a_reason(
+    tmp_path: Path, prepare: Callable[[Path], object], sentence: str
+) -> None:
+    prepare(tmp_path)
+    with pytest.raises(WeightsError, match=sentence):
+        read_directory(str(tmp_path), SHAPES, is_tied=False)
 
 
 def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     shapes = {f"layer{i}": torch.Size([1]) for i in range(8)}
     with pytest.raises(WeightsError, match="lacks layer0, layer1, layer2, layer3, layer4 and 3 more"):
         read_directory(write(tmp_path, {}), shapes, is_tied=False)
-
-
-def test_a_wrong_shape_is_told_beside_the_right_one() -> None:
-    with pytest.raises(WeightsError, match=r"norm has shape \[4\]; the served model's has \[3\]"):
-        check_fit({"norm": torch.ones(4)}, SHAPES)
-
-
-def test_a_relative_path_is_refused() -> None:
-    with pytest.raises(WeightsError, match="send the absolute path"):
-        read_directory("runs/weights", SHAPES, is_tied=False)
-
-
-def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"holds neither model\.safetensors nor"):
-        read_directory(str(tmp_path), SHAPES, is_tied=False)
-
-
-@pytest.mark.parametrize("index", ["{bad", "{}", "[]"])
-def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(WeightsError, match="is not an index of weight files"):
-        read_directory(str(tmp_path), SHAPES, is_tied=False)
-
-
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00not a header")
-    with pytest.raises(WeightsError, match=r"cannot read .*model\.safetensors"):
-        read_directory(str(tmp_path), SHAPES, is_tied=False)
