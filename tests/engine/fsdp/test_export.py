@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from train_models import MakeEngine, load_twin, write_experts, write_model
 from train_sequences import random_sequences, twin_logprobs
 from transformers import (
@@ -20,17 +20,21 @@ from arl.engine.fsdp import model as module
 from arl.engine.tiny import tiny_tokenizer
 
 
-def test_transformers_loads_an_export_to_the_engines_logprobs(
-    any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path
+@pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
+def test_an_export_has_the_tensors_that_were_stored_and_gives_transformers_the_engines_logprobs(
+    kind: str, make_engine: MakeEngine, tmp_path: Path
 ):
-    engine, sequences = make_engine(any_model_dir), random_sequences(4)
-    engine.train_batch([sequences], SFTLoss())
+    stored = write_experts(tmp_path / "in") if kind == "experts" else write_model(tmp_path / "in", tied=kind == "tied")
+    engine, sequences = make_engine(stored), random_sequences(4)
+    assert engine.train_batch([sequences], SFTLoss())["grad_norm"] > 0
     engine.export(tmp_path / "out")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert after.keys() == before.keys()
     twin = load_twin(tmp_path / "out")
     for sequence, logprobs in zip(sequences, engine.forward(sequences), strict=True):
         with torch.no_grad():
             expected, _ = twin_logprobs(twin, sequence)
-        torch.testing.assert_close(logprobs[sequence.loss_mask], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logprobs[sequence.loss_mask], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_export_has_the_files_tensors_and_tokenizer_of_its_source(
@@ -41,38 +45,17 @@ def test_an_export_has_the_files_tensors_and_tokenizer_of_its_source(
     assert num_bytes == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
     for name in ("config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_text() == (any_model_dir / name).read_text()
-    with (
-        safe_open(any_model_dir / "model.safetensors", "pt") as source,
-        safe_open(tmp_path / "out" / "model.safetensors", "pt") as out,
-    ):
-        assert set(out.keys()) == set(source.keys())
-        assert all(torch.equal(out.get_tensor(name), source.get_tensor(name)) for name in source.keys())  # noqa: SIM118
+    source, out = (load_file(path / "model.safetensors") for path in (any_model_dir, tmp_path / "out"))
+    assert out.keys() == source.keys()
+    assert all(torch.equal(out[name], source[name]) for name in source)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1+2") == [16, 10, 17]
     assert isinstance(GenerationConfig.from_pretrained(tmp_path / "out"), GenerationConfig)
-
-
-def test_experts_are_trained_and_exported_apart_as_they_were_stored(make_engine: MakeEngine, tmp_path: Path):
-    write_experts(tmp_path / "moe")
-    engine, sequences = make_engine(tmp_path / "moe"), random_sequences(4)
-    assert engine.train_batch([sequences], SFTLoss())["grad_norm"] > 0
-    engine.export(tmp_path / "out")
-    with (
-        safe_open(tmp_path / "moe" / "model.safetensors", "pt") as source,
-        safe_open(tmp_path / "out" / "model.safetensors", "pt") as out,
-    ):
-        assert set(out.keys()) == set(source.keys())
-    twin = load_twin(tmp_path / "out")
-    for sequence, logprobs in zip(sequences, engine.forward(sequences), strict=True):
-        with torch.no_grad():
-            expected, _ = twin_logprobs(twin, sequence)
-        torch.testing.assert_close(logprobs[sequence.loss_mask], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_export_is_in_the_dtype_its_model_was_stored_in(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine(write_model(tmp_path / "half", tied=True, dtype=torch.bfloat16))
     engine.export(tmp_path / "out")
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as out:
-        assert {out.get_tensor(name).dtype for name in out.keys()} == {torch.bfloat16}  # noqa: SIM118
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "half" / "config.json").read_text()
 
 
@@ -98,10 +81,9 @@ def test_what_a_model_keeps_in_float32_is_exported_in_it(make_engine: MakeEngine
     model.save_pretrained(tmp_path / "moe")
     tokenizer.save_pretrained(tmp_path / "moe")
     make_engine(tmp_path / "moe").export(tmp_path / "out")
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as out:
-        assert torch.equal(out.get_tensor(name), biases)
-        dtypes = {other: out.get_tensor(other).dtype for other in out.keys()}  # noqa: SIM118
-    assert {dtype for other, dtype in dtypes.items() if other != name} == {torch.bfloat16}
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(out.pop(name), biases)
+    assert {tensor.dtype for tensor in out.values()} == {torch.bfloat16}
 
 
 def test_an_export_replaces_the_older_one_and_leaves_nothing_beside_it(make_engine: MakeEngine, tmp_path: Path):
@@ -118,11 +100,8 @@ def test_an_export_that_fails_leaves_the_older_one(make_engine: MakeEngine, tmp_
     engine = make_engine()
     engine.export(tmp_path / "out")
 
-    def disk_full(*_: object, **__: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(module, "save_file", disk_full)
-    with pytest.raises(OSError, match="no space left"):
+    monkeypatch.setattr(module, "save_file", lambda *_, **__: os.stat(tmp_path / "gone"))
+    with pytest.raises(OSError, match="gone"):
         engine.export(tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
     load_twin(tmp_path / "out")

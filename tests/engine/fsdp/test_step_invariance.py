@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,13 @@ def whole(model_dir: Path) -> Callable[[str], Step]:
     return of
 
 
-@pytest.mark.parametrize("split", [*SPLITS, *(pytest.param(name, marks=COMPILING) for name in COMPILED)])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        *product(VARIANTS, SPLITS),
+        *(pytest.param(*case, marks=COMPILING) for case in product(["token mean", "adapters"], COMPILED)),
+    ],
+)
 def test_a_step_does_not_depend_on_how_it_is_computed(
     name: str, split: str, whole: Callable[[str], Step], model_dir: Path
 ) -> None:

@@ -1,0 +1,227 @@
+"""Training on data: demonstrations and preferences are learned by a policy, scores by a model with a value head."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from guides import python_blocks
+from train_models import MakeEngine, load_twin
+from train_sequences import twin_logprobs
+from train_variants import PAIRS, pairs
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from arl.algorithm.losses.supervised import PreferenceLoss
+from arl.api.config import OptimizerConfig
+from arl.api.engine import ModelLimits, PackedTokens, TokenLosses, TokenOutputs
+from arl.api.errors import ConfigError, DatasetError
+from arl.api.scripted import ScriptedTrainEngine
+from arl.api.types import TrainSequence
+from arl.engine.fsdp.model import load_tokenizer, model_limits
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from arl.training.finetuning import Demonstration, Preference, finetune, train_preferences, train_reward_model
+
+GUIDE = Path(__file__).parents[3] / "docs" / "finetuning.md"
+DEMONSTRATIONS: list[Demonstration] = [([i, 200 + i, 100 + i, 7], [0, 0, 1, 1]) for i in range(10)]
+CHOSEN, REJECTED = (11, 12, 7), (21, 22, 23, 24, 7)
+PROMPTS = [(3, 100 + i) for i in range(8)]
+PREFERENCES = [
+    Preference(chosen=((*p, *CHOSEN), (0, 0, 1, 1, 1)), rejected=((*p, *REJECTED), (0, 0, 1, 1, 1, 1, 1)))
+    for p in PROMPTS
+]
+TEXTS = [((*p, *CHOSEN), (*p, *REJECTED)) for p in PROMPTS]
+
+
+def test_the_code_of_the_guide_runs(model_dir: Path, tmp_path: Path):
+    namespace = {"model": str(model_dir), "directory": tmp_path / "reward"}
+    for block in python_blocks(GUIDE):
+        exec(compile(block, GUIDE, "exec"), namespace)
+    for name in ("engine", "critic"):
+        namespace[name].close()  # type: ignore[attr-defined]
+    assert load_tokenizer(tmp_path / "reward")
+
+
+# Demonstrations
+
+
+def test_finetuning_lowers_the_loss(make_engine: MakeEngine):
+    losses: list[float] = []
+    metrics = finetune(
+        make_engine(),
+        DEMONSTRATIONS,
+        epochs=12,
+        batch_size=5,
+        on_step=lambda step, metrics: losses.append(metrics["loss"]),
+    )
+    assert len(losses) == 24
+    assert metrics["loss"] == losses[-1] < 0.3 * losses[0]
+
+
+def test_an_epoch_has_each_demonstration_once_in_an_order_that_the_seed_fixes():
+    def epoch(seed: int) -> list[list[list[int]]]:
+        finetune(engine := ScriptedTrainEngine(), DEMONSTRATIONS, batch_size=4, seed=seed)
+        return [[s.token_ids.tolist() for s in minibatch] for (minibatch,) in engine.batches]
+
+    first = epoch(1)
+    assert [len(minibatch) for minibatch in first] == [4, 4, 2]
+    assert sorted(tokens for minibatch in first for tokens in minibatch) == [list(ids) for ids, _ in DEMONSTRATIONS]
+    assert first == epoch(1) != epoch(2)
+
+
+def test_arrays_and_tensors_are_as_good_as_lists():
+    for kind in (list, np.array, torch.tensor):
+        finetune(engine := ScriptedTrainEngine(), [(kind([5, 6, 7]), kind([0, 1, 1]))])
+        (((sequence,),),) = engine.batches
+        assert (sequence.token_ids.tolist(), sequence.loss_mask.tolist()) == ([5, 6, 7], [False, True, True])
+
+
+def test_the_models_limits_are_its_configs(make_engine: MakeEngine, model_dir: Path):
+    config = AutoConfig.from_pretrained(model_dir)
+    expected = ModelLimits(vocab_size=config.vocab_size, context_length=config.max_position_embeddings)
+    assert make_engine().limits == expected
+    config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert model_limits(config).context_length == 4 * 32768
+
+
+# Pairs
+
+
+def logprob(engine: FSDPTrainEngine, prompt: tuple[int, ...], answer: tuple[int, ...]) -> float:
+    ids = torch.tensor([*prompt, *answer])
+    mask = torch.tensor([False] * len(prompt) + [True] * len(answer))
+    (values,) = engine.forward([TrainSequence(token_ids=ids, loss_mask=mask)])
+    return float(values.sum())
+
+
+@pytest.mark.parametrize("loss", [PreferenceLoss(beta=0.1), PreferenceLoss(kind="ipo", beta=0.1)], ids=lambda x: x.kind)
+def test_a_policy_comes_to_prefer_the_chosen_answers(loss: PreferenceLoss, make_engine: MakeEngine):
+    engine = make_engine()
+    before = logprob(engine, PROMPTS[0], CHOSEN) - logprob(engine, PROMPTS[0], REJECTED)
+    steps: list[dict[str, float]] = []
+    train_preferences(
+        engine, PREFERENCES, loss=loss, epochs=4, batch_size=4, on_step=lambda _, metrics: steps.append(dict(metrics))
+    )
+    after = logprob(engine, PROMPTS[0], CHOSEN) - logprob(engine, PROMPTS[0], REJECTED)
+    assert len(steps) == 8
+    assert steps[0]["margin"] == pytest.approx(0.0, abs=1e-5), "at first the model is its own reference"
+    assert steps[-1]["accuracy"] == 1.0
+    assert steps[-1]["margin"] > 0.1 * (after - before) / 2
+    assert after > before + 1
+
+
+def test_the_reference_is_the_model_that_training_began_with(make_engine: MakeEngine):
+    engine = make_engine()
+    finals = [train_preferences(engine, PREFERENCES, batch_size=8)["margin"] for _ in range(2)]
+    assert finals == pytest.approx([0.0, 0.0], abs=1e-5), "a second call begins from the model as it is by then"
+
+
+def test_a_reward_model_ranks_texts_and_its_files_give_the_same_scores(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(optimizer=OptimizerConfig(lr=1e-2), head="value")
+    metrics = train_reward_model(engine, TEXTS, epochs=6, batch_size=4)
+    engine.export(tmp_path / "reward")
+    rows = [TrainSequence(token_ids=torch.tensor([*t, 0]), loss_mask=torch.eye(len(t) + 1)[-1] > 0) for t in TEXTS[0]]
+    ours = [float(values[-1]) for values in engine.forward(rows, "values")]
+    assert metrics["accuracy"] == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    with torch.no_grad():
+        theirs = [float(model(torch.tensor([text])).logits[0, 0]) for text in TEXTS[0]]
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert theirs[0] > theirs[1] + 0.5
+
+
+def test_the_loss_is_the_mean_over_pairs_which_are_whole_in_every_microbatch(make_engine: MakeEngine, model_dir: Path):
+    sizes: list[int] = []
+
+    def counting(outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+        units = range(int(tokens.unit_ids.max()) + 1)
+        sizes.extend(len(tokens.sequence_ids[tokens.unit_ids == unit].unique()) for unit in units)
+        return PAIRS(outputs, tokens)
+
+    sequences, twin = pairs(), load_twin(model_dir)
+    with torch.no_grad():
+        sums = [float(twin_logprobs(twin, s)[0].sum()) for s in sequences]
+    h = [chosen - rejected for chosen, rejected in zip(sums[::2], sums[1::2], strict=True)]
+    expected = sum(torch.nn.functional.softplus(torch.tensor(-0.2 * x, dtype=torch.float64)).item() for x in h) / 6
+    metrics = make_engine(max_tokens_per_microbatch=60).train_batch([sequences], counting)
+    assert metrics["microbatches"] > 1
+    assert sorted(sizes) == [1, 2, 2, 2, 2, 2]
+    assert metrics["loss"] == pytest.approx(expected, 1e-5)
+
+
+# What is refused
+
+
+def test_a_policy_has_no_scores_to_train(make_engine: MakeEngine):
+    with pytest.raises(ConfigError, match="a reward model has a value head alone"):
+        train_reward_model(make_engine(head="policy_and_value"), TEXTS)
+    with pytest.raises(ConfigError, match="head=policy"):
+        train_reward_model(make_engine(), TEXTS)
+
+
+def test_a_head_that_does_not_exist_is_refused(make_engine: MakeEngine):
+    with pytest.raises(ConfigError, match="head is 'values'; a train engine has one of policy, value"):
+        make_engine(head="values")
+
+
+SAME = Preference(chosen=((1, 2), (0, 1)), rejected=((1, 2), (0, 1)))
+TOO_SHORT_A_MASK = Preference(chosen=((1, 2), (0, 1)), rejected=((1, 2, 3), (0, 1)))
+UNKNOWN_TOKEN = Preference(chosen=((1, 300), (0, 1)), rejected=((1, 2), (0, 1)))
+REFUSED = {
+    finetune: [
+        (([1, 2, 3], [0, 1]), "demonstration 1 has 3 token_ids and 2 loss_mask entries"),
+        (([1, 2], [0, 0]), "demonstration 1 has nothing to learn: its loss_mask is 0 throughout; leave it out"),
+        (([1, 2], [1, 1]), r"cannot learn its first token, which has no context; set loss_mask\[0\] to 0"),
+        (([1, 2], [-100, 2]), "demonstration 1 has -100 in its loss_mask at position 0; 1 marks a token to learn"),
+        (([1, 2, 300], [0, 1, 1]), "demonstration 1 has token 300 at position 2, and the model knows 0 to 299"),
+        (([1, -1], [0, 1]), "token -1 at position 1"),
+        (([1] * 9, [0] + [1] * 8), "demonstration 1 has 9 tokens, and the model's context 8; shorten it"),
+        (([], []), "demonstration 1 has no token_ids; leave it out"),
+        (([1.0, 2.0], [0, 1]), "token_ids of demonstration 1 must be a sequence of integers, and are torch.float32"),
+        (([[1, 2]], [0, 1]), r"must be a sequence of integers, and are torch.int64 of shape \[1, 2\]"),
+        (("ab", [0, 1]), "the token_ids of demonstration 1 must be a sequence of integers: .*str"),
+        (([1, 2], None), "the loss_mask of demonstration 1 must be a sequence of integers: .*NoneType"),
+        (([1, 2], [0, 0.5]), "the loss_mask of demonstration 1 must be a sequence of integers"),
+        ({"token_ids": [1, 2], "loss_mask": [0, 1]}, r"demonstration 1 is a dict; it must be a pair \(token_ids, loss"),
+    ],
+    train_preferences: [
+        (TOO_SHORT_A_MASK, "the rejected answer of pair 1 has 3 token_ids and 2 loss_mask entries"),
+        (UNKNOWN_TOKEN, "the chosen answer of pair 1 has token 300 at position 1, and the model knows 0 to 299"),
+        (SAME, "pair 1 has twice the same answer, so there is nothing to prefer; leave it out"),
+        (((1, 2), (0, 1)), "pair 1 is a tuple; it must be a Preference"),
+    ],
+    train_reward_model: [
+        (((), (1,)), "the chosen text of pair 1 has no token_ids"),
+        (((1,), (1,) * 9), "the rejected text of pair 1 has 9 tokens, and the model's context 8"),
+        (((1,), (1,)), "pair 1 has twice the same answer"),
+        (SAME, r"pair 1 is a Preference; it must be a pair \(chosen token_ids, rejected token_ids\)"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("train", "example", "message"), [(train, *case) for train, cases in REFUSED.items() for case in cases]
+)
+def test_an_example_that_cannot_be_learned_is_named_before_anything_is_trained(
+    train: Callable[..., Any], example: Any, message: str
+):
+    good = {finetune: DEMONSTRATIONS[0], train_preferences: PREFERENCES[0], train_reward_model: TEXTS[0]}[train]
+    engine = ScriptedTrainEngine(limits=ModelLimits(vocab_size=300, context_length=8))
+    with pytest.raises(DatasetError, match=message):
+        train(engine, [good, example])
+    assert engine.batches == []
+
+
+def test_nothing_to_learn_from_is_an_error():
+    with pytest.raises(DatasetError, match="no demonstrations"):
+        finetune(ScriptedTrainEngine(), [])
+    for train in (train_preferences, train_reward_model):
+        with pytest.raises(DatasetError, match="no pairs"):
+            train(ScriptedTrainEngine(), [])
+
+
+@pytest.mark.parametrize("settings", [{"epochs": 0}, {"batch_size": 0}])
+def test_a_run_over_nothing_is_refused(settings: dict[str, int]):
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        finetune(ScriptedTrainEngine(), DEMONSTRATIONS, **settings)
