@@ -11,15 +11,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
 
 from arl.api.errors import SandboxError
-from arl.api.workflow import Shared
 from arl.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
-from arl.sandbox.contract import MAIN, NO_FILES, Files, Limits, LocalSandbox, ProgramOutcome, Sandbox, not_open
+from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, Sandbox
 from arl.sandbox.docker import DockerSandbox
 from arl.sandbox.streams import finish
 
@@ -91,36 +90,32 @@ def _write(directory: Path, contents: Mapping[str, bytes]) -> None:
         (directory / path).write_bytes(content)
 
 
-class FirstSandbox(Shared):
-    def __init__(self, candidates: Sequence[Sandbox]) -> None:
-        super().__init__()
-        self._candidates = candidates
+class FirstSandbox(LocalSandbox):
+    """Bubblewrap if it can run a program, else Docker if an engine can."""
 
     async def _open(self, opened: AsyncExitStack) -> None:
         reasons: list[str] = []
-        for candidate in self._candidates:
+        for kind in (BubblewrapSandbox, DockerSandbox):
+            found = kind(limits=self._limits, concurrency=self._concurrency)
             try:
-                self._found = await opened.enter_async_context(candidate)
+                await opened.enter_async_context(found)
             except SandboxError as reason:
                 reasons.append(f"\n- {reason}")
             else:
+                self._found = found
                 return
         raise SandboxError(
             f"no sandbox was found:{''.join(reasons)}\nThe simplest remedy: {INSTALL}. To run programs without any "
             "isolation, on a machine that you could lose, ask for kind='unsafe'."
         )
 
-    async def run(
-        self, program: str, *, stdin: str = "", files: Files = NO_FILES, limits: Limits | None = None
-    ) -> ProgramOutcome:
-        """As Sandbox.run."""
-        if not self.is_open:
-            raise not_open()
-        return await self._found.run(program, stdin=stdin, files=files, limits=limits)
+    async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome:
+        return await self._found._run(contents, stdin, limits)
 
 
 Kind = Literal["auto", "bubblewrap", "docker", "unsafe"]
-_KINDS: dict[Kind, Callable[..., Sandbox]] = {
+_KINDS: dict[Kind, type[LocalSandbox]] = {
+    "auto": FirstSandbox,
     "bubblewrap": BubblewrapSandbox,
     "docker": DockerSandbox,
     "unsafe": UnsafeSandbox,
@@ -136,9 +131,6 @@ def find_sandbox(kind: Kind = "auto", *, limits: Limits | None = None, concurren
 
     If neither works, entering raises SandboxError, which says what to install or allow.
     """
-    if kind == "auto":
-        either: list[Kind] = ["bubblewrap", "docker"]
-        return FirstSandbox([find_sandbox(each, limits=limits, concurrency=concurrency) for each in either])
     if kind not in _KINDS:
         raise SandboxError(f"there is no sandbox of kind {kind!r}; it is auto, bubblewrap, docker or unsafe")
     return _KINDS[kind](limits=limits, concurrency=concurrency)
