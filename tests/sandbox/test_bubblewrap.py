@@ -309,8 +309,9 @@ async def test_tests_of_sandboxes_are_skipped_without_one_but_not_in_continuous_
     assert "export ARL_NEEDS_SANDBOX=1" in (ROOT / ".ci" / "run").read_text()
 
 
-async def test_the_first_program_of_the_guide_prints_what_it_says(bubblewrap: BubblewrapSandbox) -> None:
+async def test_the_first_program_of_the_guide_prints_what_it_says(
+    bubblewrap: BubblewrapSandbox, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = next(iter(python_blocks(ROOT / "docs" / "sandbox.md")))
-    running = await asyncio.create_subprocess_exec(sys.executable, "-c", first, stdout=asyncio.subprocess.PIPE)
-    printed, _ = await running.communicate()
-    assert printed == b"exit 0 144\n\ncpu None\n"
+    await asyncio.to_thread(exec, first, {})
+    assert capsys.readouterr().out == "exit 0 144\n\ncpu None\n"
