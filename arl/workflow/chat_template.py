@@ -29,11 +29,10 @@ ToolSpecs = Sequence[Mapping[str, Any]]
 
 
 def normalised(message: Message) -> dict[str, Any]:
-    """A copy in the form that templates take.
+    """A copy in the form that templates take: text in the place of parts, objects in the place of JSON arguments.
 
-    Content becomes one string: text parts are joined by line breaks, and missing content is an empty string. In a
-    message with tool calls, missing content stays None, as in OpenAI's protocol. JSON arguments of calls become
-    objects. Fields that are None, and an empty `tool_calls`, are left out. Raises ModelError for parts other than text.
+    Missing content is an empty string, or None beside tool calls. Other fields that are None are left out. Raises
+    ModelError for parts other than text.
     """
     copied = {name: plain(value) for name, value in message.items() if value is not None}
     copied["content"] = text_content(message)
@@ -93,12 +92,9 @@ def tools_key(tools: ToolSpecs) -> bytes:
 
 
 def history_key(before: bytes, messages: Iterable[Message]) -> bytes:
-    """The key of a history that continues with `messages`. before: the key of its beginning. Equal histories have equal
-    keys.
+    """The key of a history that continues with `messages`. before: the key of its beginning.
 
-    Clients may send an answer back with other ids, with the JSON of arguments formatted differently, without the
-    model's thinking, and with None or an empty text for missing content. All these count as equal. Any other difference
-    in the text makes another history.
+    Ids of calls, the layout of their JSON, the model's thinking, and None for an empty text make no difference.
     """
     key = before
     for message in messages:
@@ -131,10 +127,7 @@ _NO_SPACE = re.compile(r"\S+")
 
 
 class ChatTemplate:
-    """Renders and encodes as one tokenizer does. options: passed to its template, `enable_thinking=False` for instance.
-
-    Raises ModelError if the tokenizer has no chat template.
-    """
+    """Renders and encodes as one tokenizer does. options: passed to its template. Raises ModelError without one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.chat_template:
@@ -186,16 +179,12 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str:
-        """The text that the template writes after an assistant's last words.
-
-        Raises ModelError if the template does not show an assistant's words.
-        """
+        """The text that the template writes after an assistant's last words. Raises ModelError as after_turn does."""
         return self.after_turn([{"role": "user", "content": "?"}], [], add_generation_prompt=False)
 
     @cached_property
     def ends_in_special(self) -> bool:
-        """Whether the template ends an assistant's turn with a special token. GLM's template does not: its special
-        token begins the next speaker's turn."""
+        """Whether the template ends an assistant's turn with a special token. GLM's begins the next turn with one."""
         return self.begins_with_special(self.encode(self.end_of_turn))
 
     def after_turn(
@@ -206,8 +195,10 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text that the template writes after an assistant's words. The assistant spoke after `before`; `messages`
-        follow."""
+        """The text that the template writes after words that an assistant says between `before` and `messages`.
+
+        Raises ModelError if the template does not show an assistant's words as they are.
+        """
         said = {"role": "assistant", "content": _MARKER}
         text = self.render([*before, said, *messages], tools, add_generation_prompt=add_generation_prompt)
         shown, marker, after = text.rpartition(_MARKER)

@@ -3,11 +3,8 @@
     workflow = ToolAgentWorkflow(tokenizer, reward, tools=[MCPTools.http("http://127.0.0.1:8000/mcp")])
     workflow = ToolAgentWorkflow(tokenizer, reward, open_tools=lambda data: MCPTools.stdio("python", ["server.py"]))
 
-The first shares one connection among all episodes. The second starts a server for each episode. The model reads the
-errors that a tool reports. If the server is gone, ServerError fails the episode; the next call connects again.
-
-One task owns a connection, since the task that enters anyio's scopes must also leave them. A workflow may be entered in
-one task and left in another, and its episodes run in still other tasks:
+The first shares one connection among all episodes. The second starts a server for each episode. One task owns a
+connection, since the task that enters anyio's scopes must also leave them:
 
     MCPTools --opens, closes--> owner: async with Client <--call_tool-- episodes
 """
@@ -38,10 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
-    """The tools of one server. `async with` connects and returns them, with the server's own names and JSON schemas.
+    """The tools of one server, with its names and JSON schemas. Make it with `stdio` or `http`; `async with` connects.
 
-    Make one with `stdio` or `http`. start_timeout_s: the longest that connecting may take. The server validates
-    arguments. `async with` raises ServerError if no server answers, or if the server offers no tools.
+    start_timeout_s: the longest that connecting may take. Raises ServerError if no server answers, or if it offers no
+    tools. A server that goes fails the call with ServerError; the next call connects again.
     """
 
     def __init__(self, name: str, connect: Connect, start_timeout_s: float) -> None:

@@ -39,12 +39,11 @@ _THREADS = CallThreads(max_threads=4096, max_hung=4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A program in any language that runs as a separate process.
+    """A program in any language that runs as a separate process, without a sandbox.
 
-    The program reads the example from standard input, as JSON, and prints its answer; white space around the answer is
-    removed. Any exit status but 0 is an error. Its environment has OPENAI_BASE_URL and OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. The end of the episode kills the program and its process group. It does
-    not run in a sandbox.
+    It reads the example from standard input, as JSON, and prints its answer. Any exit status but 0 is an error. Its
+    environment has OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. The end of the episode
+    kills the program and its process group.
     """
 
     arguments: Sequence[str]
@@ -145,19 +144,12 @@ def _kill(transport: asyncio.SubprocessTransport) -> None:
 class SDKWorkflow(Shared, RolloutWorkflow):
     """Gives a program a base URL and a key, and trains on the calls that it makes with them.
 
-        async def program(base_url, api_key, data):
-            client = AsyncOpenAI(base_url=base_url, api_key=api_key)
-            ...
-            return answer
-
         workflow = SDKWorkflow(program, reward, tokenizer, sampling=SamplingParams(max_new_tokens=1024))
 
     program: a function, sync or async, or a Command. reward: scores the text that the program returns; see as_reward.
-    proxy: instead of tokenizer and sampling, for further settings.
-
-    If the program fails, its episode fails. If it fails because a call found no room in the model's context, and
-    earlier calls were answered, the episode ends truncated, with the answer "". Metrics: context_full, and the proxy's
-    metrics.
+    proxy: instead of tokenizer and sampling, for further settings. If the program fails, its episode fails, unless a
+    call found no room in the model's context and earlier calls were answered: then the episode ends truncated, with the
+    answer "". Metrics: context_full, and the proxy's metrics.
     """
 
     def __init__(

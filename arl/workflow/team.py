@@ -5,8 +5,7 @@
     verdict = await team.ask("critic", f"Is it right? {draft}")
     return team.trajectories({"author": is_right, "critic": saw_it})
 
-DebateWorkflow and SolverCheckerWorkflow are built on Team. Advantages compare trajectories of one role, so rewards of
-different roles need not be comparable. Give members with the same job one role.
+Advantages compare trajectories of one role, so give members with the same job one role.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from arl.workflow.call_formats import CallFormat, call_format_of
 from arl.workflow.chat_template import Message, text_content
 from arl.workflow.conversation import Conversation
 from arl.workflow.dialogue import Rewriting
-from arl.workflow.tool_agent import ToolEpisode, ToolSpeaker
+from arl.workflow.tool_agent import ToolEpisode
 from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits
 
 if TYPE_CHECKING:
@@ -91,8 +90,9 @@ class Team:
             turn = await episode.conversation.agenerate(self._engine, sampling)
             return None if episode.conversation.is_full else turn.text
         call_format = settings.call_format or call_format_of(settings.tokenizer)
-        speaker = ToolSpeaker(call_format=call_format, limits=settings.limits, max_turns=member.max_turns)
-        await speaker.aspeak(self._engine, sampling, episode)
+        await episode.aspeak(
+            self._engine, sampling, call_format=call_format, limits=settings.limits, max_turns=member.max_turns
+        )
         return episode.answer.text if episode.answer is not None else None
 
     async def ask_all(self, said: Mapping[str, Said]) -> dict[str, str | None]:

@@ -53,6 +53,35 @@ class ToolEpisode:
             "answered": float(self.answer is not None),
         }
 
+    async def aspeak(
+        self,
+        engine: Sampler,
+        sampling: SamplingParams,
+        *,
+        call_format: CallFormat,
+        limits: ToolLimits,
+        max_turns: int,
+        is_done: Callable[[ToolEpisode], bool] = lambda _: False,
+    ) -> None:
+        """Let the model speak and call tools until it answers without a call, or something else ends the episode.
+
+        Sets `answer`. Raises the errors of Conversation.agenerate and arun_tools.
+        """
+        chat, self.answer = self.conversation, None
+        for _ in range(max_turns):
+            turn = await chat.agenerate(engine, sampling)
+            if chat.is_full:
+                return
+            calls = call_format.parse(turn.text).calls
+            if not calls:
+                self.answer = turn
+                return
+            results = await arun_tools(calls, self.tools, limits)
+            self.results += results
+            chat.add(*(result.message for result in results))
+            if is_done(self):
+                return
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ToolAgentWorkflow(AgentWorkflow):
@@ -65,9 +94,8 @@ class ToolAgentWorkflow(AgentWorkflow):
         workflow = ToolAgentWorkflow(tokenizer, math_reward(), tools=[divide], max_turns=6)
 
     An episode that ends without an answer (at max_turns, by is_done, or because the context is full) is scored with the
-    empty answer, so that its score has the same named parts as others. The calls of the last turn run too, since their
-    effect may count. An answer that max_new_tokens cut off is scored as it stands, and the trajectory is truncated.
-    Metrics: tool_calls, tool_errors, malformed_calls, turns, answered and context_full (1 or 0).
+    empty answer. The calls of the last turn run too. An answer that max_new_tokens cut off is scored as it stands, and
+    its trajectory is truncated. Metrics: tool_calls, tool_errors, malformed_calls, turns, answered and context_full.
     """
 
     tools: Sequence[ToolLike | ToolSource] = ()
@@ -127,40 +155,13 @@ class ToolAgentWorkflow(AgentWorkflow):
         async with self.episode_tools(data) as tools:
             chat = self.conversation(data, tools)
             episode = ToolEpisode(data=data, conversation=chat, tools=tools)
-            speaker = ToolSpeaker(call_format=self._format, limits=self.limits, max_turns=self.max_turns)
-            await speaker.aspeak(engine, self.sampling, episode, self.is_done)
+            await episode.aspeak(
+                engine,
+                self.sampling,
+                call_format=self._format,
+                limits=self.limits,
+                max_turns=self.max_turns,
+                is_done=self.is_done,
+            )
             score = await self.ascore_episode(episode)
         return chat.trajectories(score.value, {**episode.metrics, **score.metrics}, rewards=score.parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSpeaker:
-    """Lets a model with tools speak until it answers without a call."""
-
-    call_format: CallFormat
-    limits: ToolLimits
-    max_turns: int
-
-    async def aspeak(
-        self,
-        engine: Sampler,
-        sampling: SamplingParams,
-        episode: ToolEpisode,
-        is_done: Callable[[ToolEpisode], bool] = lambda _: False,
-    ) -> None:
-        """Set episode.answer, unless something else ends the episode. Raises the errors of Conversation.agenerate."""
-        chat = episode.conversation
-        episode.answer = None
-        for _ in range(self.max_turns):
-            turn = await chat.agenerate(engine, sampling)
-            if chat.is_full:
-                return
-            calls = self.call_format.parse(turn.text).calls
-            if not calls:
-                episode.answer = turn
-                return
-            results = await arun_tools(calls, episode.tools, self.limits)
-            episode.results += results
-            chat.add(*(result.message for result in results))
-            if is_done(episode):
-                return

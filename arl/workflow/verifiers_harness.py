@@ -1,8 +1,7 @@
 """Runs the agent of a verifiers environment as a coroutine of this process: it speaks, calls tools, and speaks again.
 
-verifiers' own `bash` and `null` harnesses run a program for each rollout, in an environment that uv downloads. This
-harness needs neither, so many rollouts share one event loop. It executes nothing itself. Environments name it
-`arl-chat` (arl.workflow.verifiers_workflow.local_environment registers the name).
+verifiers' own `bash` and `null` harnesses run a program for each rollout. This one executes nothing, and many rollouts
+share one event loop. verifiers_workflow.local_environment registers it as `arl-chat`.
 """
 
 from __future__ import annotations

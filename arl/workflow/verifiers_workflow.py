@@ -42,10 +42,9 @@ class EnvironmentFailedError(ArlError):
 def local_environment(config: Mapping[str, Any]) -> vf.Env:
     """The environment of a verifiers config, `{"taskset": {"id": ...}, ...}`, with agents that run in this process.
 
-    This applies to agents whose harness is verifiers' `null`, or was chosen neither by the config nor by the
-    environment's author. Such an agent is a coroutine: it has the environment's tools and, unlike verifiers' default
-    `bash`, executes nothing. The default runtime is this machine, unconfined. Raises ArlError if verifiers is not
-    installed, and verifiers' own errors for a config that it refuses.
+    This applies to agents whose harness is `null`, or was chosen neither by the config nor by the environment's author:
+    unlike verifiers' default `bash`, they execute nothing. The default runtime is this machine, unconfined. Raises
+    ArlError if verifiers is not installed, and verifiers' own errors for a config that it refuses.
     """
     vf = _verifiers()
     _name_harness()
@@ -92,10 +91,7 @@ class VerifiersWorkflow(Shared, RolloutWorkflow):
         self._shared: SharedURL
 
     def rows(self, tasks: Iterable[vf.Task]) -> list[Example]:
-        """A dataset of these tasks. The workflow keeps the tasks, so it cannot use rows of another workflow or run.
-
-        Each row has the task's index and its data.
-        """
+        """A dataset of these tasks. The workflow keeps the tasks, so it cannot use rows of another workflow or run."""
         first = len(self._tasks)
         self._tasks += tasks
         return [
@@ -147,8 +143,7 @@ def _verifiers() -> Any:
 
 
 def _name_harness() -> None:
-    """Register the harness. verifiers imports it as the top-level module that its id names, and takes the exported
-    class."""
+    """Register the harness: verifiers imports the top-level module that its id names, and takes the exported class."""
     from arl.workflow import verifiers_harness
 
     sys.modules.setdefault(HARNESS.replace("-", "_"), verifiers_harness)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,11 @@ def decode(token_ids: Sequence[int]) -> str:
 def ended(text: str) -> list[int]:
     """The tokens of an answer, with its end of turn."""
     return encode(text + str(TOKENIZER.eos_token))
+
+
+def calling(name: str, **arguments: object) -> str:
+    """A tool call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def saying(*answers: str | Exception) -> ScriptedEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -484,7 +485,5 @@ def test_thousands_of_turns_are_a_path_like_any_other() -> None:
     prompt = talk.dialogue.prompt([*turn.messages, user("more")], after=turn)
     for _ in range(3000):
         turn = talk.dialogue.record(prompt, response_of(talk.tokenizer, "4"))
-        prompt = type(prompt)(
-            parent=turn, after=turn, given_ids=(1,), messages=(), tools=(), shown=prompt.shown, key=b""
-        )
+        prompt = replace(prompt, parent=turn, after=turn, given_ids=(1,))
     assert len(turn.path) == 3001

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from scripted_answers import TOKENIZER, exact, saying, seen_by
+from scripted_answers import TOKENIZER, calling, exact, saying, seen_by
 
 from arl.api.errors import ConfigError, ServerError
 from arl.workflow.call_formats import ToolCall
@@ -41,10 +40,6 @@ def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 async def called(tools: Sequence[Tool], name: str, **arguments: object) -> ToolResult:
     (result,) = await arun_tools([ToolCall(name=name, arguments=arguments)], tools)
     return result
-
-
-def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 async def test_errors_of_tools_are_for_the_model_and_the_death_of_their_server_fails_the_episode() -> None:
@@ -77,7 +72,7 @@ async def check_death_and_resurrection(tools: Sequence[Tool]) -> None:
 
 async def test_each_episode_may_have_a_server_of_its_own() -> None:
     workflow = ToolAgentWorkflow(TOKENIZER, exact, open_tools=lambda data: started(NAME=data["name"]))
-    engines = [saying(call("increase") * 2, "done") for _ in range(2)]
+    engines = [saying(calling("increase") * 2, "done") for _ in range(2)]
     async with asyncio.TaskGroup() as group:
         for engine, name in zip(engines, ("one", "other"), strict=True):
             group.create_task(workflow.arun_episode(engine, {**QUESTION, "name": name}))
@@ -98,7 +93,7 @@ async def test_a_workflow_is_entered_and_left_in_one_task_and_its_episodes_run_i
     """As in a notebook, whose cells are tasks of their own, it may even be left in another than it was entered."""
     workflow = ToolAgentWorkflow(TOKENIZER, exact, tools=[MCPTools.http(served[0], headers={"X-Key": "k"})])
     await asyncio.create_task(workflow.__aenter__())
-    engines = [saying(call("add", a=i, b=1), "done") for i in range(20)]
+    engines = [saying(calling("add", a=i, b=1), "done") for i in range(20)]
     async with asyncio.TaskGroup() as group:
         for engine in engines:
             group.create_task(workflow.arun_episode(engine, QUESTION))

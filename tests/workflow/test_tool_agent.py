@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from scripted_answers import TOKENIZER, cut_off, exact, said_in, saying, seen_by, too_long
+from scripted_answers import TOKENIZER, calling, cut_off, exact, said_in, saying, seen_by, too_long
 
 from arl.api.errors import ConfigError, ModelError, PromptTooLongError, ServerError, ToolError
 from arl.api.scripted import ScriptedEngine
@@ -21,10 +20,6 @@ from arl.workflow.tool_agent import ToolAgentWorkflow, ToolEpisode, ToolLike
 from arl.workflow.tools import Tool, ToolLimits
 
 QUESTION = {"question": "What is it?", "answer": "done"}
-
-
-def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def divide(a: float, b: float) -> float:
@@ -44,7 +39,7 @@ def agent(*tools: object, **settings: object) -> ToolAgentWorkflow:
 
 
 async def test_tools_are_called_until_there_is_an_answer() -> None:
-    engine = saying(f"Let me see. {call('divide', a=12, b=5)}{call('fetch', page='home')}", "done")
+    engine = saying(f"Let me see. {calling('divide', a=12, b=5)}{calling('fetch', page='home')}", "done")
     (trajectory,) = await agent().arun_episode(engine, QUESTION)
     assert trajectory.reward == 1.0
     counts = {"tool_calls": 2, "tool_errors": 0, "malformed_calls": 0, "turns": 2, "answered": 1, "context_full": 0}
@@ -62,8 +57,8 @@ def raise_a_bug() -> int:
 @pytest.mark.parametrize(
     ("written", "told", "counted"),
     [
-        (call("raise_a_bug"), "error: the tool failed: RuntimeError", "tool_errors"),
-        (call("divide", a=1, b=0), "error: b is 0", "tool_errors"),
+        (calling("raise_a_bug"), "error: the tool failed: RuntimeError", "tool_errors"),
+        (calling("divide", a=1, b=0), "error: b is 0", "tool_errors"),
         ('<tool_call>{"name": "divide", "argu', "error: a tool call must be one JSON object", "malformed_calls"),
     ],
 )
@@ -84,21 +79,23 @@ async def test_an_episode_without_an_answer_is_scored_as_the_empty_one() -> None
         return Score(0.25, {"correct": 0.0})
 
     workflow = ToolAgentWorkflow(TOKENIZER, scored, tools=[fetch], max_turns=2)
-    (trajectory,) = await workflow.arun_episode(saying(call("fetch", page="a"), call("fetch", page="b")), QUESTION)
+    (trajectory,) = await workflow.arun_episode(
+        saying(calling("fetch", page="a"), calling("fetch", page="b")), QUESTION
+    )
     assert (asked, trajectory.reward, trajectory.rewards) == ([""], 0.25, {"correct": 0.0})
     assert (trajectory.metrics["turns"], trajectory.metrics["tool_calls"], trajectory.metrics["answered"]) == (2, 2, 0)
     assert not trajectory.is_truncated
 
 
 async def test_a_full_context_ends_the_episode_with_what_there_is() -> None:
-    (trajectory,) = await agent().arun_episode(saying(call("fetch", page="a"), too_long()), QUESTION)
+    (trajectory,) = await agent().arun_episode(saying(calling("fetch", page="a"), too_long()), QUESTION)
     assert (trajectory.reward, trajectory.is_truncated, trajectory.metrics["answered"]) == (0.0, True, 0)
     with pytest.raises(PromptTooLongError):
         await agent().arun_episode(saying(too_long()), QUESTION)
 
 
 async def test_a_workflow_says_how_much_of_a_result_the_model_reads() -> None:
-    engine = saying(call("fetch", page="a" * 100), "done")
+    engine = saying(calling("fetch", page="a" * 100), "done")
     workflow = ToolAgentWorkflow(TOKENIZER, exact, tools=[fetch], limits=ToolLimits(max_output_chars=10))
     await workflow.arun_episode(engine, QUESTION)
     assert "<tool_response>\n<aaaaaaaaa\n[cut here: " in seen_by(engine)
@@ -147,7 +144,7 @@ class Counters:
 async def test_stateful_tools_are_each_episodes_own_and_closed_at_its_end() -> None:
     counters = Counters()
     workflow = agent(fetch, open_tools=counters)
-    engine = saying(call("add", n=1) + call("add", n=2), "done", call("add", n=5), "done")
+    engine = saying(calling("add", n=1) + calling("add", n=2), "done", calling("add", n=5), "done")
     await workflow.arun_episode(engine, QUESTION)
     assert "<tool_response>\n1\n</tool_response>\n<tool_response>\n3\n" in seen_by(engine)
     await workflow.arun_episode(engine, QUESTION)
@@ -186,7 +183,7 @@ async def test_a_tool_may_end_the_episode_and_its_state_be_what_counts() -> None
             return Score(float(counter.count))
 
     workflow = Submitting(TOKENIZER, exact, open_tools=Counters())
-    (trajectory,) = await workflow.arun_episode(saying(call("add", n=7), call("submit"), "never said"), QUESTION)
+    (trajectory,) = await workflow.arun_episode(saying(calling("add", n=7), calling("submit"), "never said"), QUESTION)
     assert (trajectory.reward, trajectory.metrics["turns"]) == (7.0, 2)
 
 
@@ -210,7 +207,7 @@ async def test_sources_of_shared_tools_are_open_as_long_as_the_workflow() -> Non
     with pytest.raises(ConfigError, match="run episodes within `async with workflow`"):
         await workflow.arun_episode(saying(), QUESTION)
     async with workflow:
-        engine = saying(call("fetch", page="home"), "done")
+        engine = saying(calling("fetch", page="home"), "done")
         await workflow.arun_episode(engine, QUESTION)
         assert "<home>" in seen_by(engine)
     assert not source.is_open
@@ -259,7 +256,7 @@ async def test_the_tools_of_many_episodes_run_at_the_same_time() -> None:
         return "met"
 
     workflow = agent(meet, limits=ToolLimits(timeout_s=60))
-    engines = [saying(call("meet"), "done") for _ in range(num_episodes)]
+    engines = [saying(calling("meet"), "done") for _ in range(num_episodes)]
     async with asyncio.TaskGroup() as group:
         for engine in engines:
             group.create_task(workflow.arun_episode(engine, QUESTION))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,13 +10,12 @@ from typing import Any
 
 import aiohttp
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from workflow.scripted_answers import TOKENIZER, calling, decode, ended
 
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, Trajectory
-from arl.engine.tiny import tiny_tokenizer
 from arl.workflow.proxy import EpisodeSession, OpenAIProxy
 
-TOKENIZER = tiny_tokenizer()
 ASK: list[Any] = [{"role": "user", "content": "Why?"}]
 ADD: dict[str, Any] = {
     "type": "function",
@@ -32,23 +30,10 @@ CERTIFICATES = ssl.create_default_context()
 """Each client would read its own, which takes longer than the rest of a test."""
 
 
-def encode(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False)
-
-
-def spelled(text: str) -> list[int]:
-    return [*encode(text), TOKENIZER.eos_token_id]
-
-
-def calling(name: str, **arguments: object) -> str:
-    """A tool call as the model writes it."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 def trained(trajectory: Trajectory) -> list[str]:
     """The turns that are trained, as text without their ends."""
     turns = [trajectory.token_ids[turn.start : turn.stop] for turn in trajectory.turns]
-    return [str(TOKENIZER.decode(list(turn))).removesuffix("<|im_end|>") for turn in turns]
+    return [decode(turn).removesuffix("<|im_end|>") for turn in turns]
 
 
 def saying(*answers: str | Exception) -> ScriptedEngine:
@@ -59,18 +44,18 @@ def saying(*answers: str | Exception) -> ScriptedEngine:
         now = remaining.pop(0) if len(remaining) > 1 else remaining[0]
         if isinstance(now, Exception):
             raise now
-        return spelled(now)
+        return ended(now)
 
     return ScriptedEngine(answer)
 
 
 def replying(reply: Callable[[str], str]) -> ScriptedEngine:
     """What `reply` makes of the text that the model is shown."""
-    return ScriptedEngine(lambda request: spelled(reply(shown(request))))
+    return ScriptedEngine(lambda request: ended(reply(shown(request))))
 
 
 def shown(request: ModelRequest) -> str:
-    return str(TOKENIZER.decode(list(request.input_ids)))
+    return decode(request.input_ids)
 
 
 CALL_ADD = calling("add", a=1, b=2)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
-from programs import CERTIFICATES, calling, saying, shown, trained
+from programs import CERTIFICATES, saying, shown, trained
+from workflow.scripted_answers import calling
 
 from arl.api.scripted import ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer

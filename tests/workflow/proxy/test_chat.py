@@ -6,8 +6,9 @@ from typing import Any
 
 import openai
 import pytest
-from programs import ADD, ASK, CALL_ADD, TOKENIZER, opened, saying, shown, spelled
+from programs import ADD, ASK, CALL_ADD, opened, saying, shown
 from workflow.chat_templates import tokenizer_of
+from workflow.scripted_answers import TOKENIZER, ended
 
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
@@ -119,7 +120,7 @@ async def test_a_stop_string_is_cut_from_the_content_and_stays_in_the_transcript
         (made,) = episode.session.trajectories(1.0)
     assert answer.choices[0].message.content == "Thought"
     assert engine.requests[0].sampling.stop == ("\nObservation:", "never")
-    assert list(made.token_ids[made.turns[0].start :]) == spelled("Thought\nObservation:")
+    assert list(made.token_ids[made.turns[0].start :]) == ended("Thought\nObservation:")
 
 
 async def test_a_proxy_that_overrides_sampling_trains_at_one_temperature() -> None:

@@ -7,7 +7,8 @@ import json
 
 import openai
 import pytest
-from programs import ASK, TOKENIZER, client_of, opened, post, replying, saying, shown
+from programs import ASK, client_of, opened, post, replying, saying, shown
+from workflow.scripted_answers import TOKENIZER, decode
 
 from arl.api.errors import ArlError, ModelError, TrajectoryError
 from arl.api.scripted import ScriptedEngine
@@ -106,7 +107,7 @@ async def test_episodes_at_the_same_time_are_kept_apart() -> None:
         async with proxy.episode(engine) as session, client_of(session) as client:
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": name}])
             (made,) = session.trajectories(1.0)
-            return str(TOKENIZER.decode(list(made.token_ids)))
+            return decode(made.token_ids)
 
     names = [f"episode {i}" for i in range(20)]
     async with OpenAIProxy(TOKENIZER) as proxy, asyncio.TaskGroup() as group:
@@ -173,7 +174,7 @@ async def test_parallel_agents_of_one_role_do_not_mix() -> None:
             group.create_task(converse("cats"))
             group.create_task(converse("dogs"))
         made = episode.session.trajectories(1.0)
-    texts = [str(TOKENIZER.decode(list(trajectory.token_ids))) for trajectory in made]
+    texts = [decode(trajectory.token_ids) for trajectory in made]
     assert [len(trajectory.turns) for trajectory in made] == [3, 3]
     assert [("cats" in text, "dogs" in text) for text in sorted(texts)] == [(True, False), (False, True)]
 

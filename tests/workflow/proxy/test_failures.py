@@ -9,8 +9,9 @@ import logging
 import aiohttp
 import openai
 import pytest
-from programs import ADD, ASK, TOKENIZER, Opened, opened, post, saying, spelled
+from programs import ADD, ASK, Opened, opened, post, saying
 from workflow.chat_templates import tokenizer_of
+from workflow.scripted_answers import decode, ended
 
 from arl.api.errors import EngineClosedError, PromptTooLongError, RequestTimeoutError, ServerError
 from arl.api.scripted import ScriptedEngine
@@ -133,7 +134,7 @@ class Gated:
         except asyncio.CancelledError:
             self.cancelled.release()
             raise
-        return spelled("late")
+        return ended("late")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -248,7 +249,7 @@ async def test_a_stream_that_takes_long_shows_that_it_lives(fails: bool, monkeyp
         await begun.wait()
         if fails:
             raise ServerError("gone")
-        return spelled("late")
+        return ended("late")
 
     monkeypatch.setattr(EventStream, "send", sends)
     async with opened(ScriptedEngine(answer)) as episode:
@@ -281,4 +282,4 @@ async def test_long_messages_are_read_beside_the_event_loop() -> None:
     engine = saying("short")
     async with opened(engine) as episode:
         await episode.ask([{"role": "user", "content": words}])
-    assert str(TOKENIZER.decode(list(engine.requests[0].input_ids))).count("many words") == 3000
+    assert decode(engine.requests[0].input_ids).count("many words") == 3000

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import anthropic
 import openai
 import pytest
-from programs import ADD, CALL_ADD, CERTIFICATES, TOKENIZER, saying, shown, trained
+from programs import ADD, CALL_ADD, CERTIFICATES, saying, shown, trained
+from workflow.scripted_answers import TOKENIZER
 
 from arl.api.errors import ServerError
 from arl.api.scripted import ScriptedEngine

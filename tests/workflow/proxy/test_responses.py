@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI, BadRequestError
-from programs import calling, client_of, saying, shown, trained
+from programs import client_of, saying, shown, trained
+from workflow.scripted_answers import calling
 
 from arl.api.scripted import ScriptedEngine
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer

@@ -10,7 +10,8 @@ from typing import Any
 
 import openai
 import pytest
-from programs import TOKENIZER, saying
+from programs import saying
+from workflow.scripted_answers import TOKENIZER
 
 from arl.api.errors import ConfigError, ProgramError, PromptTooLongError, ServerError, TrajectoryError
 from arl.api.scripted import ScriptedEngine

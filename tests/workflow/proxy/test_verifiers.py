@@ -14,9 +14,10 @@ import pytest
 import uvicorn
 import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
-from programs import TOKENIZER, calling, encode, saying, shown, spelled, trained
+from programs import saying, shown, trained
 from stock_env import StockTools
 from verifiers.v1.dialects import ChatDialect
+from workflow.scripted_answers import TOKENIZER, calling, encode, ended
 
 from arl.api.errors import ArlError, ServerError
 from arl.api.scripted import ScriptedEngine
@@ -31,7 +32,7 @@ def unevenly(*answers: str) -> ScriptedEngine:
     remaining = iter(answers)
 
     def answer(_: ModelRequest) -> ModelResponse:
-        ids = tuple(spelled(next(remaining)))
+        ids = tuple(ended(next(remaining)))
         logprobs = tuple(-0.1 * (i + 1) for i in range(len(ids)))
         versions = (3,) * len(ids)
         return ModelResponse(output_ids=ids, output_logprobs=logprobs, output_versions=versions, stop_reason="stop")
@@ -52,7 +53,7 @@ async def test_a_single_turn_is_a_trajectory_with_what_was_sampled_and_the_parts
     (trajectory,) = await run(env, engine, sampling=sampling)
     (turn,) = trajectory.turns
     assert engine.requests[0].sampling == sampling
-    assert trajectory.token_ids == (*engine.requests[0].input_ids, *spelled("e"))
+    assert trajectory.token_ids == (*engine.requests[0].input_ids, *ended("e"))
     assert trajectory.behavior_logprobs[turn.start : turn.stop] == (-0.1, -0.2)
     assert trajectory.reward == 1.5
     assert trajectory.rewards == {"correct": 1.0, "short": 0.5}
@@ -67,7 +68,7 @@ async def test_turns_with_a_user_are_one_trajectory_even_if_the_template_drops_t
     (branch,) = env.episodes[0].traces[0].branches
     assert trained(trajectory) == ["5", "<think>\nLess.\n</think>\n\n9", "7"]
     assert [message.content for message in branch.messages if message.role == "assistant"] == ["5", "9", "7"]
-    assert trajectory.token_ids == (*engine.requests[-1].input_ids, *spelled("7"))
+    assert trajectory.token_ids == (*engine.requests[-1].input_ids, *ended("7"))
     assert "Higher." in shown(engine.requests[-1])
     assert (trajectory.role, trajectory.reward) == ("player", 1.0)
 
@@ -132,7 +133,7 @@ async def test_episodes_run_at_once_and_each_has_its_own_turns() -> None:
     def engine(answer: str) -> ScriptedEngine:
         async def say(_: ModelRequest) -> list[int]:
             await both.wait()
-            return spelled(answer)
+            return ended(answer)
 
         return ScriptedEngine(say)
 
