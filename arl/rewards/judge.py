@@ -36,7 +36,7 @@ class AnswerCache:
 
     def __init__(self, directory: Path | str) -> None:
         self._directory = Path(directory)
-        self._asked: dict[str, asyncio.Future[str]] = {}
+        self._asked: dict[str, asyncio.Task[str]] = {}
 
     async def answer(self, request: Mapping[str, Any], ask: Callable[[], Awaitable[str]]) -> str:
         """The answer to a request (JSON), from the cache or else from `ask`.
@@ -49,20 +49,9 @@ class AnswerCache:
             await asyncio.wait((asked,))
             if not asked.cancelled():
                 return asked.result()
-        asked = self._asked[key] = asyncio.get_running_loop().create_future()
-        try:
-            answer = await self._look_up(key, text, ask)
-        except Exception as error:
-            asked.set_exception(error)
-            asked.exception()  # mark it as retrieved, in case no other request waited
-            raise
-        except BaseException:  # cancelled: a waiting request asks instead
-            asked.cancel()
-            raise
-        finally:
-            del self._asked[key]
-        asked.set_result(answer)
-        return answer
+        asked = self._asked[key] = asyncio.create_task(self._look_up(key, text, ask))
+        asked.add_done_callback(lambda _: self._asked.pop(key))
+        return await asked  # a cancellation cancels it, and a waiting request asks instead
 
     async def _look_up(self, key: str, text: str, ask: Callable[[], Awaitable[str]]) -> str:
         path = self._directory / key[:2] / f"{key}.json"
