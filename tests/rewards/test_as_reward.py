@@ -179,7 +179,7 @@ def test_scores_take_numbers_of_other_libraries_and_no_mappings() -> None:
         Score(1.0, {"a": float("nan")})
 
 
-async def test_a_thread_that_runs_too_long_is_left_behind_and_an_error_until_it_ends() -> None:
+async def test_a_thread_that_runs_too_long_is_left_behind_and_too_many_are_an_error() -> None:
     go = threading.Event()
     reward = ThreadReward(lambda answer, data: go.wait() if answer == "hang" else 1.0, timeout_s=0.05, workers=1)
     with pytest.raises(RewardTimeoutError, match=r"<lambda> ran longer than 0\.05 s"):
@@ -187,10 +187,6 @@ async def test_a_thread_that_runs_too_long_is_left_behind_and_an_error_until_it_
     with pytest.raises(RewardError, match="1 earlier calls hang in threads"):
         await reward("", {})
     go.set()
-    async with asyncio.timeout(10):
-        while reward.threads.num_hung:  # noqa: ASYNC110 - a thread changes it
-            await asyncio.sleep(0.001)
-    assert await reward("", {}) == 1.0
 
 
 @pytest.mark.parametrize("error", [KeyError("colour"), SystemExit(3), StopIteration()])

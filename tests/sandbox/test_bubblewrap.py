@@ -8,6 +8,8 @@ import select
 import signal
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +37,16 @@ def descendants(pid: int) -> set[int]:
     while level := {child for child, parent in parents.items() if parent in level} - found:
         found |= level
     return found
+
+
+@asynccontextmanager
+async def with_keeper(pipe: Path) -> AsyncIterator[tuple[BubblewrapSandbox, int]]:
+    """A sandbox with one place, and its keeper's process id. At the end nothing of it is left."""
+    before = descendants(os.getpid())
+    async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
+        (pid,) = descendants(os.getpid()) - before
+        yield sandbox, pid
+    assert descendants(os.getpid()) - before == set()
 
 
 async def test_a_program_gets_its_input_and_files_and_says_how_it_ended(bubblewrap: BubblewrapSandbox) -> None:
@@ -124,9 +136,7 @@ async def test_waiting_for_a_place_costs_a_program_none_of_its_time(bubblewrap: 
 async def test_cancelling_a_call_ends_its_program_and_nothing_is_left(
     bubblewrap: BubblewrapSandbox, pipe: Path
 ) -> None:
-    before = descendants(os.getpid())
-    async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
-        (pid,) = descendants(os.getpid()) - before
+    async with with_keeper(pipe) as (sandbox, pid):
         files, kept = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{pid}/fd"))
         calls = [asyncio.create_task(sandbox.run(sleeper(pipe))) for _ in range(3)]
         async with once_running(pipe) as reader:
@@ -139,7 +149,6 @@ async def test_cancelling_a_call_ends_its_program_and_nothing_is_left(
         assert descendants(pid) == set()
         assert len(os.listdir(f"/proc/{pid}/fd")) == kept
         assert len(os.listdir("/proc/self/fd")) == files
-    assert descendants(os.getpid()) - before == set()
 
 
 async def test_closing_ends_what_runs_and_later_calls_are_refused(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:
@@ -159,9 +168,7 @@ async def test_closing_ends_what_runs_and_later_calls_are_refused(bubblewrap: Bu
 async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_another_takes_over(
     bubblewrap: BubblewrapSandbox, pipe: Path
 ) -> None:
-    before = descendants(os.getpid())
-    async with BubblewrapSandbox(read_only=[str(pipe.parent)]) as sandbox:
-        (pid,) = descendants(os.getpid()) - before
+    async with with_keeper(pipe) as (sandbox, pid):
         call = asyncio.create_task(sandbox.run(sleeper(pipe)))
         async with once_running(pipe) as reader:
             os.kill(pid, signal.SIGKILL)
@@ -169,7 +176,6 @@ async def test_a_keeper_that_dies_is_an_error_its_programs_die_with_it_and_anoth
         with pytest.raises(SandboxError, match="keeper died"):
             await call
         assert [run.stdout for run in await asyncio.gather(*[sandbox.run("print(1)") for _ in range(3)])] == ["1\n"] * 3
-        assert len(descendants(os.getpid()) - before) == 1
 
 
 BLINDFOLD = """
@@ -190,9 +196,7 @@ async def test_a_program_that_cannot_be_watched_is_ended_and_its_place_is_free(
     bubblewrap: BubblewrapSandbox, pipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("arl.sandbox.bubblewrap.START", START.removesuffix("main()\n") + BLINDFOLD + "main()\n")
-    before = descendants(os.getpid())
-    async with BubblewrapSandbox(concurrency=1, read_only=[str(pipe.parent)]) as sandbox:
-        (pid,) = descendants(os.getpid()) - before
+    async with with_keeper(pipe) as (sandbox, pid):
         call = asyncio.create_task(sandbox.run(sleeper(pipe)))
         async with once_running(pipe) as reader:
             os.kill(pid, signal.SIGUSR1)
