@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
+from arl.api.config import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 
@@ -70,7 +71,7 @@ class Run:
 class Server:
     """`faults` are taken by the next requests, in order: "reset", "hang", or an HTTP status such as 500.
 
-    Requests are answered at once if `is_automatic` (or at the pace of `token_s`), else as the test calls `advance`.
+    Requests are answered at once if `is_automatic`, else as the test calls `advance`.
     `info` is what /model_info says, `tells` what other paths do (dicts are JSON, strings text, numbers a status).
     `adapters` are those that it has loaded, with their directories; it samples the same under each.
     `requests` holds every /generate body, `calls` every other call, `aborted` the rids told to /abort_request.
@@ -85,7 +86,6 @@ class Server:
         self.is_healthy = True
         self.load_works = True
         self.adapters: dict[str, str] = {}
-        self.token_s = self.load_s = 0.0
         self.info: dict[str, Any] = {"model_path": "m"}
         self.tells: dict[str, Any] = {}
         self.load_gate = asyncio.Event()
@@ -189,9 +189,6 @@ class Server:
             await self._resumed.wait()
             while self.is_automatic and run.finish is None:
                 run.step(self.label)
-                if self.token_s:
-                    await asyncio.sleep(self.token_s)
-                    await self._resumed.wait()
             await run.done.wait()
         finally:
             self.running.remove(run)
@@ -251,7 +248,6 @@ class Server:
 
     async def _on_update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.load_gate.wait()
-        await asyncio.sleep(self.load_s)
         if not self.load_works:
             return {"success": False, "message": "no such weights"}
         self.label = body["weight_version"]
@@ -288,18 +284,19 @@ class Server:
         return {}
 
 
-class Engines(Protocol):
-    """Opens an engine over servers, with settings of ClientConfig."""
-
-    def __call__(
-        self,
-        servers: Sequence[Server],
-        *,
-        api_key: str | None = None,
-        version: int = 0,
-        eos_token_ids: Sequence[int] = (),
-        **settings: Any,
-    ) -> AbstractAsyncContextManager[RemoteSGLangEngine]: ...
+@asynccontextmanager
+async def over(
+    *servers: Server, api_key: str | None = None, version: int = 0, eos_token_ids: Sequence[int] = (), **settings: Any
+) -> AsyncIterator[RemoteSGLangEngine]:
+    """An engine over these servers, with settings of ClientConfig; they have forgotten the calls of its start."""
+    addresses = [server.address for server in servers]
+    config = ClientConfig(**{"request_timeout_s": 20.0, **settings})
+    async with RemoteSGLangEngine(
+        addresses, config, api_key=api_key, version=version, eos_token_ids=eos_token_ids
+    ) as engine:
+        for server in servers:
+            server.calls.clear()
+        yield engine
 
 
 def ask(num_tokens: int = 4, *, session: str | None = None, **sampling: Any) -> ModelRequest:

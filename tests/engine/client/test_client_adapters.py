@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from protocol_server import Engines, Server, ask, assert_seamless
+from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import weights
 
 from arl.api.engine import DiskWeights
@@ -20,8 +20,8 @@ def named(server: Server) -> list[str | None]:
     return [body.get("lora_path") for body in server.requests]
 
 
-async def test_requests_name_the_published_adapter_and_their_tokens_are_of_its_version(server: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_requests_name_the_published_adapter_and_their_tokens_are_of_its_version(server: Server):
+    async with over(server) as engine:
         for version in (0, 1):
             await engine.update_weights(adapter(version))
             assert engine.version == version
@@ -32,17 +32,17 @@ async def test_requests_name_the_published_adapter_and_their_tokens_are_of_its_v
         assert server.adapters == {"run-v0": "/adapters/0", "run-v1": "/adapters/1"}
 
 
-async def test_without_adapters_requests_name_none_and_servers_are_asked_for_none(server: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_without_adapters_requests_name_none_and_servers_are_asked_for_none(server: Server):
+    async with over(server) as engine:
         await engine.update_weights(weights(1))
         await engine.agenerate(ask())
         assert "lora_path" not in server.requests[0]
     assert not {"v1/models", "load_lora_adapter", "unload_lora_adapter"} & set(server.names())
 
 
-async def test_a_publish_pauses_nothing_and_requests_in_flight_end_under_their_adapter(server: Server, over: Engines):
+async def test_a_publish_pauses_nothing_and_requests_in_flight_end_under_their_adapter(server: Server):
     server.is_automatic = False
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.update_weights(adapter(0))
         old = await server.begin(group, engine.agenerate(ask()))
         server.advance(2)
@@ -56,9 +56,9 @@ async def test_a_publish_pauses_nothing_and_requests_in_flight_end_under_their_a
         assert not {"pause_generation", "continue_generation"} & set(server.names())
 
 
-async def test_a_request_that_was_cut_short_goes_on_under_the_newest_adapter(server: Server, over: Engines):
+async def test_a_request_that_was_cut_short_goes_on_under_the_newest_adapter(server: Server):
     server.is_automatic = False
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.update_weights(adapter(0))
         call = await server.begin(group, engine.agenerate(ask()))
         server.advance(2)
@@ -73,11 +73,9 @@ async def test_a_request_that_was_cut_short_goes_on_under_the_newest_adapter(ser
         assert named(server) == ["run-v0", "run-v1"]
 
 
-async def test_an_adapter_is_unloaded_when_two_newer_ones_are_there_and_no_request_names_it(
-    server: Server, over: Engines
-):
+async def test_an_adapter_is_unloaded_when_two_newer_ones_are_there_and_no_request_names_it(server: Server):
     server.is_automatic = False
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.update_weights(adapter(0))
         call = await server.begin(group, engine.agenerate(ask()))
         for version in (1, 2, 3):
@@ -91,18 +89,16 @@ async def test_an_adapter_is_unloaded_when_two_newer_ones_are_there_and_no_reque
         assert list(server.adapters) == ["run-v3", "run-v4"]
 
 
-async def test_the_end_of_the_engine_leaves_no_adapter_loaded(server: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_the_end_of_the_engine_leaves_no_adapter_loaded(server: Server):
+    async with over(server) as engine:
         for version in (0, 1):
             await engine.update_weights(adapter(version))
         assert len(server.adapters) == 2
     assert server.adapters == {}
 
 
-async def test_an_adapter_whose_load_was_given_up_and_came_about_all_the_same_is_unloaded(
-    server: Server, over: Engines
-):
-    async with over([server]) as engine:
+async def test_an_adapter_whose_load_was_given_up_and_came_about_all_the_same_is_unloaded(server: Server):
+    async with over(server) as engine:
         await engine.update_weights(adapter(0))
         server.load_works = False
         with pytest.raises(ServerError, match=r"no server took version 1.*its rank is too large"):
@@ -111,10 +107,8 @@ async def test_an_adapter_whose_load_was_given_up_and_came_about_all_the_same_is
     assert server.adapters == {}
 
 
-async def test_a_server_that_does_not_take_the_adapter_is_fenced_until_it_does(
-    server: Server, other: Server, over: Engines
-):
-    async with over([server, other]) as engine:
+async def test_a_server_that_does_not_take_the_adapter_is_fenced_until_it_does(server: Server, other: Server):
+    async with over(server, other) as engine:
         await engine.update_weights(adapter(0))
         server.load_works = False
         await engine.update_weights(adapter(1))
@@ -132,8 +126,8 @@ async def test_a_server_that_does_not_take_the_adapter_is_fenced_until_it_does(
         assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
 
 
-async def test_a_server_that_was_started_again_gets_the_adapter_before_it_serves(server: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_a_server_that_was_started_again_gets_the_adapter_before_it_serves(server: Server):
+    async with over(server) as engine:
         await engine.update_weights(adapter(0))
         await engine.update_weights(adapter(1))
         server.adapters.clear()
@@ -144,8 +138,8 @@ async def test_a_server_that_was_started_again_gets_the_adapter_before_it_serves
         assert list(server.adapters) == ["run-v1"]
 
 
-async def test_a_server_that_joins_gets_the_adapter_before_it_serves(server: Server, other: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_a_server_that_joins_gets_the_adapter_before_it_serves(server: Server, other: Server):
+    async with over(server) as engine:
         await engine.update_weights(adapter(3))
         await engine.add_server(other.address)
         assert list(other.adapters) == ["run-v3"]
@@ -154,24 +148,24 @@ async def test_a_server_that_joins_gets_the_adapter_before_it_serves(server: Ser
         assert (await engine.agenerate(ask())).output_versions == (3, 3, 3, 3)
 
 
-async def test_an_adapter_that_is_there_already_is_not_loaded_again(server: Server, over: Engines):
+async def test_an_adapter_that_is_there_already_is_not_loaded_again(server: Server):
     server.adapters["run-v0"] = "/adapters/0"
-    async with over([server]) as engine:
+    async with over(server) as engine:
         await engine.update_weights(adapter(0))
         assert "load_lora_adapter" not in server.names()
         assert (await engine.agenerate(ask())).output_versions == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("label", ["7", "mixture"])
-async def test_a_server_that_holds_another_runs_weights_takes_no_adapter(label: str, server: Server, over: Engines):
+async def test_a_server_that_holds_another_runs_weights_takes_no_adapter(label: str, server: Server):
     server.label = label
-    async with over([server]) as engine:
+    async with over(server) as engine:
         with pytest.raises(ServerError, match=f"serves weights '{label}'.*start it again"):
             await engine.update_weights(adapter(0))
 
 
-async def test_an_answer_over_a_model_that_was_exchanged_is_thrown_away(server: Server, other: Server, over: Engines):
-    async with over([server, other]) as engine:
+async def test_an_answer_over_a_model_that_was_exchanged_is_thrown_away(server: Server, other: Server):
+    async with over(server, other) as engine:
         await engine.update_weights(adapter(0))
         server.label = "7"
         for _ in range(3):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from protocol_server import Engines, Server, ask, assert_seamless, letter, outcome, token_at
+from protocol_server import Server, ask, assert_seamless, letter, outcome, over, token_at
 
 from arl.api.engine import DiskWeights
 from arl.api.errors import ServerError
@@ -16,9 +16,9 @@ from arl.engine.client.sglang import PartialResponse
 WEIGHTS = Path("/weights")
 
 
-async def test_a_response_over_two_updates_continues_each_time_with_what_is_left(server: Server, over: Engines):
+async def test_a_response_over_two_updates_continues_each_time_with_what_is_left(server: Server):
     server.is_automatic = False
-    async with over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+    async with over(server, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(10, ignore_eos=True)))
         server.advance(4)
         await engine.update_weights(DiskWeights(version=1, directory=WEIGHTS))
@@ -37,9 +37,9 @@ async def test_a_response_over_two_updates_continues_each_time_with_what_is_left
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_under_the_other_modes_the_server_itself_goes_on(server: Server, over: Engines, mode: str):
+async def test_under_the_other_modes_the_server_itself_goes_on(server: Server, mode: str):
     server.is_automatic = False
-    async with over([server], pause_mode=mode) as engine, asyncio.TaskGroup() as group:
+    async with over(server, pause_mode=mode) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(6)))
         server.advance(2)
         await engine.update_weights(DiskWeights(version=1, directory=WEIGHTS))
@@ -50,9 +50,9 @@ async def test_under_the_other_modes_the_server_itself_goes_on(server: Server, o
     assert len(server.requests) == 1
 
 
-async def test_an_aborted_request_waits_until_its_server_is_resumed(server: Server, other: Server, over: Engines):
+async def test_an_aborted_request_waits_until_its_server_is_resumed(server: Server, other: Server):
     server.is_automatic = False
-    async with over([server, other], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+    async with over(server, other, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(4, session="s")))
         server.advance(2)
         await engine.pause()
@@ -67,9 +67,9 @@ async def test_an_aborted_request_waits_until_its_server_is_resumed(server: Serv
     assert other.requests == []
 
 
-async def test_an_abort_that_nobody_asked_for_is_continued(server: Server, over: Engines):
+async def test_an_abort_that_nobody_asked_for_is_continued(server: Server):
     server.is_automatic = False
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(5)))
         server.advance(2)
         server.abort_running()
@@ -78,9 +78,9 @@ async def test_an_abort_that_nobody_asked_for_is_continued(server: Server, over:
         assert_seamless(await call, 5)
 
 
-async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(server: Server, over: Engines):
+async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(server: Server):
     server.is_automatic = False
-    async with over([server], max_retries=1) as engine, asyncio.TaskGroup() as group:
+    async with over(server, max_retries=1) as engine, asyncio.TaskGroup() as group:
         call = group.create_task(outcome(engine.agenerate(ask(5))))
         for attempt in (1, 2):
             await server.until(lambda n=attempt: len(server.requests) == n and len(server.running) == 1)
@@ -91,9 +91,9 @@ async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(serv
     assert "nobody asked for it" in str(error)
 
 
-async def test_an_abort_before_the_first_token_sends_the_same_prompt_again(server: Server, over: Engines):
+async def test_an_abort_before_the_first_token_sends_the_same_prompt_again(server: Server):
     server.is_automatic = False
-    async with over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+    async with over(server, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(4)))
         await engine.pause()
         server.is_automatic = True
@@ -125,10 +125,10 @@ SEAMS: dict[str, tuple[int, dict[str, Any], int, list[int]]] = {
 
 @pytest.mark.parametrize(("seam", "sampling", "num_tokens", "budgets"), SEAMS.values(), ids=SEAMS)
 async def test_a_response_ends_where_it_would_without_the_seam(
-    server: Server, over: Engines, seam: int, sampling: dict[str, Any], num_tokens: int, budgets: list[int]
+    server: Server, seam: int, sampling: dict[str, Any], num_tokens: int, budgets: list[int]
 ):
     server.is_automatic = False
-    async with over([server], pause_mode="abort", eos_token_ids=[1, END]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, pause_mode="abort", eos_token_ids=[1, END]) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(12, **sampling)))
         for run in server.running:
             run.labels += [server.label] * seam  # sampled without being looked at, as before an abort
@@ -142,9 +142,9 @@ async def test_a_response_ends_where_it_would_without_the_seam(
     assert {sent["sampling_params"].get("sampling_seed") for sent in server.requests} == {sampling.get("seed")}
 
 
-async def test_a_continuation_that_no_longer_fits_ends_at_the_end_of_the_context(server: Server, over: Engines):
+async def test_a_continuation_that_no_longer_fits_ends_at_the_end_of_the_context(server: Server):
     server.is_automatic = False
-    async with over([server], pause_mode="abort") as engine, asyncio.TaskGroup() as group:
+    async with over(server, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(10)))
         server.advance(6)
         server.faults.append(400)

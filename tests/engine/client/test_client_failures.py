@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from protocol_server import Engines, Server, ask, assert_seamless, outcome
+from protocol_server import Server, ask, assert_seamless, outcome, over
 from scripted_weights import ScriptedWeights, weights
 
 from arl.api.engine import DiskWeights, WeightServer
@@ -17,11 +17,9 @@ WEIGHTS = DiskWeights(version=1, directory=Path("/weights/1"))
 
 
 @pytest.mark.parametrize("fault", ["reset", 500, 503, 429])
-async def test_a_request_whose_server_fails_is_answered_by_another(
-    server: Server, other: Server, over: Engines, fault: str | int
-):
+async def test_a_request_whose_server_fails_is_answered_by_another(server: Server, other: Server, fault: str | int):
     server.faults.append(fault)
-    async with over([server, other]) as engine:
+    async with over(server, other) as engine:
         server.is_healthy = False
         assert_seamless(await engine.agenerate(ask(session="s")), 4)
         assert len(server.requests) == 1
@@ -29,10 +27,10 @@ async def test_a_request_whose_server_fails_is_answered_by_another(
 
 
 async def test_a_request_is_sent_to_a_busy_server_rather_than_again_to_the_one_that_failed_it(
-    server: Server, other: Server, over: Engines
+    server: Server, other: Server
 ):
     other.is_automatic = False
-    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
         await engine.pause()
         for session in ("a", "b", "b", "b"):
             group.create_task(engine.agenerate(ask(session=session)))
@@ -45,18 +43,16 @@ async def test_a_request_is_sent_to_a_busy_server_rather_than_again_to_the_one_t
     assert len(server.requests) == 2
 
 
-async def test_a_request_that_always_fails_gives_up_after_max_retries(server: Server, over: Engines):
+async def test_a_request_that_always_fails_gives_up_after_max_retries(server: Server):
     server.faults += [500] * 10
-    async with over([server], max_retries=2) as engine:
+    async with over(server, max_retries=2) as engine:
         with pytest.raises(ServerError, match=r"failed 3 times \(engine\.max_retries is 2\).*HTTP 500: it broke"):
             await engine.agenerate(ask())
     assert len(server.requests) == 3
 
 
-async def test_a_server_that_comes_back_without_the_weights_gets_them_before_any_request(
-    server: Server, other: Server, over: Engines
-):
-    async with over([server, other]) as engine:
+async def test_a_server_that_comes_back_without_the_weights_gets_them_before_any_request(server: Server, other: Server):
+    async with over(server, other) as engine:
         await engine.update_weights(WEIGHTS)
         await server.stop()
         assert_seamless(await engine.agenerate(ask()), 4)
@@ -70,10 +66,10 @@ async def test_a_server_that_comes_back_without_the_weights_gets_them_before_any
     assert response.output_versions == (1, 1, 1, 1)
 
 
-async def test_a_server_that_comes_back_as_another_model_stays_out(server: Server, other: Server, over: Engines):
+async def test_a_server_that_comes_back_as_another_model_stays_out(server: Server, other: Server):
     for each in (server, other):
         each.info["model_type"] = "qwen3"
-    async with over([server, other]) as engine:
+    async with over(server, other) as engine:
         await engine.update_weights(WEIGHTS)
         server.label, server.info["model_type"] = "default", "llama"
         server.faults.append(500)
@@ -85,16 +81,14 @@ async def test_a_server_that_comes_back_as_another_model_stays_out(server: Serve
     assert "update_weights_from_disk" not in server.names()
 
 
-async def test_a_server_that_comes_back_with_other_ranks_is_given_weights_as_such(
-    server: Server, other: Server, over: Engines
-):
+async def test_a_server_that_comes_back_with_other_ranks_is_given_weights_as_such(server: Server, other: Server):
     num_ranks: list[int] = []
 
     async def note(at: WeightServer) -> None:
         if at.address == server.address:
             num_ranks.append(at.num_ranks)
 
-    async with over([server, other]) as engine:
+    async with over(server, other) as engine:
         await engine.update_weights(ScriptedWeights(1, before=note))
         server.label, server.tells["server_info"] = "default", {"tp_size": 2}
         server.faults.append(500)
@@ -104,7 +98,7 @@ async def test_a_server_that_comes_back_with_other_ranks_is_given_weights_as_suc
 
 
 async def test_a_late_probe_loads_no_weights_that_newer_ones_have_replaced(
-    server: Server, other: Server, over: Engines, monkeypatch: pytest.MonkeyPatch
+    server: Server, other: Server, monkeypatch: pytest.MonkeyPatch
 ):
     asked, gate = asyncio.Event(), asyncio.Event()
 
@@ -113,7 +107,7 @@ async def test_a_late_probe_loads_no_weights_that_newer_ones_have_replaced(
         await gate.wait()
         return {"model_path": "m", "weight_version": server.label}
 
-    async with over([server, other]) as engine:
+    async with over(server, other) as engine:
         monkeypatch.setattr(server, "_on_model_info", answer_late)
         server.load_works = False
         await engine.update_weights(weights(1))
@@ -127,10 +121,8 @@ async def test_a_late_probe_loads_no_weights_that_newer_ones_have_replaced(
     assert loads == ["/weights/2"]
 
 
-async def test_the_version_is_the_last_that_was_served_also_if_nobody_looked_while_it_was(
-    server: Server, over: Engines
-):
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+async def test_the_version_is_the_last_that_was_served_also_if_nobody_looked_while_it_was(server: Server):
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.update_weights(WEIGHTS)
         server.is_healthy = False
         server.faults.append(500)
@@ -141,8 +133,8 @@ async def test_the_version_is_the_last_that_was_served_also_if_nobody_looked_whi
         await call
 
 
-async def test_a_server_that_lost_its_weights_unnoticed_has_its_answer_thrown_away(server: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_a_server_that_lost_its_weights_unnoticed_has_its_answer_thrown_away(server: Server):
+    async with over(server) as engine:
         await engine.update_weights(WEIGHTS)
         server.label = "default"  # as after a quick restart
         response = await engine.agenerate(ask())
@@ -150,11 +142,9 @@ async def test_a_server_that_lost_its_weights_unnoticed_has_its_answer_thrown_aw
     assert response.output_versions == (1, 1, 1, 1)
 
 
-async def test_a_hanging_request_is_named_with_its_server_and_the_time_and_the_server_is_probed(
-    server: Server, over: Engines
-):
+async def test_a_hanging_request_is_named_with_its_server_and_the_time_and_the_server_is_probed(server: Server):
     server.faults.append("hang")
-    async with over([server], request_timeout_s=0.2) as engine:
+    async with over(server, request_timeout_s=0.2) as engine:
         request = ask()
         with pytest.raises(RequestTimeoutError) as raised:
             await engine.agenerate(request)
@@ -165,9 +155,9 @@ async def test_a_hanging_request_is_named_with_its_server_and_the_time_and_the_s
     assert "0.2 s (engine.request_timeout_s)" in str(raised.value)
 
 
-async def test_a_server_is_not_suspected_for_the_time_that_a_request_spent_elsewhere(server: Server, over: Engines):
+async def test_a_server_is_not_suspected_for_the_time_that_a_request_spent_elsewhere(server: Server):
     server.faults.append("hang")
-    async with over([server], request_timeout_s=0.5) as engine, asyncio.TaskGroup() as group:
+    async with over(server, request_timeout_s=0.5) as engine, asyncio.TaskGroup() as group:
         await engine.pause()
         call = group.create_task(outcome(engine.agenerate(ask())))
         await asyncio.sleep(0.35)
@@ -180,10 +170,8 @@ async def test_a_server_is_not_suspected_for_the_time_that_a_request_spent_elsew
         assert "model_info" not in [name for name, _ in server.calls]
 
 
-async def test_waiting_for_servers_that_are_gone_ends_with_who_they_are_and_why(
-    server: Server, other: Server, over: Engines
-):
-    async with over([server, other], request_timeout_s=0.5, max_retries=5) as engine:
+async def test_waiting_for_servers_that_are_gone_ends_with_who_they_are_and_why(server: Server, other: Server):
+    async with over(server, other, request_timeout_s=0.5, max_retries=5) as engine:
         await server.stop()
         await other.stop()
         with pytest.raises(ServerError) as raised:
@@ -193,18 +181,16 @@ async def test_waiting_for_servers_that_are_gone_ends_with_who_they_are_and_why(
     assert "could not be reached" in str(raised.value)
 
 
-async def test_waiting_while_paused_ends_at_the_request_timeout(server: Server, over: Engines):
-    async with over([server], request_timeout_s=0.2) as engine:
+async def test_waiting_while_paused_ends_at_the_request_timeout(server: Server):
+    async with over(server, request_timeout_s=0.2) as engine:
         await engine.pause()
         with pytest.raises(RequestTimeoutError, match="while generation was paused"):
             await engine.agenerate(ask())
 
 
-async def test_requests_stuck_on_a_server_that_fell_ill_are_sent_elsewhere(
-    server: Server, other: Server, over: Engines
-):
+async def test_requests_stuck_on_a_server_that_fell_ill_are_sent_elsewhere(server: Server, other: Server):
     server.faults += ["hang", "hang", 500]
-    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
         stuck = [group.create_task(engine.agenerate(ask(session=session))) for session in ("a", "b", "c", "d")]
         await server.until(lambda: len(server.running) == 2)
         server.is_healthy = False
@@ -214,9 +200,9 @@ async def test_requests_stuck_on_a_server_that_fell_ill_are_sent_elsewhere(
             assert_seamless(await call, 4)
 
 
-async def test_many_cancelled_requests_do_not_leak(server: Server, over: Engines):
+async def test_many_cancelled_requests_do_not_leak(server: Server):
     server.is_automatic = False
-    async with over([server]) as engine:
+    async with over(server) as engine:
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(engine.agenerate(ask())) for _ in range(50)]
             await server.until(lambda: len(server.running) == 50)

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from protocol_server import Engines, Server, ask, assert_seamless, outcome
+from protocol_server import Server, ask, assert_seamless, outcome, over
 
 from arl.api.config import ClientConfig
 from arl.api.engine import DiskWeights
@@ -13,8 +13,8 @@ from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 
-async def test_an_answer_becomes_a_response(server: Server, over: Engines):
-    async with over([server], version=3) as engine:
+async def test_an_answer_becomes_a_response(server: Server):
+    async with over(server, version=3) as engine:
         response = await engine.agenerate(ask(4, temperature=0.5))
     assert_seamless(response, 4)
     assert response.output_versions == (3, 3, 3, 3)
@@ -22,7 +22,7 @@ async def test_an_answer_becomes_a_response(server: Server, over: Engines):
     assert response.temperature == 0.5
 
 
-async def test_sampling_parameters_travel_under_sglangs_names(server: Server, over: Engines):
+async def test_sampling_parameters_travel_under_sglangs_names(server: Server):
     sampling = SamplingParams(
         max_new_tokens=5,
         temperature=0.7,
@@ -34,7 +34,7 @@ async def test_sampling_parameters_travel_under_sglangs_names(server: Server, ov
         ignore_eos=True,
         seed=11,
     )
-    async with over([server]) as engine:
+    async with over(server) as engine:
         await engine.agenerate(ModelRequest(input_ids=(1, 2, 3), sampling=sampling, rid="mine"))
     (sent,) = server.requests
     assert sent["input_ids"] == [1, 2, 3]
@@ -56,26 +56,24 @@ async def test_sampling_parameters_travel_under_sglangs_names(server: Server, ov
     }
 
 
-async def test_the_api_key_is_sent_as_a_bearer_token(server: Server, over: Engines):
-    async with over([server], api_key="secret") as engine:
+async def test_the_api_key_is_sent_as_a_bearer_token(server: Server):
+    async with over(server, api_key="secret") as engine:
         await engine.agenerate(ask())
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
-async def test_a_session_stays_where_it_is_though_another_server_is_idle(server: Server, other: Server, over: Engines):
+async def test_a_session_stays_where_it_is_though_another_server_is_idle(server: Server, other: Server):
     server.is_automatic = False
-    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
         await server.begin(group, engine.agenerate(ask(session="a")))
         await server.begin(group, engine.agenerate(ask(session="a")))
         server.advance(4)
     assert other.requests == []
 
 
-async def test_a_request_without_session_goes_to_the_server_with_fewest_in_flight(
-    server: Server, other: Server, over: Engines
-):
+async def test_a_request_without_session_goes_to_the_server_with_fewest_in_flight(server: Server, other: Server):
     server.is_automatic = other.is_automatic = False
-    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
         for _ in range(6):
             group.create_task(engine.agenerate(ask()))
         await server.until(lambda: len(server.running) == 3)
@@ -84,9 +82,9 @@ async def test_a_request_without_session_goes_to_the_server_with_fewest_in_fligh
         other.advance(4)
 
 
-async def test_prefixes_are_shared_until_the_next_load_and_within_one_run(server: Server, over: Engines):
+async def test_prefixes_are_shared_until_the_next_load_and_within_one_run(server: Server):
     for _ in range(2):
-        async with over([server]) as engine:
+        async with over(server) as engine:
             await engine.agenerate(ask())
             await engine.agenerate(ask())
             for _ in range(2):
@@ -97,9 +95,9 @@ async def test_prefixes_are_shared_until_the_next_load_and_within_one_run(server
     assert len(set(keys)) == 6
 
 
-async def test_hundreds_of_requests_run_at_once(server: Server, over: Engines):
+async def test_hundreds_of_requests_run_at_once(server: Server):
     server.is_automatic = False
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         tasks = [group.create_task(engine.agenerate(ask(1))) for _ in range(300)]
         await server.until(lambda: len(server.running) == 300)
         server.advance()
@@ -117,12 +115,12 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("sentence", "refusal"), REFUSALS.items(), ids=lambda value: str(value)[:30])
 async def test_a_refusal_is_passed_on_in_the_servers_words_and_not_repeated(
-    server: Server, over: Engines, sentence: str, refusal: tuple[int, type[ServerError], str]
+    server: Server, sentence: str, refusal: tuple[int, type[ServerError], str]
 ):
     status, kind, hint = refusal
     server.faults.append(status)
     server.error_body = {"error": {"message": sentence}}
-    async with over([server]) as engine:
+    async with over(server) as engine:
         with pytest.raises(kind) as raised:
             await engine.agenerate(ask())
         assert type(raised.value) is kind
@@ -145,9 +143,9 @@ def test_an_address_that_is_no_url_is_named(address: str):
         RemoteSGLangEngine([address], ClientConfig())
 
 
-async def test_a_very_long_prompt_is_sent_whole(server: Server, over: Engines):
+async def test_a_very_long_prompt_is_sent_whole(server: Server):
     prompt = list(range(300_000))
-    async with over([server]) as engine:
+    async with over(server) as engine:
         await engine.agenerate(ModelRequest(input_ids=prompt, sampling=SamplingParams(max_new_tokens=1)))
     assert server.requests[0]["input_ids"] == prompt
 
@@ -164,24 +162,24 @@ async def test_an_engine_that_is_not_open_says_so(server: Server):
         await engine.agenerate(ask())
 
 
-async def test_errors_of_the_block_leave_it_as_they_are(server: Server, over: Engines):
+async def test_errors_of_the_block_leave_it_as_they_are(server: Server):
     with pytest.raises(ZeroDivisionError):
-        async with over([server]):
+        async with over(server):
             raise ZeroDivisionError
 
 
-async def test_closing_twice_is_closing_once(server: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_closing_twice_is_closing_once(server: Server):
+    async with over(server) as engine:
         await engine.aclose()
         await engine.aclose()
         with pytest.raises(EngineClosedError):
             await engine.agenerate(ask())
 
 
-async def test_closing_aborts_what_runs_and_leaves_no_task(server: Server, over: Engines):
+async def test_closing_aborts_what_runs_and_leaves_no_task(server: Server):
     server.is_automatic = False
     before = asyncio.all_tasks()
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         call = group.create_task(outcome(engine.agenerate(ask())))
         await server.until(lambda: len(server.running) == 1)
         await engine.aclose()
@@ -191,9 +189,9 @@ async def test_closing_aborts_what_runs_and_leaves_no_task(server: Server, over:
     assert {task for task in asyncio.all_tasks() - before if "aiohttp" not in repr(task)} == set()
 
 
-async def test_a_cancelled_request_is_aborted_on_its_server(server: Server, over: Engines):
+async def test_a_cancelled_request_is_aborted_on_its_server(server: Server):
     server.is_automatic = False
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask()))
         call.cancel()
         await server.until(lambda: len(server.aborted) == 1)

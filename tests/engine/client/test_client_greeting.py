@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from protocol_server import Engines, Server, ask
+from protocol_server import Server, ask, over
 
 from arl.api.config import ClientConfig
 from arl.api.errors import ServerError
@@ -60,21 +60,17 @@ async def test_servers_of_different_models_are_named_with_what_differs(
     assert other.address in message
 
 
-async def test_directories_may_differ_and_what_one_server_does_not_tell_is_not_compared(
-    server: Server, other: Server, over: Engines
-):
+async def test_directories_may_differ_and_what_one_server_does_not_tell_is_not_compared(server: Server, other: Server):
     server.info["model_type"] = "qwen3"
     server.tells["tokenize"] = {"tokens": [1, 2]}
     other.tells["tokenize"] = 400
     other.info["model_path"] = "/elsewhere/m"
-    async with over([server, other]) as engine:
+    async with over(server, other) as engine:
         assert (await engine.agenerate(ask())).output_ids
 
 
 @pytest.mark.parametrize(("told", "num_ranks"), [({"tp_size": 4}, 4), ({"tp_size": None}, 1), (404, 1)])
-async def test_the_ranks_of_a_server_are_its_tensor_parallel_size(
-    server: Server, over: Engines, told: Any, num_ranks: int
-):
+async def test_the_ranks_of_a_server_are_its_tensor_parallel_size(server: Server, told: Any, num_ranks: int):
     server.tells["server_info"] = told
-    async with over([server]) as engine:
+    async with over(server) as engine:
         assert [s.client.num_ranks for s in engine._pool.servers] == [num_ranks]

@@ -3,17 +3,15 @@
 import asyncio
 
 import pytest
-from protocol_server import Engines, Server, ask, assert_seamless
+from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import ScriptedWeights, raising, waiting, weights
 
 from arl.api.errors import ConfigError, ServerError, TransportError
 
 
-async def test_a_server_that_joins_holds_the_current_weights_before_its_first_request(
-    server: Server, other: Server, over: Engines
-):
+async def test_a_server_that_joins_holds_the_current_weights_before_its_first_request(server: Server, other: Server):
     gate = asyncio.Event()
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.update_weights(ScriptedWeights(3, before=waiting(gate, at=other.address)))
         joining = group.create_task(engine.add_server(other.address))
         await other.until(lambda: "health" in [name for name, _ in other.calls])
@@ -26,22 +24,18 @@ async def test_a_server_that_joins_holds_the_current_weights_before_its_first_re
     assert {response.output_versions for response in responses} == {(3, 3, 3, 3)}
 
 
-async def test_a_server_that_joins_before_the_first_update_serves_as_it_is(
-    server: Server, other: Server, over: Engines
-):
+async def test_a_server_that_joins_before_the_first_update_serves_as_it_is(server: Server, other: Server):
     other.label = "17"
-    async with over([server], version=2) as engine:
+    async with over(server, version=2) as engine:
         await engine.add_server(other.address + "/")
         responses = await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
         assert {response.output_versions for response in responses} == {(2, 2, 2, 2)}
     assert len(other.requests) == 2
 
 
-async def test_a_server_that_joins_during_an_update_gets_the_newer_weights(
-    server: Server, other: Server, over: Engines
-):
+async def test_a_server_that_joins_during_an_update_gets_the_newer_weights(server: Server, other: Server):
     other.load_gate.clear()
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.update_weights(weights(1))
         joining = group.create_task(engine.add_server(other.address))
         await other.until(lambda: "update_weights_from_disk" in other.names())
@@ -52,20 +46,16 @@ async def test_a_server_that_joins_during_an_update_gets_the_newer_weights(
         assert engine.version == 2
 
 
-async def test_a_server_that_joins_though_another_run_left_it_with_that_label_is_loaded(
-    server: Server, other: Server, over: Engines
-):
+async def test_a_server_that_joins_though_another_run_left_it_with_that_label_is_loaded(server: Server, other: Server):
     other.label = "1"
-    async with over([server]) as engine:
+    async with over(server) as engine:
         await engine.update_weights(weights(1))
         await engine.add_server(other.address)
     assert other.names().count("update_weights_from_disk") == 1
 
 
-async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(
-    server: Server, other: Server, over: Engines
-):
-    async with over([server], update_timeout_s=0.5) as engine:
+async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(server: Server, other: Server):
+    async with over(server, update_timeout_s=0.5) as engine:
         with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9/model_info could not be reached"):
             await engine.add_server("http://127.0.0.1:9")
         with pytest.raises(ConfigError, match="base URLs"):
@@ -86,10 +76,8 @@ async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(
         other.load_gate.set()
 
 
-async def test_a_server_whose_first_load_breaks_off_is_left_out_but_not_paused(
-    server: Server, other: Server, over: Engines
-):
-    async with over([server]) as engine:
+async def test_a_server_whose_first_load_breaks_off_is_left_out_but_not_paused(server: Server, other: Server):
+    async with over(server) as engine:
         await engine.update_weights(ScriptedWeights(1, midway=raising(ServerError("it broke"), at=other.address)))
         with pytest.raises(ServerError, match="it broke"):
             await engine.add_server(other.address)
@@ -98,11 +86,9 @@ async def test_a_server_whose_first_load_breaks_off_is_left_out_but_not_paused(
         assert [s.address for s in engine._pool.servers] == [server.address]
 
 
-async def test_a_server_that_leaves_ends_what_it_runs_and_gets_nothing_new(
-    server: Server, other: Server, over: Engines
-):
+async def test_a_server_that_leaves_ends_what_it_runs_and_gets_nothing_new(server: Server, other: Server):
     server.is_automatic = False
-    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(session="s")))
         leaving = group.create_task(engine.remove_server(server.address))
         await asyncio.sleep(0)
@@ -122,7 +108,6 @@ async def test_a_server_that_leaves_ends_what_it_runs_and_gets_nothing_new(
 async def test_requests_that_outlast_the_draining_are_continued_elsewhere(
     server: Server,
     other: Server,
-    over: Engines,
     answers_aborts: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -130,7 +115,7 @@ async def test_requests_that_outlast_the_draining_are_continued_elsewhere(
     server.is_automatic = False
     if not answers_aborts:
         server.tells["abort_request"] = {}
-    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(6, session="s")))
         server.advance(2)
         await engine.remove_server(server.address, drain_timeout_s=0.05)
@@ -139,8 +124,8 @@ async def test_requests_that_outlast_the_draining_are_continued_elsewhere(
     assert [len(sent["input_ids"]) for sent in other.requests] == [3 + kept]
 
 
-async def test_the_last_server_that_serves_cannot_leave(server: Server, other: Server, over: Engines):
-    async with over([server, other]) as engine:
+async def test_the_last_server_that_serves_cannot_leave(server: Server, other: Server):
+    async with over(server, other) as engine:
         with pytest.raises(ConfigError, match=r"is none of the servers, which are http://127\.0\.0\.1"):
             await engine.remove_server("http://127.0.0.1:9")
         await other.stop()
@@ -153,8 +138,8 @@ async def test_the_last_server_that_serves_cannot_leave(server: Server, other: S
         assert_seamless(await engine.agenerate(ask()), 4)
 
 
-async def test_a_fenced_server_that_left_is_probed_no_more(server: Server, other: Server, over: Engines):
-    async with over([server, other]) as engine:
+async def test_a_fenced_server_that_left_is_probed_no_more(server: Server, other: Server):
+    async with over(server, other) as engine:
         other.tells["update_weights_from_disk"] = 500
         await engine.update_weights(weights(1))
         await engine.remove_server(other.address)
@@ -162,9 +147,9 @@ async def test_a_fenced_server_that_left_is_probed_no_more(server: Server, other
         assert other.pause_mode is None
 
 
-async def test_a_removal_that_is_given_up_leaves_the_server_in_service(server: Server, other: Server, over: Engines):
+async def test_a_removal_that_is_given_up_leaves_the_server_in_service(server: Server, other: Server):
     server.is_automatic = False
-    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
         await server.begin(group, engine.agenerate(ask()))
         leaving = group.create_task(engine.remove_server(server.address))
         await asyncio.sleep(0)

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from protocol_server import Engines, Server, ask, assert_seamless
+from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import ScriptedWeights, raising, waiting, weights
 
 from arl.api.config import ClientConfig
@@ -12,10 +12,10 @@ from arl.api.errors import ConfigError, ServerError, TrainingError, TransportErr
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 
-async def test_preparing_disturbs_no_request(server: Server, over: Engines):
+async def test_preparing_disturbs_no_request(server: Server):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
         await asyncio.sleep(0)
         assert (await engine.agenerate(ask())).output_versions == (0, 0, 0, 0)
@@ -25,10 +25,10 @@ async def test_preparing_disturbs_no_request(server: Server, over: Engines):
         assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
 
 
-async def test_rolling_updates_one_server_after_another(server: Server, other: Server, over: Engines):
+async def test_rolling_updates_one_server_after_another(server: Server, other: Server):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
-    async with over([server, other], update_order="rolling") as engine, asyncio.TaskGroup() as group:
+    async with over(server, other, update_order="rolling") as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
         await asyncio.sleep(0.02)
         assert other.names() == []
@@ -39,10 +39,10 @@ async def test_rolling_updates_one_server_after_another(server: Server, other: S
         assert engine.version == 1
 
 
-async def test_all_prepares_every_server_at_once(server: Server, other: Server, over: Engines):
+async def test_all_prepares_every_server_at_once(server: Server, other: Server):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
-    async with over([server, other], update_order="all") as engine, asyncio.TaskGroup() as group:
+    async with over(server, other, update_order="all") as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
         await other.until(lambda: other.label == "1")
         gate.set()
@@ -50,11 +50,9 @@ async def test_all_prepares_every_server_at_once(server: Server, other: Server, 
 
 
 @pytest.mark.parametrize("order", ["all", "rolling"])
-async def test_a_session_whose_server_is_paused_goes_on_at_another(
-    server: Server, other: Server, over: Engines, order: str
-):
+async def test_a_session_whose_server_is_paused_goes_on_at_another(server: Server, other: Server, order: str):
     server.load_gate.clear()
-    async with over([server, other], update_order=order) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other, update_order=order) as engine, asyncio.TaskGroup() as group:
         await engine.agenerate(ask(session="s"))
         assert len(server.requests) == 1
         running = group.create_task(engine.update_weights(weights(1)))
@@ -67,9 +65,9 @@ async def test_a_session_whose_server_is_paused_goes_on_at_another(
         await running
 
 
-async def test_the_version_is_that_of_the_server_furthest_behind(server: Server, other: Server, over: Engines):
+async def test_the_version_is_that_of_the_server_furthest_behind(server: Server, other: Server):
     other.load_gate.clear()
-    async with over([server, other], update_order="rolling") as engine, asyncio.TaskGroup() as group:
+    async with over(server, other, update_order="rolling") as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(weights(1)))
         await other.until(lambda: "update_weights_from_disk" in other.names())
         assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
@@ -80,11 +78,11 @@ async def test_the_version_is_that_of_the_server_furthest_behind(server: Server,
 
 
 async def test_a_server_that_new_weights_do_not_reach_ends_what_it_runs_and_gets_nothing_new(
-    server: Server, other: Server, over: Engines
+    server: Server, other: Server
 ):
     server.is_automatic = False
     unreachable = raising(TransportError("the mirror is gone"), at=server.address, times=10**6)
-    async with over([server, other], max_retries=0) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other, max_retries=0) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(session="s")))
         server.advance(2)
         await engine.update_weights(ScriptedWeights(1, before=unreachable))
@@ -96,11 +94,9 @@ async def test_a_server_that_new_weights_do_not_reach_ends_what_it_runs_and_gets
     assert len(server.requests) == 1
 
 
-async def test_a_label_alone_does_not_bring_a_server_back_after_a_load_that_broke_off(
-    server: Server, other: Server, over: Engines
-):
+async def test_a_label_alone_does_not_bring_a_server_back_after_a_load_that_broke_off(server: Server, other: Server):
     update = ScriptedWeights(1, midway=raising(TransportError("the sender is gone"), at=server.address, times=2))
-    async with over([server, other]) as engine:
+    async with over(server, other) as engine:
         await engine.update_weights(update)
         assert engine.version == 1
         assert server.label == "1"  # and yet it may hold anything
@@ -113,12 +109,12 @@ async def test_a_label_alone_does_not_bring_a_server_back_after_a_load_that_brok
 
 
 async def test_a_failed_request_in_the_middle_of_an_update_does_not_load_the_server_twice_at_once(
-    server: Server, other: Server, over: Engines
+    server: Server, other: Server
 ):
     gate = asyncio.Event()
     update = ScriptedWeights(1, before=waiting(gate, at=server.address))
     server.faults.append(500)
-    async with over([server, other]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(update))
         await asyncio.sleep(0)
         await engine.agenerate(ask())  # fences the server, whose probe starts
@@ -130,7 +126,7 @@ async def test_a_failed_request_in_the_middle_of_an_update_does_not_load_the_ser
         assert engine.version == 1
 
 
-async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(server: Server, over: Engines):
+async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(server: Server):
     has_died = asyncio.Event()
 
     async def die(_: WeightServer) -> None:
@@ -138,7 +134,7 @@ async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(s
             await server.stop()
             has_died.set()
 
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(ScriptedWeights(1, midway=die)))
         await has_died.wait()
         server.label = "default"
@@ -148,18 +144,16 @@ async def test_an_update_waits_for_a_lone_server_that_died_in_the_middle_of_it(s
         assert (await engine.agenerate(ask())).output_versions == (1, 1, 1, 1)
 
 
-async def test_an_update_that_only_dead_servers_could_take_gives_up_in_the_end(server: Server, over: Engines):
-    async with over([server], update_timeout_s=0.3) as engine:
+async def test_an_update_that_only_dead_servers_could_take_gives_up_in_the_end(server: Server):
+    async with over(server, update_timeout_s=0.3) as engine:
         await server.stop()
         with pytest.raises(ServerError, match=r"no server took version 1: .*could not be reached"):
             await engine.update_weights(weights(1))
 
 
-async def test_an_error_of_the_update_itself_passes_and_no_server_serves_what_it_left(
-    server: Server, other: Server, over: Engines
-):
+async def test_an_error_of_the_update_itself_passes_and_no_server_serves_what_it_left(server: Server, other: Server):
     update = ScriptedWeights(1, midway=raising(KeyError("a bug"), at=server.address))
-    async with over([server, other], update_order="rolling") as engine:
+    async with over(server, other, update_order="rolling") as engine:
         with pytest.raises(KeyError, match="a bug"):
             await engine.update_weights(update)
         assert server.pause_mode == "in_place"
@@ -168,9 +162,7 @@ async def test_an_error_of_the_update_itself_passes_and_no_server_serves_what_it
         assert_seamless(response, 4)
 
 
-async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_the_next(
-    server: Server, other: Server, over: Engines
-):
+async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_the_next(server: Server, other: Server):
     asked = asyncio.Event()
 
     async def prepare(at: WeightServer) -> None:
@@ -180,7 +172,7 @@ async def test_weights_that_lost_their_sender_end_no_engine_and_the_server_gets_
             asked.set()
             raise TransportError("it broke off")
 
-    async with over([server, other]) as engine:
+    async with over(server, other) as engine:
         await engine.update_weights(ScriptedWeights(1, before=prepare))
         await server.until(lambda: "rank 0 died" in engine._pool.report())
         await engine.update_weights(weights(2))

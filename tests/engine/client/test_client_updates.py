@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from protocol_server import Engines, Server, ask, assert_seamless
+from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import weights
 
 from arl.api.errors import EngineClosedError, ServerError
@@ -12,8 +12,8 @@ from arl.api.types import ModelResponse
 
 
 @pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True), ("abort", True)])
-async def test_an_update_is_pause_load_resume(server: Server, over: Engines, mode: str, flush: bool):
-    async with over([server], pause_mode=mode) as engine:
+async def test_an_update_is_pause_load_resume(server: Server, mode: str, flush: bool):
+    async with over(server, pause_mode=mode) as engine:
         stats = await engine.update_weights(weights(1))
         assert engine.version == 1
     (pause, pause_body), (load, load_body), (resume, _) = server.calls[:3]
@@ -25,9 +25,9 @@ async def test_an_update_is_pause_load_resume(server: Server, over: Engines, mod
     assert 0 < stats.load_s <= stats.pause_s
 
 
-async def test_new_requests_wait_while_their_server_loads(server: Server, over: Engines):
+async def test_new_requests_wait_while_their_server_loads(server: Server):
     server.load_gate.clear()
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         update = group.create_task(engine.update_weights(weights(1)))
         await server.until(lambda: "update_weights_from_disk" in server.names())
         call = group.create_task(engine.agenerate(ask()))
@@ -58,7 +58,6 @@ COURSES: dict[str, tuple[dict[str, Any], str, tuple[int | str, ...], tuple[int, 
 @pytest.mark.parametrize(("traits", "mode", "course", "versions"), COURSES.values(), ids=COURSES)
 async def test_each_token_has_the_version_that_sampled_it_or_the_oldest_that_it_can_be(
     server: Server,
-    over: Engines,
     traits: dict[str, Any],
     mode: str,
     course: tuple[int | str, ...],
@@ -67,7 +66,7 @@ async def test_each_token_has_the_version_that_sampled_it_or_the_oldest_that_it_
     server.is_automatic, server.label = False, traits.get("label", "default")
     server.sends_spans, server.tells["server_info"] = traits.get("spans", True), traits.get("told", {})
     calls: list[asyncio.Task[ModelResponse]] = []
-    async with over([server], version=2, pause_mode=mode) as engine, asyncio.TaskGroup() as group:
+    async with over(server, version=2, pause_mode=mode) as engine, asyncio.TaskGroup() as group:
         for step in course:
             if step == "ask":
                 calls.append(await server.begin(group, engine.agenerate(ask())))
@@ -78,10 +77,8 @@ async def test_each_token_has_the_version_that_sampled_it_or_the_oldest_that_it_
         assert (await calls[0]).output_versions == versions
 
 
-async def test_a_server_that_fails_an_update_is_fenced_and_the_others_go_on(
-    server: Server, other: Server, over: Engines
-):
-    async with over([server, other]) as engine:
+async def test_a_server_that_fails_an_update_is_fenced_and_the_others_go_on(server: Server, other: Server):
+    async with over(server, other) as engine:
         server.load_works = False
         await engine.update_weights(weights(1))
         assert engine.version == 1
@@ -93,8 +90,8 @@ async def test_a_server_that_fails_an_update_is_fenced_and_the_others_go_on(
         await server.until(lambda: server.names()[-1] == "continue_generation")
 
 
-async def test_a_server_that_missed_an_update_gets_the_newest(server: Server, other: Server, over: Engines):
-    async with over([server, other]) as engine:
+async def test_a_server_that_missed_an_update_gets_the_newest(server: Server, other: Server):
+    async with over(server, other) as engine:
         server.is_healthy = False
         await engine.update_weights(weights(1))
         await engine.update_weights(weights(2))
@@ -107,11 +104,11 @@ async def test_a_server_that_missed_an_update_gets_the_newest(server: Server, ot
 
 
 async def test_a_server_that_takes_too_long_to_load_is_fenced_and_its_requests_go_elsewhere(
-    server: Server, other: Server, over: Engines
+    server: Server, other: Server
 ):
     server.is_automatic = False
     server.load_gate.clear()
-    async with over([server, other], update_timeout_s=0.3) as engine, asyncio.TaskGroup() as group:
+    async with over(server, other, update_timeout_s=0.3) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(session="s")))
         await engine.update_weights(weights(1))
         response = await call
@@ -120,17 +117,17 @@ async def test_a_server_that_takes_too_long_to_load_is_fenced_and_its_requests_g
         server.load_gate.set()
 
 
-async def test_an_update_that_no_server_takes_is_an_error_naming_each(server: Server, other: Server, over: Engines):
+async def test_an_update_that_no_server_takes_is_an_error_naming_each(server: Server, other: Server):
     server.load_works = other.load_works = False
-    async with over([server, other]) as engine:
+    async with over(server, other) as engine:
         with pytest.raises(ServerError, match=r"no server took version 1.*no such weights.*no such weights"):
             await engine.update_weights(weights(1))
         assert engine.version == 0
 
 
-async def test_an_update_waits_for_a_server_that_is_fenced_for_a_moment(server: Server, over: Engines):
+async def test_an_update_waits_for_a_server_that_is_fenced_for_a_moment(server: Server):
     server.faults.append(500)
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         server.is_healthy = False
         call = group.create_task(engine.agenerate(ask()))
         await server.until(lambda: "model_info" in [name for name, _ in server.calls])
@@ -142,9 +139,9 @@ async def test_an_update_waits_for_a_server_that_is_fenced_for_a_moment(server: 
         assert (await call).output_versions == (1, 1, 1, 1)
 
 
-async def test_a_cancelled_update_leaves_no_server_paused(server: Server, over: Engines):
+async def test_a_cancelled_update_leaves_no_server_paused(server: Server):
     server.load_gate.clear()
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         update = group.create_task(engine.update_weights(weights(1)))
         await server.until(lambda: "update_weights_from_disk" in server.names())
         update.cancel()
@@ -153,9 +150,9 @@ async def test_a_cancelled_update_leaves_no_server_paused(server: Server, over: 
     assert server.pause_mode is None
 
 
-async def test_an_engine_closed_in_the_middle_of_an_update_leaves_no_server_paused(server: Server, over: Engines):
+async def test_an_engine_closed_in_the_middle_of_an_update_leaves_no_server_paused(server: Server):
     server.load_gate.clear()
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         update = group.create_task(engine.update_weights(weights(1)))
         await server.until(lambda: "update_weights_from_disk" in server.names())
         update.cancel()
@@ -165,8 +162,8 @@ async def test_an_engine_closed_in_the_middle_of_an_update_leaves_no_server_paus
     assert server.pause_mode is None
 
 
-async def test_an_update_while_paused_leaves_the_engine_paused(server: Server, over: Engines):
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+async def test_an_update_while_paused_leaves_the_engine_paused(server: Server):
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.pause()
         await engine.update_weights(weights(1))
         assert server.pause_mode == "in_place"
@@ -177,8 +174,8 @@ async def test_an_update_while_paused_leaves_the_engine_paused(server: Server, o
         assert (await call).output_versions == (1, 1, 1, 1)
 
 
-async def test_resuming_waits_for_an_update_under_way(server: Server, over: Engines):
-    async with over([server]) as engine, asyncio.TaskGroup() as group:
+async def test_resuming_waits_for_an_update_under_way(server: Server):
+    async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.pause()
         server.load_gate.clear()
         update = group.create_task(engine.update_weights(weights(1)))
@@ -192,16 +189,16 @@ async def test_resuming_waits_for_an_update_under_way(server: Server, over: Engi
         assert server.names()[-1] == "continue_generation"
 
 
-async def test_a_version_that_goes_backwards_is_refused(server: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_a_version_that_goes_backwards_is_refused(server: Server):
+    async with over(server) as engine:
         await engine.update_weights(weights(5))
         with pytest.raises(ValueError, match="version 2 was published, but the servers hold 5"):
             await engine.update_weights(weights(2))
         assert (await engine.agenerate(ask())).output_versions == (5, 5, 5, 5)
 
 
-async def test_the_same_version_can_be_published_again(server: Server, over: Engines):
-    async with over([server]) as engine:
+async def test_the_same_version_can_be_published_again(server: Server):
+    async with over(server) as engine:
         await engine.update_weights(weights(5))
         await engine.update_weights(weights(5))
     assert server.names().count("update_weights_from_disk") == 2
