@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arl.api.config import ClientConfig, OptimizerConfig, TrainConfig
-from arl.api.engine import PackedTokens, TensorSpec, TokenLosses, TokenOutputs, WeightGroup
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightGroup
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
 from arl.engine.client.sglang import RemoteSGLangEngine
@@ -129,43 +129,23 @@ class HookedEngine(ScriptedTrainEngine):
         super().__init__()
         self.trainer = trainer
         self.before_send: Callable[[str, int], None] = lambda address, start: None
-        self.servers: dict[str, str] = {}
+        self._servers: dict[str, str] = {}
 
-    def snapshot(self) -> HookedSnapshot:
-        return HookedSnapshot(self, self.trainer.engine.snapshot())
+    def snapshot(self) -> RankSnapshot:
+        snapshot = self.trainer.engine.snapshot()
+        open_group, send = snapshot.open_group, snapshot.send
 
+        def note(server: str, *arguments: Any) -> WeightGroup:
+            group = open_group(server, *arguments)
+            self._servers[group.name] = server
+            return group
 
-class HookedSnapshot:
-    """A SendableSnapshot of a HookedEngine."""
+        def hooked(group: str, start: int, stop: int) -> None:
+            self.before_send(self._servers[group], start)
+            send(group, start, stop)
 
-    def __init__(self, engine: HookedEngine, inner: RankSnapshot) -> None:
-        self.version = inner.version
-        self.specs: tuple[TensorSpec, ...] = inner.specs
-        self.num_bytes = inner.num_bytes
-        self.backend = inner.backend
-        self._engine = engine
-        self._inner = inner
-
-    def write(self, directory: Path) -> int:
-        return self._inner.write(directory)
-
-    def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
-        group = self._inner.open_group(server, num_ranks, backend, address)
-        self._engine.servers[group.name] = server
-        return group
-
-    def join(self, group: WeightGroup) -> None:
-        self._inner.join(group)
-
-    def send(self, group: str, start: int, stop: int) -> None:
-        self._engine.before_send(self._engine.servers[group], start)
-        self._inner.send(group, start, stop)
-
-    def leave(self, group: str) -> None:
-        self._inner.leave(group)
-
-    def release(self) -> None:
-        self._inner.release()
+        snapshot.open_group, snapshot.send = note, hooked
+        return snapshot
 
 
 class EmbeddedServer:

@@ -6,6 +6,7 @@ The server is a thread of this process that joins the group for real and receive
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, Tran
 from arl.api.scripted import ScriptedTrainEngine
 from arl.engine.weights import distributed
 from arl.engine.weights import sender as weight_sender
-from arl.engine.weights.distributed import DistributedTransport, SendableSnapshot
+from arl.engine.weights.distributed import DistributedTransport
 from arl.engine.weights.sender import byte_size, views
 
 TIMEOUT = timedelta(seconds=30)
@@ -96,32 +97,6 @@ class Receiver:
         raise NotImplementedError
 
 
-@dataclass
-class SlowlyOpened:
-    """What opens and leaves groups as its snapshot does, once it may. names: of what was opened, and then left."""
-
-    snapshot: SendableSnapshot
-    is_opening: threading.Event = field(default_factory=threading.Event)
-    may_open: threading.Event = field(default_factory=threading.Event)
-    has_left: threading.Event = field(default_factory=threading.Event)
-    names: list[str] = field(default_factory=list[str])
-
-    def open_group(self, *arguments: Any) -> WeightGroup:
-        self.is_opening.set()
-        self.may_open.wait(10)
-        group = self.snapshot.open_group(*arguments)
-        self.names.append(group.name)
-        return group
-
-    def leave(self, group: str) -> None:
-        self.names.append(group)
-        self.snapshot.leave(group)
-        self.has_left.set()
-
-    def release(self) -> None:
-        self.snapshot.release()
-
-
 @pytest.fixture(scope="module")
 def trainer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainee]:
     """One for all tests, whatever its version is by then."""
@@ -144,158 +119,158 @@ def transport():
     transport.close()
 
 
-async def publish(transport: DistributedTransport, trainer: Trainee, server: Receiver) -> WeightUpdate:
-    update = transport.snapshot(trainer.engine)
-    await transport.deliver(update, Servers(server))
-    return update
+@dataclass
+class Pair:
+    """A trainer with its transport, and a server."""
+
+    transport: DistributedTransport
+    trainer: Trainee
+    server: Receiver
+
+    async def publish(self) -> WeightUpdate:
+        update = self.transport.snapshot(self.trainer.engine)
+        await self.transport.deliver(update, Servers(self.server))
+        return update
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.trainer.directory / f"version-{self.trainer.engine.version}" / "model.safetensors")
+
+    def is_served(self, server: Receiver | None = None) -> bool:
+        """Whether the server holds the newest weights, and nothing else."""
+        held, weights = (server or self.server).tensors, self.weights
+        return held.keys() == weights.keys() and all(torch.equal(held[name], weights[name]) for name in weights)
 
 
-def newest(trainer: Trainee) -> dict[str, torch.Tensor]:
-    return load_file(trainer.directory / f"version-{trainer.engine.version}" / "model.safetensors")
-
-
-def holds(server: Receiver, trainer: Trainee) -> bool:
-    weights = newest(trainer)
-    return server.tensors.keys() == weights.keys() and all(
-        torch.equal(server.tensors[name], weights[name]) for name in weights
-    )
+@pytest.fixture
+def pair(transport: DistributedTransport, trainer: Trainee, server: Receiver) -> Pair:
+    return Pair(transport, trainer, server)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-async def test_every_rank_of_the_server_receives_every_tensor_whole(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver, num_ranks: int
-):
-    server.num_ranks = num_ranks
-    trainer.train()
-    update = await publish(transport, trainer, server)
-    assert holds(server, trainer)
-    assert update.num_bytes == sum(tensor.nbytes for tensor in newest(trainer).values())
+async def test_every_rank_of_the_server_receives_every_tensor_whole(pair: Pair, num_ranks: int):
+    pair.server.num_ranks = num_ranks
+    pair.trainer.train()
+    update = await pair.publish()
+    assert pair.is_served()
+    assert update.num_bytes == sum(tensor.nbytes for tensor in pair.weights.values())
 
 
-async def test_only_the_last_bucket_names_the_version_and_flushes_the_cache(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    await publish(transport, trainer, server)
-    assert len(server.labels) > 2
-    assert server.labels == [None] * (len(server.labels) - 1) + [trainer.engine.version]
-    assert server.flushes == [False] * (len(server.flushes) - 1) + [True]
+async def test_only_the_last_bucket_names_the_version_and_flushes_the_cache(pair: Pair):
+    await pair.publish()
+    assert len(pair.server.labels) > 2
+    assert pair.server.labels == [None] * (len(pair.server.labels) - 1) + [pair.trainer.engine.version]
+    assert pair.server.flushes == [False] * (len(pair.server.flushes) - 1) + [True]
 
 
-async def test_the_group_is_met_once_and_serves_later_versions(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    await publish(transport, trainer, server)
-    trainer.train()
-    await publish(transport, trainer, server)
-    assert holds(server, trainer)
-    assert (server.calls.count("join"), server.calls.count("leave")) == (1, 0)
+async def test_the_group_is_met_once_and_serves_later_versions(pair: Pair):
+    await pair.publish()
+    pair.trainer.train()
+    await pair.publish()
+    assert pair.is_served()
+    assert (pair.server.calls.count("join"), pair.server.calls.count("leave")) == (1, 0)
 
 
 @pytest.mark.parametrize("call", ["begin", "receive", "end"])
-async def test_a_group_in_which_something_failed_is_left_and_another_is_met(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver, call: str
-):
-    update = transport.snapshot(trainer.engine)
-    server.errors[call] = ServerFailedError("it broke")
+async def test_a_group_in_which_something_failed_is_left_and_another_is_met(pair: Pair, call: str):
+    update = pair.transport.snapshot(pair.trainer.engine)
+    pair.server.errors[call] = ServerFailedError("it broke")
     with pytest.raises(ServerFailedError, match="it broke"):
-        await transport.deliver(update, Servers(server))
-    await transport.deliver(update, Servers(server))
-    assert holds(server, trainer)
-    assert (server.calls.count("join"), server.calls.count("leave")) == (2, 1)
-    assert len(server.groups) == 1
+        await pair.transport.deliver(update, Servers(pair.server))
+    await pair.transport.deliver(update, Servers(pair.server))
+    assert pair.is_served()
+    assert (pair.server.calls.count("join"), pair.server.calls.count("leave")) == (2, 1)
+    assert len(pair.server.groups) == 1
 
 
-async def test_a_server_that_did_not_answer_is_told_again_to_leave(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    server.errors = {"receive": ServerFailedError("it broke"), "leave": ServerFailedError("it is away")}
+async def test_a_server_that_did_not_answer_is_told_again_to_leave(pair: Pair):
+    pair.server.errors = {"receive": ServerFailedError("it broke"), "leave": ServerFailedError("it is away")}
     with pytest.raises(ServerFailedError, match="it broke"):
-        await publish(transport, trainer, server)
-    await publish(transport, trainer, server)
-    assert (server.calls.count("leave"), len(server.groups)) == (1, 2)
+        await pair.publish()
+    await pair.publish()
+    assert (pair.server.calls.count("leave"), len(pair.server.groups)) == (1, 2)
     for _ in range(2):
-        await publish(transport, trainer, server)
-    assert (server.calls.count("leave"), len(server.groups)) == (2, 1)
+        await pair.publish()
+    assert (pair.server.calls.count("leave"), len(pair.server.groups)) == (2, 1)
 
 
-async def test_a_group_that_is_being_opened_when_the_time_is_over_is_left(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    update = transport.snapshot(trainer.engine)
-    slow = SlowlyOpened(update.snapshot)
-    update.snapshot = slow  # type: ignore[assignment]
-    preparing = asyncio.create_task(update.prepare(server))
-    assert await asyncio.to_thread(slow.is_opening.wait, 10)
+async def test_a_group_that_is_being_opened_when_the_time_is_over_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    update = pair.transport.snapshot(pair.trainer.engine)
+    opened, left, may_open = queue.Queue[str](), queue.Queue[str](), threading.Event()
+    open_group, leave = update.snapshot.open_group, update.snapshot.leave
+
+    def open_late(*arguments: Any) -> WeightGroup:
+        opened.put("begun")
+        may_open.wait(10)
+        group = open_group(*arguments)
+        opened.put(group.name)
+        return group
+
+    def note(name: str) -> None:
+        leave(name)
+        left.put(name)
+
+    monkeypatch.setattr(update.snapshot, "open_group", open_late)
+    monkeypatch.setattr(update.snapshot, "leave", note)
+    preparing = asyncio.create_task(update.prepare(pair.server))
+    assert await asyncio.to_thread(opened.get, timeout=10) == "begun"
     preparing.cancel()
     await asyncio.wait([preparing])
-    slow.may_open.set()
-    assert await asyncio.to_thread(slow.has_left.wait, 10)
-    assert slow.names[0] == slow.names[1]
+    may_open.set()
+    assert await asyncio.to_thread(left.get, timeout=10) == opened.get(timeout=10)
 
 
-async def test_a_refusal_by_a_server_that_was_just_met_is_one(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    server.errors["receive"] = ServerError("no such tensor")
+async def test_a_refusal_by_a_server_that_was_just_met_is_one(pair: Pair):
+    pair.server.errors["receive"] = ServerError("no such tensor")
     with pytest.raises(ServerError, match="no such tensor") as failure:
-        await publish(transport, trainer, server)
+        await pair.publish()
     assert not isinstance(failure.value, ServerFailedError)
 
 
-async def test_a_refusal_by_a_server_that_was_met_before_may_be_mended_by_meeting_it_again(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    await publish(transport, trainer, server)
-    server.errors["receive"] = ServerError("no such group")  # as after a restart
+async def test_a_refusal_by_a_server_that_was_met_before_may_be_mended_by_meeting_it_again(pair: Pair):
+    await pair.publish()
+    pair.server.errors["receive"] = ServerError("no such group")  # as after a restart
     with pytest.raises(ServerFailedError, match="no such group"):
-        await publish(transport, trainer, server)
-    await publish(transport, trainer, server)
-    assert holds(server, trainer)
+        await pair.publish()
+    await pair.publish()
+    assert pair.is_served()
 
 
-async def test_a_server_that_refuses_to_join_is_told_at_once(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    server.errors["join"] = ServerError("backend 'gloo' is not available here")
+async def test_a_server_that_refuses_to_join_is_told_at_once(pair: Pair):
+    pair.server.errors["join"] = ServerError("backend 'gloo' is not available here")
     async with asyncio.timeout(5):
         with pytest.raises(ServerError, match="is not available here"):
-            await publish(transport, trainer, server)
+            await pair.publish()
 
 
-async def test_an_update_that_was_left_open_is_ended_first(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    server.errors["begin"] = ServerError("a weight-update session is already open")
-    await publish(transport, trainer, server)
-    assert server.calls[:4] == ["join", "begin", "end", "begin"]
-    assert holds(server, trainer)
+async def test_an_update_that_was_left_open_is_ended_first(pair: Pair):
+    pair.server.errors["begin"] = ServerError("a weight-update session is already open")
+    await pair.publish()
+    assert pair.server.calls[:4] == ["join", "begin", "end", "begin"]
+    assert pair.is_served()
 
 
-async def test_a_server_without_transactions_is_refused_with_what_to_do(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
-    server.errors["begin"] = NoSuchPathError("HTTP 404")
+async def test_a_server_without_transactions_is_refused_with_what_to_do(pair: Pair):
+    pair.server.errors["begin"] = NoSuchPathError("HTTP 404")
     with pytest.raises(ServerError, match=r"SGLang 0\.5\.23 or newer.*transport=disk"):
-        await publish(transport, trainer, server)
+        await pair.publish()
 
 
-async def test_what_fails_on_the_trainers_side_ends_the_servers_waiting(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver
-):
+async def test_what_fails_on_the_trainers_side_ends_the_servers_waiting(pair: Pair):
     def fail(address: str, start: int) -> None:
         if start:
             raise TransportError("the weights are gone")
 
-    failing = HookedEngine(trainer)
+    failing = HookedEngine(pair.trainer)
     failing.before_send = fail
     async with asyncio.timeout(20):
         with pytest.raises(TransportError, match="the weights are gone"):
-            await transport.deliver(transport.snapshot(failing), Servers(server))
-        (group,) = server.groups.values()
+            await pair.transport.deliver(pair.transport.snapshot(failing), Servers(pair.server))
+        (group,) = pair.server.groups.values()
         with pytest.raises(RuntimeError):  # not blocked: the sender has left
             await asyncio.to_thread(receive, group[0], 1 << 20)
-    await publish(transport, trainer, server)
-    assert holds(server, trainer)
+    await pair.publish()
+    assert pair.is_served()
 
 
 def test_an_engine_that_has_nothing_to_send_is_refused(transport: DistributedTransport):
@@ -309,23 +284,21 @@ async def test_an_address_that_is_not_the_trainers_is_refused(
     monkeypatch.setattr(weight_sender, "_JOIN_TIMEOUT_S", 0.5)
     transport = DistributedTransport(DistributedWeightsConfig(address="192.0.2.1"))
     with pytest.raises(TransportError, match=r"at 192\.0\.2\.1: .*; set weights\.address"):
-        await publish(transport, trainer, server)
+        await Pair(transport, trainer, server).publish()
     transport.close()
 
 
-async def test_snapshots_before_a_delivered_one_are_released_and_it_stays(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver, tmp_path: Path
-):
-    first, second = transport.snapshot(trainer.engine), None
-    trainer.train()
-    second = transport.snapshot(trainer.engine)
-    await transport.deliver(second, Servers(server))
+async def test_snapshots_before_a_delivered_one_are_released_and_it_stays(pair: Pair, tmp_path: Path):
+    first, second = pair.transport.snapshot(pair.trainer.engine), None
+    pair.trainer.train()
+    second = pair.transport.snapshot(pair.trainer.engine)
+    await pair.transport.deliver(second, Servers(pair.server))
     with pytest.raises(TransportError, match="released"):
         first.snapshot.write(tmp_path / "first")
     again = Receiver(address="http://127.0.0.1:2")  # one that was away
     await second.prepare(again)
     await second.load(again, flush_cache=False)
-    assert holds(again, trainer)
+    assert pair.is_served(again)
     for name in list(again.groups):
         await again.leave_group(name)
 
@@ -341,28 +314,26 @@ def test_a_discarded_snapshot_is_released_at_once(transport: DistributedTranspor
 
 
 @pytest.mark.timeout(30)
-async def test_closing_does_not_wait_for_what_is_stuck(
-    transport: DistributedTransport, trainer: Trainee, server: Receiver, monkeypatch: pytest.MonkeyPatch
-):
+async def test_closing_does_not_wait_for_what_is_stuck(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(distributed, "_LEAVING_S", 0.1)
-    await publish(transport, trainer, server)
-    update, goes_on, left = transport.snapshot(trainer.engine), threading.Event(), list[str]()
+    await pair.publish()
+    update, goes_on, left = pair.transport.snapshot(pair.trainer.engine), threading.Event(), list[str]()
 
     def stuck(name: str) -> None:
         left.append(name)
         goes_on.wait()
 
-    for each in transport._updates:
+    for each in pair.transport._updates:
         monkeypatch.setattr(each.snapshot, "leave", stuck)
-    transport.close()
-    assert left == list(server.groups)
+    pair.transport.close()
+    assert left == list(pair.server.groups)
     with pytest.raises(TransportError, match="released"):
         update.snapshot.send("", 0, 1)
     goes_on.set()
 
 
-async def test_a_closed_transport_says_so(transport: DistributedTransport, trainer: Trainee, server: Receiver):
-    update = transport.snapshot(trainer.engine)
-    transport.close()
+async def test_a_closed_transport_says_so(pair: Pair):
+    update = pair.transport.snapshot(pair.trainer.engine)
+    pair.transport.close()
     with pytest.raises(TransportError, match="closed"):
-        await update.prepare(server)
+        await update.prepare(pair.server)
