@@ -1,23 +1,20 @@
-"""The client against the embedded server: interruptions that leave no mark but versions, and servers that die."""
+"""The client against the embedded server: interruptions that leave no mark but versions."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import torch
+from embedded_server import server_here
 
-from arl.api.config import ClientConfig, LocalEngineConfig, PauseMode
+from arl.api.config import ClientConfig, PauseMode
 from arl.api.engine import DiskWeights
 from arl.api.errors import PromptTooLongError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
-from arl.engine.client import processes
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 
@@ -37,41 +34,16 @@ class Models:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("models")
     # Weights large enough that the next token is never nearly a tie.
     shape = TinyShape(hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2, initializer_range=0.3)
-    made = Models(*(write_tiny_model(root / name, shape=shape, seed=i) for i, name in enumerate(("one", "two"))))
-    torch.set_num_threads(before)
-    return made
-
-
-Starter = Callable[[], tuple[str, subprocess.Popen[str]]]
+    return Models(*(write_tiny_model(root / name, shape=shape, seed=i) for i, name in enumerate(("one", "two"))))
 
 
 @pytest.fixture(scope="module")
-def start(models: Models) -> Iterator[Starter]:
-    """Starts an embedded server; gives its address and process."""
-    with ExitStack() as stack:
-
-        def start() -> tuple[str, subprocess.Popen[str]]:
-            command = processes._local_command(str(models.one), LocalEngineConfig(context_length=1000), port=0)
-            environment = processes._local_environment(num_threads=1)
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            assert process.stdout is not None
-            return f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}", process
-
-        yield start
-
-
-@pytest.fixture(scope="module")
-def address(start: Starter) -> str:
-    return start()[0]
+def address(models: Models) -> Iterator[str]:
+    with server_here(str(models.one), "--context-length", "1000") as url:
+        yield url
 
 
 @asynccontextmanager

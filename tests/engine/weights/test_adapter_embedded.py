@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 import torch
 from agent_script import SayDigits
-from published import EmbeddedServer, Trainee, client, request
+from embedded_server import server_here
+from published import Trainee, request
 
-from arl.api.config import AdapterWeightsConfig, Config, LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.config import AdapterWeightsConfig, ClientConfig, Config, LoRAConfig, OptimizerConfig, TrainConfig
 from arl.assembly import launch
+from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import write_tiny_model
 from arl.engine.weights.disk import DiskTransport
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[EmbeddedServer]:
+def address(model: Path) -> Iterator[str]:
     """Of this module alone: adapters belong to the weights that a server was started with."""
-    server = EmbeddedServer(model)
-    yield server
-    server.kill()
+    with server_here(str(model)) as url:
+        yield url
 
 
 @pytest.fixture
@@ -44,13 +45,13 @@ def transport(tmp_path: Path) -> Iterator[DiskTransport]:
 
 
 async def test_every_token_is_of_the_adapter_that_its_version_names_while_others_are_published(
-    trainer: Trainee, transport: DiskTransport, server: EmbeddedServer
+    trainer: Trainee, transport: DiskTransport, address: str
 ):
     updates = [transport.snapshot(trainer.engine)]
     for _ in range(3):
         trainer.train()
         updates.append(transport.snapshot(trainer.engine))
-    async with client(server) as engine, asyncio.TaskGroup() as group:
+    async with RemoteSGLangEngine([address], ClientConfig()) as engine, asyncio.TaskGroup() as group:
         calls: list[asyncio.Task[Any]] = []
         for seed, update in enumerate(updates):
             stats = await transport.deliver(update, engine)
