@@ -105,7 +105,7 @@ async def _watch(servers: Sequence[_Server], max_restarts: int) -> None:
     """Keep the servers alive; raises when none is left."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(server.keep_alive(max_restarts)) for server in servers]
-    raise ServerError(f"every server that was started here died; {tasks[0].result()}")
+    raise ServerError(f"every server that arl started died; {tasks[0].result()}")
 
 
 class _Server:
@@ -215,7 +215,7 @@ async def _stop(servers: Sequence[_Server]) -> None:
             for process in processes:
                 await process.wait()
     except TimeoutError:
-        logger.warning("a server did not stop within %g s and is killed", _STOP_TIMEOUT_S)
+        logger.warning("a server did not stop within %g s; killing it", _STOP_TIMEOUT_S)
     finally:
         for server in servers:
             server.kill()
@@ -319,7 +319,7 @@ def _gpus(config: SGLangProcessesConfig, index: int) -> str:
     devices = [device.strip() for device in visible.split(",") if device.strip()]
     if last > len(devices) and config.gpus_per_server:
         raise ConfigError(
-            f"engine.num_servers {config.num_servers} x engine.gpus_per_server {config.gpus_per_server} from "
-            f"engine.first_gpu {config.first_gpu} on need more GPUs than the {len(devices)} of CUDA_VISIBLE_DEVICES"
+            f"engine.num_servers {config.num_servers} x engine.gpus_per_server {config.gpus_per_server} after "
+            f"engine.first_gpu {config.first_gpu} need more than the {len(devices)} GPUs of CUDA_VISIBLE_DEVICES"
         )
     return ",".join(devices[first:last])

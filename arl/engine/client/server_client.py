@@ -141,8 +141,8 @@ class ServerClient(JsonClient):
         """Load an adapter beside the model, unless it is there already; see WeightServer.load_adapter."""
         if (label := await self.weight_label()).isdecimal() or label == _MIXTURE:
             raise ServerError(
-                f"{self.address} serves weights {label!r}, which some run loaded into it; an adapter belongs to the "
-                "model that the server was started with: start it again"
+                f"{self.address} serves weights {label!r}, which another run loaded; adapters need the model that the "
+                "server was started with: start it again"
             )
         if name not in await self.adapters():
             body = {"lora_name": name, "lora_path": str(directory), "pinned": False}

@@ -167,7 +167,7 @@ class RemoteSGLangEngine:
         session = self._check_open()
         address = base_url(address)
         if self._pool.at(address) is not None:
-            raise ConfigError(f"{address} is one of the servers already")
+            raise ConfigError(f"{address} is already one of the servers")
         await self._upkeep.add(ServerClient(session, address))
 
     async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
@@ -180,7 +180,7 @@ class RemoteSGLangEngine:
         server = self._pool.at(base_url(address))
         if server is None:
             known = ", ".join(server.address for server in self._pool.servers)
-            raise ConfigError(f"{address} is none of the servers, which are {known}")
+            raise ConfigError(f"{address} is not one of the servers: {known}")
         await self._upkeep.remove(server, drain_timeout_s)
 
     async def aclose(self) -> None:
@@ -274,14 +274,14 @@ class RemoteSGLangEngine:
             self._upkeep.fence(server, f"a request got no answer in {waited_s:.3g} s")
         raise RequestTimeoutError(
             f"request {attempt.rid} was not answered within {self._config.request_timeout_s:g} s "
-            f"(engine.request_timeout_s), the last {waited_s:.3g} s of which {server.address} had it"
+            f"(engine.request_timeout_s); {server.address} had it for the last {waited_s:.3g} s"
         )
 
     async def _back_off(self, request: ModelRequest, fault: str, faults: int) -> None:
         if faults > self._config.max_retries:
             raise ServerError(
                 f"request {request.rid} failed {faults} times (engine.max_retries is {self._config.max_retries}); "
-                f"the last time: {fault}"
+                f"the last error: {fault}"
             )
         await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
 

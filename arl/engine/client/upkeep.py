@@ -120,7 +120,7 @@ class Upkeep:
                 f"{server.address} was not ready within {self._config.update_timeout_s:g} s (engine.update_timeout_s)"
             ) from None
         except TransportError as error:
-            raise ServerError(f"{server.address} could not be given the current weights: {error}") from error
+            raise ServerError(f"{server.address} did not get the current weights: {error}") from error
         finally:
             if server.state is ServerState.JOINING:
                 self._pool.drop(server)
@@ -181,7 +181,7 @@ class Upkeep:
         servers = self._pool.in_service
         newest = max((server.version for server in servers), default=self._pool.version)
         if update.version < newest:
-            raise ValueError(f"version {update.version} was published, but the servers hold {newest} already")
+            raise ValueError(f"version {update.version} was published, but the servers already hold {newest}")
         self._target = update
         started = asyncio.get_running_loop().time()
         stats: list[UpdateStats] = []
@@ -322,7 +322,7 @@ class Upkeep:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 told = await server.client.holding(with_adapters=server.weights.adapter is not None)
             if (target is None or target.adapter is not None) and told.label != server.initial_label:
-                raise ServerError(f"it serves weights {told.label!r}, where it began with {server.initial_label!r}")
+                raise ServerError(f"it serves weights {told.label!r}, but it began with {server.initial_label!r}")
             if not server.keeps(told):
                 # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
                 self._welcome(server, await greet(server.client, sets_going=False))

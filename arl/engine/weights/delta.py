@@ -71,7 +71,7 @@ class MirrorClient(JsonClient):
             directory = body["directory"]
             return Held(checksum=body["checksum"], directory=Path(directory) if directory else None)
         except (KeyError, TypeError) as error:
-            raise ServerError(f"{reply.url} is no mirror: it answered {reply.body[:200]!r}") from error
+            raise ServerError(f"{reply.url} is not a mirror: it answered {reply.body[:200]!r}") from error
 
 
 async def _sent(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
@@ -110,7 +110,7 @@ class DeltaTransport(DiskTransport):
         try:
             new, last = survey(directory, self._pool), self._last
         except OSError as error:
-            raise TransportError(f"the weights of version {version} can't be read any more: {error}") from error
+            raise TransportError(f"the weights of version {version} can no longer be read: {error}") from error
         self._last = new
         if last is None or last.checksum == new.checksum:
             return Compared(new=new)
@@ -180,7 +180,7 @@ class DeltaWeights(WrittenWeights):
             except WrongBaseError as error:  # a package without a base came out wrong: files or bytes were damaged
                 raise ServerFailedError(str(error)) from error
         if held.directory is None or held.checksum != new.checksum:
-            raise ServerError(f"the mirror at {mirror.url} took an update and holds something else: is it shared?")
+            raise ServerError(f"the mirror at {mirror.url} took an update but holds another; is it shared?")
         return held.directory
 
     async def _put(self, mirror: MirrorClient, num_bytes: int, pieces: Iterable[bytes]) -> Held:

@@ -240,7 +240,7 @@ class _Home:
             self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
         except OSError as error:
             raise TransportError(
-                f"weights can't be written to {base}: {error}; set weights.directory to a place that can be written"
+                f"weights can't be written to {base}: {error}; set weights.directory to a writable place"
             ) from error
         self.path.chmod(0o755)  # servers may run as someone else
         # Locked before it has its name: nobody ever sees a lock that is still to be taken.

@@ -110,8 +110,7 @@ class DistributedTransport:
         snapshot = engine.snapshot()
         if not isinstance(snapshot, SendableSnapshot):
             raise TransportError(
-                f"weights.transport is distributed, but {type(engine).__name__} has nothing to send tensors from; "
-                "use transport=disk"
+                f"weights.transport is distributed, but {type(engine).__name__} cannot send tensors; use transport=disk"
             )
         update = DistributedWeights(self, snapshot)
         self._updates.append(update)
@@ -180,7 +179,7 @@ class DistributedWeights:
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         """Send everything. If this raises, the group was left, and the server may hold a mixture, labelled so."""
         if (group := self._transport.groups.get(server.address)) is None:
-            raise ServerFailedError(f"{server.address} shares no group with the trainer any more")
+            raise ServerFailedError(f"{server.address} no longer shares a group with the trainer")
         try:
             await _begin(server)
             for start, stop in self._buckets:
@@ -236,8 +235,8 @@ async def _begin(server: WeightServer) -> None:
         await server.begin_update()
     except NoSuchPathError as error:
         raise ServerError(
-            f"{server.address} cannot be given weights over a process group ({error}): it has to be SGLang 0.5.23 or "
-            "newer. Use weights.transport=disk"
+            f"{server.address} takes no weights over a process group ({error}): it must be SGLang 0.5.23 or newer. Use "
+            "weights.transport=disk"
         ) from error
     except ServerFailedError:
         raise

@@ -147,7 +147,7 @@ class MirrorStore:
             files = {part.name: await self._file(part, base, aside, read) for part in header.files}
             built = Replica(directory=self.home / f"version-{header.version}-{header.checksum}", files=files)
             if built.checksum != header.checksum:
-                raise WrongBaseError(f"version {header.version} came out with another checksum than the package has")
+                raise WrongBaseError(f"version {header.version} came out with another checksum than the package says")
             await asyncio.to_thread(_publish, aside, built.directory)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -157,7 +157,7 @@ class MirrorStore:
         """Write one file of the new version; returns its bytes and digest."""
         theirs = base.files.get(part.name) if base else None
         if part.how != "whole" and (base is None or theirs is None or theirs[0] != part.num_bytes):
-            raise DeltaError(f"{part.name} is given as {part.how}, and the base has none of {part.num_bytes} bytes")
+            raise DeltaError(f"{part.name} is {part.how}, but the base has no such file of {part.num_bytes} bytes")
         if part.how == "kept" and base and theirs:
             os.link(base.directory / part.name, aside / part.name)
             return theirs
@@ -198,7 +198,7 @@ async def _block_work(
     header = await read(delta.BLOCK_HEADER.size)
     length = delta.payload_bytes(header)
     if length > 4 * delta.BLOCK_BYTES:
-        raise DeltaError(f"a block of {part.name} says that {length} bytes belong to it")
+        raise DeltaError(f"a block of {part.name} claims to have {length} bytes")
     encoded = header + await read(length)
     return partial(patched_block, base.directory, start, size, part, encoded)
 
@@ -236,7 +236,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--port", type=int, default=0, help="0 (the default) takes a free one")
     add("--host", default="127.0.0.1", help="the address to listen on")
     add("--api-key", default=os.environ.get("ARL_MIRROR_API_KEY"), help="what clients must send as a bearer token")
-    add("--directory", type=Path, help="where the model is kept, for this mirror alone; in /dev/shm when not given")
+    add("--directory", type=Path, help="where to keep the model, for this mirror alone; by default in /dev/shm")
     add("--num-threads", type=int, default=min(4, os.cpu_count() or 1), help="threads that patch and hash")
     add("--parent-pid", type=int, help="stop when this process is gone")
     return parser.parse_args(argv)

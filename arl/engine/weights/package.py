@@ -82,7 +82,7 @@ class FilePart:
 
     def __post_init__(self) -> None:
         if not _PLAIN_NAME.fullmatch(self.name):
-            raise DeltaError(f"{self.name!r} is no plain file name")
+            raise DeltaError(f"{self.name!r} is not a plain file name")
         if self.how not in ("whole", "kept", "patched") or self.width not in (1, 2, 4, 8):
             raise DeltaError(f"{self.name} is given as {self.how!r} with width {self.width!r}")
         if not isinstance(self.num_bytes, int) or self.num_bytes < 0 or self.num_bytes % self.width:
@@ -108,13 +108,13 @@ class PackageHeader:
     def __post_init__(self) -> None:
         for digest in (self.checksum, *([] if self.base is None else [self.base])):
             if not isinstance(digest, str) or not _HEX_DIGEST.fullmatch(digest):
-                raise DeltaError(f"{digest!r} is no checksum")
+                raise DeltaError(f"{digest!r} is not a checksum")
         if not isinstance(self.version, int) or self.version < 0:
-            raise DeltaError(f"version is {self.version!r}; it must be a number from 0 on")
+            raise DeltaError(f"version is {self.version!r}; it must be an integer of at least 0")
         if len({file.name for file in self.files}) != len(self.files):
             raise DeltaError("a file is given twice")
         if self.base is None and any(file.how != "whole" for file in self.files):
-            raise DeltaError("a package without a base has to give every file whole")
+            raise DeltaError("a package without a base must give every file whole")
 
     def to_bytes(self) -> bytes:
         body = json.dumps(asdict(self)).encode()
@@ -182,7 +182,7 @@ def apply_block(block: NDArray[np.unsignedinteger], encoded: bytes) -> None:
     elif kind == _GAPS:
         index = _positions(_decompress(positions, count + len(block) // _LONG_GAP, at_most=True))
     else:
-        raise DeltaError(f"a block gives its positions in way {kind}, which is unknown")
+        raise DeltaError(f"a block gives its positions in an unknown way: {kind}")
     if len(index) != count or (count and index[-1] >= len(block)):
         raise DeltaError(f"a block of {len(block)} integers gives positions that do not fit its {count} changed ones")
     block[index] += _unpack(memoryview(encoded)[end:], count, block.dtype)
@@ -239,9 +239,9 @@ def _decompress(data: bytes | memoryview, size: int, at_most: bool = False) -> b
     try:
         out = stream.decompress(data, size + 1)
     except zlib.error as error:
-        raise DeltaError(f"a block's bytes are no zlib stream: {error}") from error
+        raise DeltaError(f"a block's bytes are not a zlib stream: {error}") from error
     if len(out) > size or (len(out) < size and not at_most) or not stream.eof:
-        raise DeltaError(f"a block holds {len(out)} bytes, or more, where {size} belong")
+        raise DeltaError(f"a block unpacks to {len(out)} bytes or more; it must be {size}")
     return out
 
 

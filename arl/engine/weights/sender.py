@@ -119,7 +119,7 @@ class WeightSender:
             link.group = form_group(link.store, group, 0, timeout)
         except (RuntimeError, ValueError) as error:
             raise ServerFailedError(
-                f"the group at {group.address}:{group.port} did not gather: {first_line(error)}"
+                f"the group at {group.address}:{group.port} did not form: {first_line(error)}"
             ) from error
         if link.left.is_set():
             _destroy(link)
@@ -175,7 +175,7 @@ def _await_arrival(link: _Link, group: WeightGroup) -> None:
             raise ServerFailedError(f"the group {group.name} was left before it had gathered")
         if time.monotonic() > deadline:
             raise ServerFailedError(
-                f"the server did not come to {group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s; if it can't "
+                f"the server did not connect to {group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s; if it can't "
                 "reach the trainer there, set weights.address"
             )
 
@@ -199,7 +199,7 @@ def _own_address(server: str) -> str:
             probe.connect(address)
             return probe.getsockname()[0]
     except OSError as error:
-        raise ServerFailedError(f"no way to {server} was found: {error}") from error
+        raise ServerFailedError(f"cannot find a route to {server}: {error}") from error
 
 
 def _open_store(address: str, world_size: int) -> TCPStore:

@@ -171,4 +171,4 @@ async def test_an_answer_over_a_model_that_was_exchanged_is_thrown_away(server: 
         for _ in range(3):
             assert (await engine.agenerate(ask())).output_versions == (0, 0, 0, 0)
         assert len(server.requests) == 1
-        assert "it serves weights '7', where it began with 'default'" in engine._pool.report()
+        assert "it serves weights '7', but it began with 'default'" in engine._pool.report()

@@ -192,7 +192,7 @@ async def test_resuming_waits_for_an_update_under_way(server: Server):
 async def test_a_version_that_goes_backwards_is_refused(server: Server):
     async with over(server) as engine:
         await engine.update_weights(weights(5))
-        with pytest.raises(ValueError, match="version 2 was published, but the servers hold 5"):
+        with pytest.raises(ValueError, match="version 2 was published, but the servers already hold 5"):
             await engine.update_weights(weights(2))
         assert (await engine.agenerate(ask())).output_versions == (5, 5, 5, 5)
 

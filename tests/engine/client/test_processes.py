@@ -155,7 +155,7 @@ async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_th
     play: Play, tmp_path: Path, notes: Path
 ):
     play("threading.Timer(0.3, lambda: (say('out of memory'), os._exit(9))).start()\n" + SERVE)
-    with pytest.raises(ServerError, match=r"every server that was started here died(.|\n)*exit code 9(.|\n)*of memory"):
+    with pytest.raises(ServerError, match=r"every server that arl started died(.|\n)*exit code 9(.|\n)*of memory"):
         async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=1), tmp_path):
             await asyncio.Event().wait()
     assert len(pids(notes)) == 4
@@ -262,7 +262,7 @@ def test_stock_servers_share_out_the_gpus_that_this_process_may_use(monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     config = SGLangProcessesConfig(num_servers=2, first_gpu=1)
     assert [processes._gpus(config, index) for index in range(2)] == ["6", "7"]
-    with pytest.raises(ConfigError, match="need more GPUs than the 3 of CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match="need more than the 3 GPUs of CUDA_VISIBLE_DEVICES"):
         processes._gpus(SGLangProcessesConfig(num_servers=2, first_gpu=2), 1)
 
 

@@ -242,7 +242,7 @@ async def test_weights_that_were_removed_behind_its_back_are_an_error_in_a_sente
     update = setup.transport.snapshot(model)
     await update.prepare(setup.servers[3])  # type: ignore[arg-type]
     shutil.rmtree(update.directory)
-    with pytest.raises(TransportError, match="version 0 can't be read any more"):
+    with pytest.raises(TransportError, match="version 0 can no longer be read"):
         await update.prepare(setup.servers[0])  # type: ignore[arg-type]
 
 

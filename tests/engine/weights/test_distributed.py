@@ -274,7 +274,7 @@ async def test_what_fails_on_the_trainers_side_ends_the_servers_waiting(pair: Pa
 
 
 def test_an_engine_that_has_nothing_to_send_is_refused(transport: DistributedTransport):
-    with pytest.raises(TransportError, match=r"ScriptedTrainEngine has nothing to send.*transport=disk"):
+    with pytest.raises(TransportError, match=r"ScriptedTrainEngine cannot send.*transport=disk"):
         transport.snapshot(ScriptedTrainEngine())
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arl.api.engine import TensorSpec
-from arl.engine.local.received_weights import WeightsError, _one_buffer
+from arl.engine.local.received_weights import WeightsError, _buffer
 from arl.engine.weights.sender import byte_size, ranges, rows_of, views
 
 
@@ -43,7 +43,7 @@ def test_ranks_have_rows_as_torch_chunks_them():
 
 
 def test_a_server_refuses_a_bucket_in_which_a_tensor_would_begin_between_two_numbers():
-    (flat,), tensors = _one_buffer([("a", "float32", [2]), ("b", "bfloat16", [3])], "cpu")
+    flat, tensors = _buffer([("a", "float32", [2]), ("b", "bfloat16", [3])], "cpu")
     assert (flat.nbytes, tensors["b"].shape) == (14, (3,))
     with pytest.raises(WeightsError, match="b would begin at byte 6"):
-        _one_buffer([("a", "bfloat16", [3]), ("b", "float32", [2])], "cpu")
+        _buffer([("a", "bfloat16", [3]), ("b", "float32", [2])], "cpu")
