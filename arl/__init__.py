@@ -10,7 +10,7 @@ from arl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from arl import rewards, sandbox
-    from arl.api.algorithm import AlgorithmConfig, preset
+    from arl.api.algorithm import preset
     from arl.api.config import Config, OptimizerConfig, TrainConfig
     from arl.api.engine import Sampler
     from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
     from arl.experiment import Experiment, ExperimentConfig, Setup
     from arl.start import atrain, train
+    from arl.training import finetuning
     from arl.training.display import progress
-    from arl.training.finetuning import Preference, PreferenceLoss, finetune, train_preferences, train_reward_model
     from arl.workflow.agent import AgentWorkflow, MultiTurnWorkflow, SingleTurnWorkflow
     from arl.workflow.call_formats import parse_tool_calls
     from arl.workflow.conversation import Conversation
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from arl.workflow.verifiers_workflow import VerifiersWorkflow
 
 _HOMES = {
-    "arl.api.algorithm": "AlgorithmConfig preset",
+    "arl.api.algorithm": "preset",
     "arl.api.config": "Config OptimizerConfig TrainConfig",
     "arl.api.engine": "Sampler",
     "arl.api.errors": "ArlError DatasetError PromptTooLongError ToolError",
@@ -56,7 +56,7 @@ _HOMES = {
     "arl.sandbox": "",
     "arl.start": "atrain train",
     "arl.training.display": "progress",
-    "arl.training.finetuning": "Preference PreferenceLoss finetune train_preferences train_reward_model",
+    "arl.training.finetuning": "",
     "arl.workflow.agent": "AgentWorkflow MultiTurnWorkflow SingleTurnWorkflow",
     "arl.workflow.call_formats": "parse_tool_calls",
     "arl.workflow.conversation": "Conversation",

@@ -29,7 +29,7 @@ from arl import (
     TinyShape,
     Tool,
     TrainConfig,
-    finetune,
+    finetuning,
     load_train_engine,
     progress,
     tiny_tokenizer,
@@ -92,7 +92,7 @@ def warm_start(
 
             for lesson in taught:
                 examples = [demonstrated(demonstration, tokenizer) for demonstration in lesson]
-                finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=report)
+                finetuning.finetune(engine, examples, batch_size=batch_size, seed=seed, on_step=report)
         engine.export(directory)
     finally:
         engine.close()

@@ -76,7 +76,7 @@ def test_a_row_without_a_needed_column_is_refused(config: Any, read: Any, row: A
 
 async def prepared(agent: ModuleType, tasks: ModuleType, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Setup:
     """As a run prepares it, but its model learns nothing, from a few demonstrations."""
-    monkeypatch.setattr(warm_start, "finetune", lambda *_, **__: None)
+    monkeypatch.setattr(warm_start.finetuning, "finetune", lambda *_, **__: None)
     for name in ("NUM_CAREFUL", "NUM_MIXED"):
         monkeypatch.setattr(tasks, name, 32)
     config = agent.experiment.config(**settings)

@@ -70,7 +70,7 @@ def test_an_interrupted_warm_start_leaves_no_model(tmp_path: Path, monkeypatch: 
     def interrupted(*_args: object, **_options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(warm_start, "finetune", interrupted)
+    monkeypatch.setattr(warm_start.finetuning, "finetune", interrupted)
     with pytest.raises(KeyboardInterrupt):
         small_warm_start(tmp_path / "model", lambda: [lesson()])
     assert list(tmp_path.iterdir()) == []
@@ -93,7 +93,7 @@ def test_what_the_assistant_said_is_learned_and_nothing_else() -> None:
 def test_phrases_of_a_conversation_without_an_opening_and_those_of_the_caller_are_one_token_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_start, "finetune", lambda *_, **__: None)
+    monkeypatch.setattr(warm_start.finetuning, "finetune", lambda *_, **__: None)
     said = [{"role": "user", "content": "ready?"}, {"role": "assistant", "content": "steady"}]
     model = small_warm_start(tmp_path / "model", lambda: [[Demonstration(messages=said)] * 16], phrases=["seldom"])
     tokenizer = AutoTokenizer.from_pretrained(model)
