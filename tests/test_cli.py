@@ -6,19 +6,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from arl.__main__ import main
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import (
     Config,
-    EngineConfig,
-    LocalEngineConfig,
     LoRAConfig,
-    OptimizerConfig,
     SGLangEngineConfig,
-    TrainConfig,
 )
 from arl.api.errors import ConfigError
 from arl.api.presets import PRESETS
@@ -48,54 +46,45 @@ def test_an_engine_is_chosen_by_kind() -> None:
     assert engine.addresses == ("http://a:1", "http://b:2")
 
 
-def test_an_engine_section_without_kind_speaks_of_the_embedded_one() -> None:
-    engine = load_config(AgentConfig, ["--engine.num_servers", "2"]).engine
-    assert isinstance(engine, LocalEngineConfig)
-    assert engine.num_servers == 2
-
-
-class TunedConfig(AgentConfig):
-    engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), max_retries=7)
-    train: TrainConfig = TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.5, eps=0.25))
-
-
-def test_a_section_given_in_part_keeps_what_the_class_set_in_its_default() -> None:
-    config = load_config(TunedConfig, ["--train.optimizer.lr", "0.125", "--engine.max_retries", "2"])
-    assert config.train == TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.125, eps=0.25))
-    assert config.engine == SGLangEngineConfig(addresses=("http://a:1",), max_retries=2)
-
-
-def test_a_section_of_another_kind_than_its_default_stands_alone() -> None:
-    assert load_config(TunedConfig, ["--engine.kind", "local"]).engine == LocalEngineConfig()
-
-
 class ChosenConfig(AgentConfig):
     algorithm: AlgorithmConfig = preset("dapo", loss={"clip_low": 0.125}, epochs=3)
 
 
-def test_an_algorithm_given_in_part_keeps_what_the_class_set_in_its_default() -> None:
-    algorithm = load_config(ChosenConfig, ["--algorithm.loss.clip_high", "0.5"]).algorithm
-    expected = preset("dapo", loss={"clip_low": 0.125, "clip_high": 0.5}, epochs=3)
-    assert algorithm.model_dump() == expected.model_dump()
+DAPO = {"loss": {"clip_low": 0.125}, "overlong": {"max_tokens": 9}}
 
 
-def test_another_preset_than_the_defaults_stands_alone() -> None:
-    flags = ["--algorithm.preset", "gspo", "--algorithm.loss.clip_high", "0.5"]
-    algorithm = load_config(ChosenConfig, flags).algorithm
-    assert algorithm.model_dump() == preset("gspo", loss={"clip_high": 0.5}).model_dump()
-
-
-def test_the_defaults_own_preset_by_name_changes_nothing() -> None:
-    algorithm = load_config(ChosenConfig, ["--algorithm.preset", "dapo"]).algorithm
-    assert algorithm.model_dump() == ChosenConfig().algorithm.model_dump()
-
-
-def test_flags_beside_a_preset_override_the_file_field_by_field(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "file", "flags", "expected"),
+    [
+        (ChosenConfig, {}, ["--algorithm.preset", "dapo"], preset("dapo", loss={"clip_low": 0.125}, epochs=3)),
+        (
+            ChosenConfig,
+            {},
+            ["--algorithm.loss.clip_high", "0.5"],
+            preset("dapo", loss={"clip_low": 0.125, "clip_high": 0.5}, epochs=3),
+        ),
+        (
+            ChosenConfig,
+            {},
+            ["--algorithm.preset", "gspo", "--algorithm.loss.clip_high", "0.5"],
+            preset("gspo", loss={"clip_high": 0.5}),
+        ),
+        (
+            AgentConfig,
+            {"preset": "dapo", **DAPO},
+            ["--algorithm.overlong.buffer_tokens", "3"],
+            preset("dapo", loss={"clip_low": 0.125}, overlong={"max_tokens": 9, "buffer_tokens": 3}),
+        ),
+    ],
+    ids=["the same preset", "the class's", "another preset", "the file's"],
+)
+def test_flags_change_single_fields_of_an_algorithm(
+    config: type[AgentConfig], file: dict[str, Any], flags: list[str], expected: AlgorithmConfig, tmp_path: Path
+) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("algorithm: {preset: dapo, loss: {clip_low: 0.125}, overlong: {max_tokens: 9}}\n")
-    algorithm = load_config(AgentConfig, ["--config", str(path), "--algorithm.overlong.buffer_tokens", "3"]).algorithm
-    expected = preset("dapo", loss={"clip_low": 0.125}, overlong={"max_tokens": 9, "buffer_tokens": 3})
-    assert algorithm.model_dump() == expected.model_dump()
+    path.write_text(yaml.safe_dump({"algorithm": file} if file else {}))
+    loaded = load_config(config, ["--config", str(path), *flags])
+    assert loaded.algorithm.model_dump() == expected.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -144,43 +133,29 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(flags: list[str], sentenc
     assert sentence in str(error.value)
 
 
-def test_an_unknown_field_in_the_file_is_named_with_what_is_allowed(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("rollout: {batchsize: 4}\n")
-    with pytest.raises(ConfigError, match=r"rollout.batchsize is not a setting; allowed there: batch_size, "):
-        load_config(AgentConfig, ["--config", str(path)])
-
-
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [(b"\xff\xfe\x00", "is not YAML"), (b"steps: [", "is not YAML"), (b"- steps", "must hold a mapping of settings")],
-)
-def test_a_file_that_holds_no_settings_is_named(content: bytes, fault: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"--config .*run\.yaml .*{fault}"):
-        load_config(AgentConfig, ["--config", str(path)])
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
+        (b"\xff\xfe\x00", "run.yaml is not YAML"),
+        (b"steps: [", "run.yaml is not YAML"),
+        (b"- steps", "run.yaml holds list; it must hold a mapping of settings"),
+        (b"rollout: {batchsize: 4}", "rollout.batchsize is not a setting; allowed there: batch_size, "),
         (
-            "train: {lora: true}",
+            b"train: {lora: true}",
             "train.lora: True was given for a whole section; set what is in it, such as --train.lo",
         ),
-        ("train: {lora: {target_modules: 3}}", "train.lora.target_modules is 3: Input should be 'all-linear'\n"),
-        ("engine: sglang", "engine: 'sglang' was given for a whole section; write --engine.kind sglang"),
+        (b"train: {lora: {target_modules: 3}}", "train.lora.target_modules is 3: Input should be 'all-linear'\n"),
+        (b"engine: sglang", "engine: 'sglang' was given for a whole section; write --engine.kind sglang"),
         (
-            "algorithm: dapo",
+            b"algorithm: dapo",
             "algorithm: 'dapo' was given for a whole section; write preset('dapo'), in a file {preset: ",
         ),
-        ("algorithm: dapoo", "algorithm: no preset is named 'dapoo'; did you mean dapo"),
+        (b"algorithm: dapoo", "algorithm: no preset is named 'dapoo'; did you mean dapo"),
     ],
 )
-def test_a_wrong_value_in_the_file_is_answered_with_what_to_write(content: str, sentence: str, tmp_path: Path) -> None:
+def test_a_wrong_file_or_value_in_it_is_named_with_what_to_write(content: bytes, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(ConfigError) as error:
         load_config(AgentConfig, ["--config", str(path)])
     assert sentence in str(error.value)
@@ -234,17 +209,17 @@ def test_a_signal_lets_the_script_clean_up_and_exit_with_its_code(number: signal
     assert "Traceback" not in err
 
 
-def test_a_wrong_setting_ends_the_script_with_one_sentence_and_code_2() -> None:
-    with _script("--model", "x", "--stpes", "3") as process:
-        out, err = process.communicate(timeout=30)
-    assert (out, process.returncode) == ("", 2)
-    assert err == "error: --stpes is not a setting; did you mean --steps\n"
-
-
-def test_an_error_of_the_run_ends_the_script_with_its_sentence_and_code_1() -> None:
-    with _script("--model", "fails") as process:
-        _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (1, "error: no server answers\n")
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--model", "x", "--stpes", "3"], 2, "error: --stpes is not a setting; did you mean --steps\n"),
+        (["--model", "fails"], 1, "error: no server answers\n"),
+    ],
+)
+def test_an_error_ends_the_script_with_one_sentence_and_its_code(flags: list[str], code: int, said: str) -> None:
+    with _script(*flags) as process:
+        assert process.communicate(timeout=30) == ("", said)
+    assert process.returncode == code
 
 
 def test_a_flags_preset_does_not_mix_with_a_files_settings_for_another(tmp_path: Path) -> None:

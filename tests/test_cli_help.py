@@ -1,6 +1,9 @@
 """--help shows each setting with what it is, the default that it has, and the variants that have it."""
 
+import contextlib
+import io
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,67 +35,51 @@ class TunedConfig(AgentConfig):
         return {"steps": 7, **given}
 
 
-@pytest.fixture(autouse=True)
-def a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """argparse breaks lines at hyphens too, within a word."""
-    monkeypatch.setenv("COLUMNS", "10000")
-
-
-def shown(config: type[Config], capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """What --help says, by flag."""
-    with pytest.raises(SystemExit) as exit_:
-        load_config(config, ["--help"])
+@cache
+def shown(config: type[Config]) -> dict[str, str]:
+    """What --help says, by flag. argparse breaks lines at hyphens too, within a word: the terminal is wide."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setenv("COLUMNS", "10000")
+        with pytest.raises(SystemExit) as exit_:
+            load_config(config, ["--help"])
     assert exit_.value.code == 0
-    entries = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
+    entries = re.split(r"\n  (?=--)", out.getvalue())[1:]
     return {entry.split()[0].rstrip(","): " ".join(entry.split()) for entry in entries}
 
 
 @pytest.mark.parametrize(
-    ("flag", "default"),
+    ("config", "flag", "default"),
     [
-        ("--model", "tiny"),
-        ("--steps", "100"),
-        ("--engine.kind", "local"),
-        ("--engine.max_retries", "3"),
-        ("--train.lora", "null"),
-        ("--train.lora.target_modules", "all-linear"),
-        ("--train.optimizer.betas", "[0.9, 0.95]"),
-        ("--algorithm.advantage.kind", "returns"),
-        ("--algorithm.loss.kind", "ppo"),
-        ("--algorithm.selection", "null"),
-        ("--algorithm.correction.kind", "truncate"),
-        ("--algorithm.critic", "null"),
-        ("--weights.transport", "disk"),
-        ("--log.console", "true"),
+        (AgentConfig, "--model", "tiny"),
+        (AgentConfig, "--steps", "100"),
+        (AgentConfig, "--engine.kind", "local"),
+        (AgentConfig, "--train.lora", "null"),
+        (AgentConfig, "--train.lora.target_modules", "all-linear"),
+        (AgentConfig, "--train.optimizer.betas", "[0.9, 0.95]"),
+        (AgentConfig, "--algorithm.loss.kind", "ppo"),
+        (AgentConfig, "--weights.transport", "disk"),
+        (AgentConfig, "--log.console", "true"),
+        (TunedConfig, "--steps", "7"),
+        (TunedConfig, "--engine.kind", "sglang"),
+        (TunedConfig, "--engine.max_retries", "7"),
+        (TunedConfig, "--algorithm.preset", "gspo"),
+        (TunedConfig, "--algorithm.loss.kind", "gspo"),
+        (TunedConfig, "--algorithm.minibatches", "4"),
     ],
 )
-def test_a_default_is_the_configurations(flag: str, default: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"(default: {default})" in shown(AgentConfig, capsys)[flag]
+def test_a_default_is_what_the_class_makes_of_it(config: type[Config], flag: str, default: str) -> None:
+    assert f"(default: {default})" in shown(config)[flag]
 
 
-@pytest.mark.parametrize(
-    ("flag", "default"),
-    [
-        ("--steps", "7"),
-        ("--engine.kind", "sglang"),
-        ("--engine.max_retries", "7"),
-        ("--algorithm.preset", "gspo"),
-        ("--algorithm.loss.kind", "gspo"),
-        ("--algorithm.minibatches", "4"),
-    ],
-)
-def test_a_default_is_what_the_class_makes_of_it(flag: str, default: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"(default: {default})" in shown(TunedConfig, capsys)[flag]
-
-
-def test_a_setting_without_a_default_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = shown(Config, capsys)
+def test_a_setting_without_a_default_is_required() -> None:
+    texts = shown(Config)
     assert texts["--model"].endswith("on the hub. (required)")
     assert "(default: 100)" in texts["--steps"]
 
 
-def test_a_setting_of_some_variants_names_them(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = shown(AgentConfig, capsys)
+def test_a_setting_of_some_variants_names_them() -> None:
+    texts = shown(AgentConfig)
     assert "[local, sglang_processes] How many servers to start" in texts["--engine.num_servers"]
     assert "[sglang] Base URLs" in texts["--engine.addresses"]
     assert "[disk, delta, adapter] Where the files are written; " in texts["--weights.directory"]
@@ -102,16 +89,16 @@ def test_a_setting_of_some_variants_names_them(capsys: pytest.CaptureFixture[str
     assert re.search(pattern, texts["--algorithm.advantage.turn_discount"])
 
 
-def test_a_kind_says_what_each_is(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(AgentConfig, capsys)["--engine.kind"]
+def test_a_kind_says_what_each_is() -> None:
+    text = shown(AgentConfig)["--engine.kind"]
     assert "local: The embedded server, in processes that arl starts" in text
     assert "sglang: SGLang servers that run already." in text
 
 
-def test_a_percent_sign_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "How much, of 100%. (default: 0.5)" in shown(AgentConfig, capsys)["--share"]
+def test_a_percent_sign_is_shown_as_it_is() -> None:
+    assert "How much, of 100%. (default: 0.5)" in shown(AgentConfig)["--share"]
 
 
-def test_every_setting_has_its_flag_and_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_has_its_flag_and_a_text() -> None:
     assert [setting.name for setting in settings_of(Config) if not setting.about] == []
-    assert {f"--{setting.name}" for setting in settings_of(Config)} <= shown(Config, capsys).keys()
+    assert {f"--{setting.name}" for setting in settings_of(Config)} <= shown(Config).keys()

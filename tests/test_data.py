@@ -133,5 +133,5 @@ def test_a_dataset_of_several_subsets_asks_for_one(hub: FakeHub) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_an_error_that_says_what_to_do(hub: FakeHub) -> None:
-    with pytest.raises(DatasetError, match=r"no local file.*no route to the hub\. Check the name and the network"):
+    with pytest.raises(DatasetError, match=r"not a local file.*no route to the hub\. Check the name and the network"):
         load_dataset("not/there")

@@ -154,7 +154,7 @@ def test_ctrl_c_gives_the_scores_of_what_was_run_until_then(script: Commands) ->
         (["--k", "1,9"], "--k 9 needs as many episodes of each example, and --n is 8"),
         (["--k", "0"], "argument --k: '0' is not a whole number above 0"),
         (["--k", "two"], "argument --k: 'two' is not a whole number above 0"),
-        (["--pass-reward", "nan"], "'nan' is no finite number"),
+        (["--pass-reward", "nan"], "'nan' is not a finite number"),
         (["--limit", "-3"], "argument --limit: '-3' is not a whole number above 0"),
     ],
 )

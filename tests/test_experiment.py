@@ -114,11 +114,6 @@ def test_a_section_of_another_preset_takes_nothing_of_the_tiny_models() -> None:
     assert config.rollout.batch_size == 16
 
 
-def test_a_script_may_have_plain_settings_without_a_tiny_model() -> None:
-    with pytest.raises(ConfigError, match="model is missing"):
-        load_config(Config, [])
-
-
 async def test_a_preparation_that_finds_nothing_more_is_an_error(tmp_path: Path) -> None:
     empty = iter(())
     with pytest.raises(RuntimeError, match="prepare raised StopIteration"):

@@ -5,12 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+import arl
+from arl.api.algorithm import preset
 from arl.api.config import Config
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.types import SamplingParams
@@ -68,24 +71,26 @@ def processes_naming(text: str) -> list[str]:
     return found
 
 
-async def test_with_max_staleness_0_the_trainer_recomputes_the_samplers_logprobs(model: Path, tmp_path: Path) -> None:
-    config = Config.model_validate(
-        {
-            "model": str(model),
-            "run_dir": tmp_path,
-            "steps": 3,
-            "rollout": {"batch_size": 2, "group_size": 4, "max_staleness": 0},
-            "algorithm": {"minibatches": 2},
-            "train": {"optimizer": {"lr": 1e-3}},
-            **SILENT,
-        }
+def test_three_lines_train_a_model_and_with_max_staleness_0_the_trainer_recomputes_the_samplers_logprobs(
+    model: Path, tmp_path: Path
+) -> None:
+    result = arl.train(
+        model=model,
+        workflow=SayDigits(),
+        dataset=[{"number": n} for n in range(9)],
+        steps=3,
+        batch_size=2,
+        group_size=4,
+        max_staleness=0,
+        lr=1e-3,
+        run_dir=tmp_path,
+        algorithm=preset("decoupled_ppo", minibatches=2),
     )
-    async with launch(config, workflow=SayDigits(), dataset=[{"number": n} for n in range(9)]) as trainer:
-        steps = [step async for step in trainer]
-    assert [step.max_staleness_seen for step in steps] == [0, 0, 0]
-    for step in steps:
-        assert step.metrics["behavior_weight_max"] == pytest.approx(1.0, abs=1e-4)
-        assert abs(step.metrics["behavior_kl_proximal"]) < 1e-6
+    assert {"config.json", "model.safetensors"} <= {path.name for path in Path(result.model).iterdir()}
+    assert [row["staleness/max"] for row in result.metrics] == [0, 0, 0]
+    for row in result.metrics:
+        assert row["behavior_weight_max"] == pytest.approx(1.0, abs=1e-4)
+        assert abs(row["behavior_kl_proximal"]) < 1e-6
 
 
 def test_ctrl_c_saves_stops_the_servers_and_exits_130_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
@@ -105,17 +110,15 @@ def test_ctrl_c_saves_stops_the_servers_and_exits_130_and_a_rerun_continues(mode
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, done + 3))
 
 
-def test_after_a_kill_no_server_is_left_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
+def test_after_a_kill_no_server_is_left(model: Path, tmp_path: Path) -> None:
     with start(model, tmp_path, "--steps", "100000") as process:
-        read_until(process, "trained 4")
+        read_until(process, "trained 1")
+        assert len(processes_naming(str(model))) > 1
         process.kill()
-        process.communicate(timeout=60)
-    with start(model, tmp_path, "--steps", "6") as process:
-        rest, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, rest
-    assert "trained 1\n" not in rest
-    assert "trained 6\n" in rest
-    assert processes_naming(str(model)) == []
+    until = time.monotonic() + 60
+    while left := processes_naming(str(model)):
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("files", [{}, {"config.json": "{}"}], ids=["missing", "broken"])

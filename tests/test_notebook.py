@@ -1,73 +1,87 @@
-"""examples/notebook.ipynb runs from top to bottom in a Jupyter kernel."""
+"""examples/notebook.ipynb runs from top to bottom, with an event loop that runs already."""
 
+import ast
 import asyncio
+import inspect
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from matplotlib.figure import Figure
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
-
-ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
-
-FAKES = f"""
-import sys
-
-sys.path.insert(0, {str(ROOT / "tests")!r})
-import pytest
 from scripted_launch import use_fakes
-from arl import ScriptedEngine
+
+from arl.api.scripted import ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
 
-use_fakes(pytest.MonkeyPatch(), ScriptedEngine(lambda request: tiny_tokenizer().encode("12345678")))
-"""
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 
 
-def read() -> Any:
-    return nbformat.read(NOTEBOOK, as_version=4)
+def code_cells(notebook: Any) -> dict[str, Any]:
+    return {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
 
 
-def cell(notebook: Any, name: str) -> Any:
-    return next(cell for cell in notebook.cells if cell.id == name)
+class Display:
+    """IPython's `display`, which shows a figure that changes. pictures: their sizes in bytes."""
+
+    def __init__(self) -> None:
+        self.pictures: list[int] = []
+
+    def __call__(self, figure: Figure, display_id: bool) -> "Display":
+        self.update(figure)
+        return self
+
+    def update(self, figure: Figure) -> None:
+        file = BytesIO()
+        figure.savefig(file)
+        self.pictures.append(len(file.getvalue()))
 
 
-def run(notebook: Any, directory: Path) -> None:
-    """As papermill does: the cell of parameters is followed by one that sets others."""
-    at = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
-    notebook.cells.insert(at + 1, new_code_cell("steps = 2"))
-    client = NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(directory)}})
-    asyncio.run(client.async_execute())
-
-
-def said(cell: Any) -> str:
-    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
-
-
-def test_it_trains_plots_and_serves_with_top_level_await(tmp_path: Path) -> None:
-    """In a real kernel, with the official fakes in the place of server and weights."""
-    notebook = read()
-    cell(notebook, "imports").source += "\n" + FAKES
-    cell(notebook, "serve").source = "use_fakes(pytest.MonkeyPatch(), ScriptedEngine(lambda _: [9]))\n" + cell(
-        notebook, "serve"
-    ).source.replace('directory / "trained"', 'directory / "model"')  # fakes export no model
-    run(notebook, tmp_path)
-    train = cell(notebook, "train")
-    assert said(train) == "held-out reward 1.00 -> 1.00\n"
-    (plot,) = [output for output in train.outputs if output.output_type == "display_data"]
-    assert len(plot.data["image/png"]) > 1000
-    assert "Say a number like 7<|im_end|>" in said(cell(notebook, "serve"))
+async def test_it_trains_plots_and_serves_with_top_level_await(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over the official fakes, which export no model."""
+    use_fakes(monkeypatch, lambda: ScriptedEngine(lambda request: tiny_tokenizer().encode("12345678")))
+    display = Display()
+    monkeypatch.setattr("IPython.display.display", display)
+    namespace: dict[str, Any] = {}
+    for name, cell in code_cells(nbformat.read(NOTEBOOK, as_version=4)).items():
+        source = (
+            "steps = 2" if name == "parameters" else cell.source.replace("mkdtemp(", f"mkdtemp(dir={str(tmp_path)!r}, ")
+        )
+        if name == "serve":
+            source = source.replace('directory / "trained"', 'directory / "model"')
+        code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if inspect.isawaitable(done := eval(code, namespace)):
+            await done
+    said = capsys.readouterr().out
+    assert said.startswith("held-out reward 1.00 -> 1.00\n")
+    assert "Say a number like 7<|im_end|>" in said
+    assert len(display.pictures) == 3
+    assert min(display.pictures) > 1000
 
 
 @pytest.mark.slow
-def test_it_runs_on_a_real_server_and_a_real_model(tmp_path: Path) -> None:
-    notebook = read()
-    run(notebook, tmp_path)
-    assert "held-out reward 0.0" in said(cell(notebook, "train"))
-    assert "Say a number like 7<|im_end|>" in said(cell(notebook, "serve"))
+def test_it_runs_in_a_kernel_on_a_real_server_and_a_real_model(tmp_path: Path) -> None:
+    """As papermill does: the cell of parameters is followed by one that sets others."""
+    notebook: Any = nbformat.read(NOTEBOOK, as_version=4)
+    at = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+    notebook.cells.insert(at + 1, new_code_cell("steps = 2"))
+    client = NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}})
+    asyncio.run(client.async_execute())
+    cells = code_cells(notebook)
+    said = {
+        name: "".join(out.text for out in cell.outputs if out.output_type == "stream") for name, cell in cells.items()
+    }
+    assert "held-out reward 0.0" in said["train"]
+    assert "Say a number like 7<|im_end|>" in said["serve"]
+    (plot,) = [output for output in cells["train"].outputs if output.output_type == "display_data"]
+    assert len(plot.data["image/png"]) > 1000
 
 
 def test_it_is_kept_without_outputs() -> None:
-    cells = [cell for cell in read().cells if cell.cell_type == "code"]
+    cells = code_cells(nbformat.read(NOTEBOOK, as_version=4)).values()
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)

@@ -11,7 +11,7 @@ from scripted_launch import use_fakes
 
 import arl
 from arl.api.errors import ConfigError, DatasetError
-from arl.engine.tiny import TURN_END, TinyShape, tiny_tokenizer, write_tiny_model
+from arl.engine.tiny import TURN_END, tiny_tokenizer
 from arl.start import _settings
 
 TOKENIZER = tiny_tokenizer()
@@ -145,18 +145,3 @@ def test_a_function_of_the_script_itself_needs_no_worker_process(monkeypatch: py
     own.__module__, own.__qualname__ = "__main__", "own"
     assert isinstance(_runnable(own), ThreadReward)
     assert _runnable(right) is right
-
-
-def test_three_lines_train_a_model_on_a_real_server(tmp_path: Path) -> None:
-    shape = TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
-    model = write_tiny_model(tmp_path / "model", shape=shape)
-    result = arl.train(
-        model=model,
-        reward=lambda answer, data: float(len(answer)),
-        dataset=SUMS,
-        max_new_tokens=4,
-        run_dir=tmp_path / "run",
-        **SMALL,
-    )
-    assert result.summary["steps"] == 2
-    assert {"config.json", "model.safetensors"} <= {path.name for path in Path(result.model).iterdir()}

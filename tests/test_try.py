@@ -208,7 +208,7 @@ def test_without_held_out_examples_the_training_ones_are_pointed_to(script: Comm
         ("experiment = 3", "has a int for its `experiment`"),
         ("import nothing_like_this", "cannot be imported: ModuleNotFoundError: No module named 'nothing_like_this'"),
         ("x = (", "cannot be imported: SyntaxError: '(' was never closed"),
-        ("raise SystemExit(3)", "SystemExit: 3; what it does when it is run belongs under `if __name__"),
+        ("raise SystemExit(3)", "SystemExit: 3; put the code that runs the script under `if __name__"),
     ],
 )
 def test_a_file_without_an_experiment_is_told_why(script: Commands, text: str, complaint: str) -> None:
@@ -224,7 +224,11 @@ def test_a_file_without_an_experiment_is_told_why(script: Commands, text: str, c
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
-    [("nowhere.py", "there is no file"), ("model", "no Python file is"), ("types.py", "the name of a module")],
+    [
+        ("nowhere.py", "there is no file"),
+        ("model", "this is not a Python file"),
+        ("types.py", "the name of a loaded module"),
+    ],
 )
 def test_what_is_no_script_is_named(script: Commands, name: str, complaint: str) -> None:
     (script.directory / "types.py").write_text("")

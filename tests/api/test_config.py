@@ -1,9 +1,19 @@
 """Each setting that cannot be is refused by name, with what is allowed."""
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
-from arl.api.config import Config, OptimizerConfig, RolloutConfig
+from arl.api.config import (
+    Config,
+    EngineConfig,
+    LocalEngineConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SGLangEngineConfig,
+    TrainConfig,
+)
 
 IMPOSSIBLE = [
     ({"rollout": {"batch_size": 0}}, "rollout.batch_size", "greater than 0"),
@@ -107,3 +117,27 @@ def test_settings_cannot_change_during_a_run() -> None:
 def test_seeded_requests_are_allowed_where_servers_look_at_seeds() -> None:
     engine = {"kind": "sglang_processes", "arguments": ["--enable-deterministic-inference"]}
     Config.model_validate({"model": "tiny", "rollout": {"seed_requests": True}, "engine": engine})
+
+
+class TunedConfig(Config):
+    engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), max_retries=7)
+    train: TrainConfig = TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.5, eps=0.25))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"engine": {"max_retries": 2}}, SGLangEngineConfig(addresses=("http://a:1",), max_retries=2)),
+        ({"engine": {"kind": "local"}}, LocalEngineConfig()),
+        ({"engine": LocalEngineConfig(num_servers=2)}, LocalEngineConfig(num_servers=2)),
+        (
+            {"train": {"optimizer": {"lr": 0.1}}},
+            TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.1, eps=0.25)),
+        ),
+    ],
+)
+def test_a_section_given_in_part_keeps_what_the_class_set_and_one_of_another_kind_stands_alone(
+    given: dict[str, Any], expected: object
+) -> None:
+    (name,) = given
+    assert getattr(TunedConfig.model_validate({"model": "m", **given}), name) == expected
