@@ -1,9 +1,4 @@
-"""The command `arl`.
-
-arl algorithms    # every preset, its paper and its purpose
-arl try FILE      # run episodes of a script's agent, and read them
-arl eval FILE     # score its model on held-out examples
-"""
+"""The command `arl`: tries and scores agents, and lists the algorithms."""
 
 from __future__ import annotations
 

@@ -1,16 +1,6 @@
 """The composition root: the one place that names concrete classes and decides what runs where.
 
-    async with launch(config, workflow=MyAgent(), dataset=train, eval_dataset=test) as trainer:
-        async for step in trainer:
-            ...
-
-Leaving the block, by its end, an error or a cancellation, saves a checkpoint, stops the servers it started and
-removes what it kept in memory. The same call on the same run_dir continues from there.
-
-    async with serve(config) as engine, MyAgent() as workflow:
-        trajectory = await workflow.arun_episode(engine, example)
-
-runs episodes without a trainer.
+`launch` composes a whole run, `serve` an inference engine alone. Both close in reverse order what they opened.
 """
 
 from __future__ import annotations
@@ -25,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from arl.api.algorithm import AlgorithmConfig, DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
+from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import (
     AdapterWeightsConfig,
     Config,
@@ -37,6 +27,7 @@ from arl.api.config import (
 )
 from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
+from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.engine.client.processes import adapter_options, local_servers, sglang_servers
@@ -85,11 +76,11 @@ async def launch(
 ) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
-    dataset, eval_dataset: anything with a length and integer indexing whose items are mappings; each item is what
-    `arun_episode` receives as `data`. keep: a filter; a finished group for which it is false is rejected, and its
-    place refilled. curriculum: says which examples each stage hands out, in which order; without one, epochs of the
-    whole dataset. The workflow is entered first and left last. Raises the ArlError of whatever could not start, and,
-    out of the block, the first error of any part of the run.
+    dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
+    keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
+    examples of each stage, in order; without one, epochs of the whole dataset. The workflow is entered first and left
+    last. Leaving the block, by its end, an error or a cancellation, saves a checkpoint and stops the servers that arl
+    started. Raises the ArlError of a part that could not start, and out of the block the first error of the run.
     """
     given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
     _check(config, given)
@@ -212,7 +203,7 @@ async def _engines(
     try:
         addresses, api_key = await _addresses(config, stack, config.run_dir / "logs")
     except (ModelError, ServerError):
-        await loading  # where the model is at fault, this says it better
+        await loading  # a broken model raises the better error here
         raise
     learner = await loading
     return learner, await stack.enter_async_context(await _client(config, addresses, api_key))
@@ -274,7 +265,7 @@ def _say_where_it_continues(config: Config, version: int, display: Display) -> N
 
 
 async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple[Sequence[str], str | None]:
-    """The servers' base URLs and API key. Starts the servers that are arl's to start, with logs in `logs`."""
+    """The servers' base URLs and API key. Starts the servers unless they run already; their logs go to `logs`."""
     if isinstance(config.engine, SGLangEngineConfig):
         return config.engine.addresses, config.engine.api_key
     directory = await asyncio.to_thread(local_directory, config.model)
@@ -348,7 +339,7 @@ def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
 
 
 def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | None) -> GroupRules:
-    """The rules for groups that follow from what the advantages compare."""
+    """The rules for groups that the advantages ask for."""
     advantage = algorithm.advantage
     return GroupRules(
         keep=keep,
@@ -381,5 +372,5 @@ def _transport(config: Config) -> WeightTransport:
 
 
 def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:
-    """Token ids -> text for trajectories.jsonl; None if it is to hold no trajectories."""
+    """Token ids -> text for trajectories.jsonl; None if no trajectories are written."""
     return decoder(config.model) if config.log.trajectories else None

@@ -1,9 +1,4 @@
-"""The command line: settings from flags and YAML, and an end of the process that says what happened.
-
-    python my_agent.py --model DIR --rollout.max_staleness 4 --config run.yaml
-
-Flags override the YAML file, which overrides the defaults.
-"""
+"""The command line: flags over a YAML file over defaults, and an end of the process that says what happened."""
 
 from __future__ import annotations
 
@@ -40,10 +35,10 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
-    """Build `config_class` from flags (`--section.field value`) and an optional `--config FILE.yaml` below them.
+    """Build `config_class` from flags (`--section.field value`) over an optional `--config FILE.yaml`.
 
-    argv: without the program's name; sys.argv[1:] when None. Raises ConfigError naming each wrong field and what is
-    allowed; `--help` prints every setting and exits.
+    argv: without the program's name; sys.argv[1:] when None. Raises ConfigError, which names each wrong field and the
+    allowed values. `--help` prints every setting and exits.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
@@ -60,7 +55,7 @@ def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) 
 
 
 def _check_presets(flags: Sequence[str], from_file: dict[str, Any], path: Path | None) -> None:
-    """Raise ConfigError for a flag's preset over a file's settings for another: nobody has named that algorithm."""
+    """Raise ConfigError if a flag names a preset and the file has settings for another one."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--algorithm.preset", dest="preset")
     flag, section = parser.parse_known_args(flags)[0].preset, from_file.get("algorithm")
@@ -83,10 +78,10 @@ def run(
 ) -> None:
     """Load the configuration and run `main` on it: the last line of a script.
 
-    argv: as for load_config. if_stopped: what to say after Ctrl-C.
-    An ArlError becomes one message on stderr and exit code 1 (2 for a wrong setting), with a traceback only if the
-    user's own code failed. Ctrl-C and SIGTERM cancel main, whose `async with` blocks save and clean up, and end the
-    process with 130 or 143.
+    argv: as for load_config. if_stopped: said after Ctrl-C.
+    An ArlError becomes one message on stderr and exit code 1 (2 for a wrong setting). A traceback comes with it only if
+    the user's own code failed. Ctrl-C and SIGTERM cancel main; its `async with` blocks save and clean up, and the
+    process ends with 130 or 143.
     """
     try:
         config = load_config(config_class, argv)
@@ -219,7 +214,7 @@ def _section_reader(section: Setting) -> Callable[[str], str]:
 
 
 def _unknown_flag(flag: str, names: Sequence[str]) -> str:
-    """What to say about a flag that is none of `names`, the settings."""
+    """The message about a flag that is not among `names`, the settings."""
     if not flag.startswith("-"):
         return (
             f"{flag} belongs to no setting; each value has its flag, and a switch is --NAME or --no-NAME, without one"
@@ -233,7 +228,7 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
 
 
 def _help_texts(config_class: type[Config]) -> dict[str, str]:
-    """name -> what the setting is, and its default."""
+    """name -> the text of --help: the setting's docstring and default."""
     try:
         defaults = config_class.model_validate({})
     except ValidationError:

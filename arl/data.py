@@ -1,4 +1,4 @@
-"""Datasets by name: on the Hugging Face hub, or in local JSONL, JSON and parquet files. Their columns are checked."""
+"""Datasets by name: from the Hugging Face hub, or from JSONL, JSON and parquet files. Checks their columns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def load_dataset(
 ) -> Sequence[Example]:
     """The rows of one split, each a mapping from column to value.
 
-    source: a file, which is read whole; a directory, whose files with the split in their name are read in order
-    (train.jsonl, data/train-00000-of-00002.parquet); or the name of a dataset on the hub.
-    subset: the configuration of a dataset on the hub; unset: its only one, or the one called main or default.
-    columns: what each row must have. Raises DatasetError, which says what to do.
+    source: a file; a directory, whose files with the split in their name are read in order (train.jsonl,
+    data/train-00000-of-00002.parquet); or the name of a dataset on the hub.
+    subset: the configuration of a dataset on the hub. Unset: its only one, or the one called main or default.
+    columns: columns that each row must have. Raises DatasetError, which says what to do.
     """
     path = source if isinstance(source, Path) else Path(source)
     if path.exists():
@@ -50,8 +50,8 @@ def load_splits(
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """Rows to train on, and at most `num_held_out` rows to evaluate on: the first rows of `split`.
 
-    held_out_source: where that split is, if not in `source`. Without it, a single file gives its last rows, which are
-    then not trained on. The rest is as in load_dataset. Raises DatasetError.
+    held_out_source: where that split is, if not in `source`. Without it, a single file gives its last rows, and the
+    others are trained. The rest is as in load_dataset. Raises DatasetError.
     """
     rows = load_dataset(source, subset=subset, columns=columns)
     if held_out_source is None and Path(source).is_file():
@@ -131,7 +131,7 @@ def _from_hub(name: str, split: str, subset: str | None) -> Sequence[Example]:
         raise
     except Exception as error:
         raise DatasetError(
-            f"{name} is no local file or directory, and as a dataset on the hub its split {split!r} could not be "
+            f"{name} is not a local file or directory, and as a dataset on the hub its split {split!r} could not be "
             f"loaded: {type(error).__name__}: {error}. Check the name and the network, or give a local copy"
         ) from error
 
@@ -146,7 +146,7 @@ def _main_subset(name: str, subsets: Sequence[str]) -> str:
 
 
 def _check_columns(rows: Sequence[Example], source: str | Path, columns: Sequence[str]) -> None:
-    """Rows of a local file may differ; a dataset of the hub has one schema, so that its first row speaks for all."""
+    """Rows of a local file may differ; a dataset of the hub has one schema, so its first row is enough."""
     for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], start=1):
         missing = _missing(row, columns)
         if missing:

@@ -1,10 +1,4 @@
-"""Experiment: what a script trains, on what, and how. `arl try` and `arl eval` run the same agent without training.
-
-experiment = Experiment(config=MyConfig, prepare=prepare)
-
-if __name__ == "__main__":
-    experiment.main()
-"""
+"""Experiment: what a script trains, on what, and how. `arl try` and `arl eval` run the same agent without training."""
 
 from __future__ import annotations
 
@@ -42,15 +36,11 @@ TRAINED = "trained"
 
 
 class ExperimentConfig(Config):
-    """Settings of an experiment that makes a tiny model of its own unless it is given another.
-
-    class MyConfig(ExperimentConfig):
-        tiny_settings = {"steps": 60, "rollout": {"batch_size": 16}}
-    """
+    """Settings of an experiment that makes a tiny model if no other is named."""
 
     tiny_settings: ClassVar[Mapping[str, Any]] = {}
-    """Defaults with which the tiny model learns in minutes on two cores; other models have the ordinary defaults. Flags
-    and files override them one by one. A section for which these name another kind or preset stands alone."""
+    """Defaults for the tiny model alone. Flags and files override them one by one; a section of another kind or preset
+    stands alone."""
 
     model: str = TINY
     """A Hugging Face model directory or name; `tiny` builds one and warm-starts it on demonstrations."""
@@ -70,7 +60,7 @@ class ExperimentConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What one run of an experiment works with; see `launch`. Raises ConfigError if the workflow is none."""
+    """What one run of an experiment works with, as `launch` takes it. Raises ConfigError if workflow is not one."""
 
     model: str
     """A Hugging Face directory or name, in the place of config.model."""
@@ -177,7 +167,7 @@ class TrainingResult:
 
 
 async def _evaluated(trainer: Trainer, version: int) -> Evaluation | None:
-    """The evaluation of `version`, if there was one; else an evaluation of the weights that are served now."""
+    """The evaluation of `version`; if there was none, an evaluation of the weights that are served now."""
     if trainer.evaluator is None:
         return None
     return trainer.evaluations.get(version) or await trainer.evaluate()
@@ -210,7 +200,7 @@ def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Eval
 
 
 def _hide_progress_bars() -> None:
-    """Hide those of loading a model: they would stand between the lines of a run."""
+    """Hide transformers' bars for loading a model, which would stand between the lines of a run."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -1,9 +1,4 @@
-"""`arl.train`: a model, a dataset and a reward go in, a trained model comes out.
-
-    result = arl.train(model="Qwen/Qwen3-0.6B", reward=arl.rewards.NumericMatch(), dataset="openai/gsm8k")
-
-It runs an `Experiment` of one workflow; `launch` is for those who want the loop.
-"""
+"""`arl.train`: a model, a dataset and a reward go in, a trained model comes out. It runs an `Experiment`."""
 
 from __future__ import annotations
 
@@ -62,10 +57,10 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     dtype: Literal["float32", "bfloat16"] | None = None,
     config: Config | None = None,
 ) -> TrainingResult:
-    """Train `model` on `dataset`; evaluate before and after on `eval_dataset`, if there is one.
+    """Train `model` on `dataset`; evaluate before and after on `eval_dataset`, if given.
 
-    `arl.train(...)` is for scripts, `await arl.atrain(...)` for notebooks. Called again with the same `run_dir`, it
-    continues. What is left unset is as in `config`, or else as `Config` has it.
+    `arl.train(...)` is for scripts, `await arl.atrain(...)` for notebooks. A second call with the same `run_dir`
+    continues the run. Settings that are left unset are `config`'s, or else the defaults of `Config`.
 
     model: a Hugging Face directory, or a name on the hub.
     dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a file, a directory, or a name on the hub, of which
@@ -81,7 +76,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     lr: the learning rate. run_dir: where the run's files go. device, dtype: of the trainer and the embedded server.
     config: all other settings.
 
-    Raises ConfigError and DatasetError for what cannot be trained on, and whatever else ends a run.
+    Raises ConfigError for a wrong setting, DatasetError for an unusable dataset, and any error that ends a run.
     """
     _check_types(model, system, prompt, config)
     device_and_dtype = {"device": device, "dtype": dtype}
@@ -107,7 +102,7 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
         agent = workflow
         if agent is None:
             agent = _single_turn(config.model, cast("Rewards", reward), SamplingParams(**sampling), system, prompt)
-            agent.messages(train[0])  # an example without a question is told of before anything starts
+            agent.messages(train[0])  # refuses an example without a question before anything starts
             if held_out is not None:
                 agent.messages(held_out[0])
         return Setup(model=config.model, workflow=agent, dataset=train, eval_dataset=held_out)
@@ -147,7 +142,7 @@ train = _blocking(atrain)
 
 
 def _settings(base: Config | None, changes: Mapping[str, Any]) -> Config:
-    """The changes that are given, over `base`. Raises ConfigError naming each setting that is wrong."""
+    """The changes that are given, over `base`. Raises ConfigError, which names each wrong setting."""
     kind = Config if base is None else type(base)
     try:
         return kind.model_validate(laid_over(base or Config.model_construct(), _given(changes)))
@@ -156,7 +151,7 @@ def _settings(base: Config | None, changes: Mapping[str, Any]) -> Config:
 
 
 def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is None, and sections in which nothing is left."""
+    """`changes` without None and without empty sections."""
     inner = {name: _given(value) if isinstance(value, dict) else value for name, value in changes.items()}
     return {name: value for name, value in inner.items() if value is not None and value != {}}
 
@@ -181,7 +176,7 @@ def _check_choice(reward: object, workflow: object, of_reward: Mapping[str, obje
 
 
 def _rows(name: str, rows: Any, split: str) -> Any:
-    """The examples. Raises DatasetError for what cannot be loaded, and for what holds no dicts."""
+    """The examples. Raises DatasetError if they cannot be loaded, or are not dicts."""
     if rows is None or isinstance(rows, str | Path):
         return rows and load_dataset(rows, split=split)
     if isinstance(rows, Mapping):
@@ -204,14 +199,14 @@ def _single_turn(
     if isinstance(reward, Mapping):
         parts = {name: part if isinstance(part, tuple) else (1.0, part) for name, part in reward.items()}
         runnable: Any = {name: (*part[:1], *map(_runnable, part[1:])) for name, part in parts.items()}
-        whole: Any = WeightedReward(runnable)  # which refuses what is no pair
+        whole: Any = WeightedReward(runnable)  # refuses a part that is not a pair
     else:
         whole = _runnable(reward)
     return SingleTurnWorkflow(load_tokenizer(model), whole, sampling=sampling, system=system, prompt=prompt)
 
 
 def _runnable(reward: Any) -> RewardLike:
-    """Functions of the script itself run in threads: to find them, worker processes would run the script again."""
+    """Functions of the script itself run in threads; worker processes would have to run the script to find them."""
     if not inspect.isfunction(reward) or inspect.iscoroutinefunction(reward):
         return reward
     check_signature(reward)

@@ -15,8 +15,9 @@ import torch
 from arl.algorithm.batch import Batch, joined
 from arl.algorithm.peers import Peers, Spread, kl_penalties, peers_of, spread_of, whitened
 from arl.algorithm.returns import TrainedTokens, gae_advantages, process_rewards, returns_to_go, turn_advantages
-from arl.api.algorithm import (
-    AlgorithmConfig,
+from arl.api.algorithm import AlgorithmConfig
+from arl.api.errors import TrajectoryError
+from arl.api.objective import (
     DistillationAdvantage,
     GAEAdvantage,
     GiGPOAdvantage,
@@ -24,7 +25,6 @@ from arl.api.algorithm import (
     RejectionAdvantage,
     ReturnsAdvantage,
 )
-from arl.api.errors import TrajectoryError
 
 SUCCESS = 0.5
 """A reward above this is a success. Rewards should be 0 and 1, but penalties may have moved them."""

@@ -18,7 +18,8 @@ from typing import Literal
 
 import torch
 
-from arl.api.algorithm import Aggregation, OverlongConfig
+from arl.api.algorithm import Aggregation
+from arl.api.objective import OverlongConfig
 from arl.api.types import TOKEN_FIELDS, Group, TrainSequence, Trajectory
 
 _TENSORS = ("token_ids", "loss_mask", *TOKEN_FIELDS)

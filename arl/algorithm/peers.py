@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from arl.algorithm.batch import Batch
-from arl.api.algorithm import KLConfig, OverlongConfig
+from arl.api.objective import KLConfig, OverlongConfig
 from arl.api.types import Group, Trajectory
 
 

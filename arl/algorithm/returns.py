@@ -11,7 +11,7 @@ import torch
 
 from arl.algorithm.batch import Batch, joined
 from arl.algorithm.peers import Peers, Spread, kl_penalties, spread_of
-from arl.api.algorithm import GAEAdvantage, GiGPOAdvantage, KLConfig, ReturnsAdvantage
+from arl.api.objective import GAEAdvantage, GiGPOAdvantage, KLConfig, ReturnsAdvantage
 from arl.api.types import Trajectory
 
 

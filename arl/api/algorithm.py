@@ -14,60 +14,20 @@ from pydantic import Field, ModelWrapValidatorHandler, PositiveInt, ValidationEr
 
 from arl.api.objective import (
     AdvantageConfig,
-    ClipCovSelection,
-    ClippedLossConfig,
     CorrectionConfig,
     CriticConfig,
     DistillationAdvantage,
-    DPPOLossConfig,
-    GAEAdvantage,
     GiGPOAdvantage,
     KLConfig,
     KLCovSelection,
     LossConfig,
-    MirrorDescentLossConfig,
     OverlongConfig,
     PassAtKAdvantage,
-    ReinforceLossConfig,
-    RejectionAdvantage,
     ReturnsAdvantage,
-    SAPOLossConfig,
-    SecondMomentSelection,
     SelectionConfig,
-    TOPRLossConfig,
 )
 from arl.api.presets import BASE, PRESETS, unknown_preset
 from arl.api.settings import Section, config_error, laid_over
-
-__all__ = [
-    "AdvantageConfig",
-    "Aggregation",
-    "AlgorithmConfig",
-    "ClipCovSelection",
-    "ClippedLossConfig",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DPPOLossConfig",
-    "DistillationAdvantage",
-    "GAEAdvantage",
-    "GiGPOAdvantage",
-    "KLConfig",
-    "KLCovSelection",
-    "LossConfig",
-    "MirrorDescentLossConfig",
-    "OverlongConfig",
-    "PassAtKAdvantage",
-    "Proximal",
-    "ReinforceLossConfig",
-    "RejectionAdvantage",
-    "ReturnsAdvantage",
-    "SAPOLossConfig",
-    "SecondMomentSelection",
-    "SelectionConfig",
-    "TOPRLossConfig",
-    "preset",
-]
-
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "group_mean"]
 Proximal = Literal["recomputed", "approximated", "bypassed"]

@@ -1,7 +1,6 @@
-"""Every setting: frozen, in sections. An unknown one and a contradiction are errors that name it.
+"""Every setting of a run, in frozen sections. engine_config.py has the engines' sections, algorithm.py the algorithm's.
 
-Each component gets its own section only. Times are in seconds (`_s`). A variant is a type, chosen by `kind`. The
-sections of both engines are in engine_config.py, those of the algorithm in algorithm.py.
+Each component gets only its own section. Times are in seconds (`_s`). A variant is a type, chosen by `kind`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from arl.api.algorithm import AlgorithmConfig, PassAtKAdvantage, preset
+from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine_config import (
     AdapterWeightsConfig,
     ClientConfig,
@@ -35,6 +34,7 @@ from arl.api.engine_config import (
     WeightsConfig,
     check_fused,
 )
+from arl.api.objective import PassAtKAdvantage
 from arl.api.settings import Section, laid_over
 
 __all__ = [
@@ -75,11 +75,11 @@ class RolloutConfig(Section):
     episode_retries: NonNegativeInt = 1
     """How often an episode that failed runs again."""
     min_group_size: PositiveInt = 2
-    """Fewest finished episodes that a group is trained with; a smaller one is dropped. At most group_size."""
+    """The fewest finished episodes of a trained group; a smaller group is dropped. At most group_size."""
     max_failure_rate: float = Field(default=0.5, gt=0, le=1)
-    """Share of the last 64 episodes that may fail; past it the run stops with the first traceback."""
+    """The share of the last 64 episodes that may fail. Beyond it the run stops with the first traceback."""
     drop_stragglers_after_s: PositiveFloat | None = None
-    """How long a running group may keep the trainer waiting before it is aborted and dropped. Unset: for ever."""
+    """A group that keeps the trainer waiting for longer is aborted and dropped. Unset: the trainer waits."""
     extra_episodes: NonNegativeInt = 0
     """Over-sampling: start this many episodes more than group_size for each example. The first group_size that finish
     are trained and the others are aborted, which favours short episodes."""
@@ -88,9 +88,8 @@ class RolloutConfig(Section):
     replay_min_reward: float = 0.0
     """A group is kept for replay if one of its trajectories has a reward above this."""
     seed_requests: bool = False
-    """Give each request that has no seed one of its own, a function of `seed`, the group, the episode and the request's
-    number in it: an episode that runs again asks for the same tokens. SGLang's servers look at seeds only with
-    --enable-deterministic-inference, and then give all requests without a seed the same one."""
+    """Give each request without a seed one that depends on `seed`, the group, the episode and the request's number: an
+    episode that runs again asks for the same tokens. SGLang needs --enable-deterministic-inference to use seeds."""
     shuffle: bool = True
     """Shuffle the dataset anew each epoch, by seed; otherwise its order is kept. A curriculum orders it itself."""
 
@@ -154,7 +153,7 @@ class Config(Section):
     steps: PositiveInt = 100
     """Batches to train."""
     seed: int = 0
-    """Of the dataset's order and of what the trainer draws; with rollout.seed_requests also of sampling."""
+    """Seeds the dataset's order and the trainer's draws; with rollout.seed_requests sampling too."""
     engine: EngineConfig = LocalEngineConfig()
     """The inference servers, and how to speak to them."""
     rollout: RolloutConfig = RolloutConfig()

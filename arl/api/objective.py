@@ -322,9 +322,9 @@ class CriticConfig(Section):
     def _a_shared_backbone_is_the_policys(self) -> Self:
         if self.backbone == "shared" and (apart := self._changed("model", "lr", "warmup_batches")):
             raise ValueError(
-                f"{apart[0]} is for a critic of its own; with backbone=shared the model, its learning rate and its "
-                "steps are the policy's"
+                f"{apart[0]} is for a separate critic; with backbone=shared the model, its learning rate and its steps "
+                "are the policy's"
             )
         if self.backbone == "separate" and self._changed("coefficient"):
-            raise ValueError("coefficient is for backbone=shared; a separate critic has a loss and a step of its own")
+            raise ValueError("coefficient is for backbone=shared; a separate critic has its own loss and step")
         return self

@@ -1,9 +1,9 @@
 """Named algorithms, each a set of values of AlgorithmConfig's fields, with its paper's own constants.
 
-A preset says only in what it differs from BASE. Where a paper trains batches of its own policy, BASE's proximal policy
-takes that policy's place, and the behavior weight what lies between it and the sampler: at staleness 0 the two are the
-same. A preset is bypassed where the paper's one ratio is that to the sampler. Optimizer steps per batch are the
-paper's where its loss differs from the policy gradient only from the second step of a batch on.
+A preset names its differences from BASE. Where a paper trains on batches of its policy, p is that policy, and the
+behavior weight covers the distance between p and the sampler; at staleness 0 both are the same. A preset is bypassed
+if the paper's only ratio is to the sampler. It has the paper's optimizer steps per batch if its loss differs from the
+policy gradient only from the second step on.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ _CENTRED = {"scale": "none"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """paper: its arXiv number, or authors and year where it has none. about: what it is for, in a sentence.
-    settings: complete, BASE's included."""
+    """A named algorithm."""
 
     paper: str
+    """Its arXiv number, or authors and year."""
     about: str
+    """Its purpose, in a sentence."""
     settings: Mapping[str, Any]
+    """All fields, BASE's included."""
 
 
 def _preset(paper: str, about: str, **changes: Any) -> Preset:
@@ -274,7 +276,7 @@ PRESETS: Mapping[str, Preset] = {**_OF_PPO, **_OF_GRPO, **_OF_REINFORCE, **_OF_A
 
 
 def unknown_preset(name: object) -> str:
-    """What to say to someone who asked for a preset that does not exist."""
+    """The message about a preset that does not exist."""
     close = difflib.get_close_matches(str(name).lower(), PRESETS, n=3, cutoff=0.5)
     advice = f"did you mean {' or '.join(close)}? " if close else ""
     return f"no preset is named {name!r}; {advice}`arl algorithms` lists all of them"

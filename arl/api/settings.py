@@ -1,4 +1,4 @@
-"""What a configuration is made of: sections of settings with dotted names, and errors that say what is wrong with one.
+"""Sections of settings with dotted names, how they override each other, and errors that name a wrong setting.
 
 A section is a class of settings. Some come in variants, a class for each, told apart by a tag such as engine.kind.
 """
@@ -108,7 +108,7 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def whole_section(name: str, field: FieldInfo, given: object) -> str:
-    """What to say to someone who gave one value for all of a section."""
+    """The message about one value that was given for a whole section."""
     first = sections(field.annotation)[0]
     choice = next((tag for tag in TAGS if tag in first.model_fields), None)
     if isinstance(given, str) and choice is not None:
@@ -119,12 +119,12 @@ def whole_section(name: str, field: FieldInfo, given: object) -> str:
 
 
 def config_error(config: type[BaseModel], error: ValidationError) -> ConfigError:
-    """The same error, for users: a sentence for each setting of `config` that is wrong."""
+    """The same error, for users: a sentence for each wrong setting of `config`."""
     return ConfigError("\n".join(_sentence(config, detail) for detail in error.errors()))
 
 
 def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
-    """Which setting is wrong, what it held, and what is allowed."""
+    """The wrong setting, its value, and the allowed values."""
     path, model, variant = list[str](), config, ""
     field: FieldInfo | None = None
     for part in map(str, detail["loc"]):

@@ -42,16 +42,16 @@ class RolloutWorkflow(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleRecord:
-    """What is known of an example so far, without the groups of it that still run."""
+    """How an example has fared so far. Groups that still run do not count."""
 
     index: int
-    """In the dataset."""
+    """The index in the dataset."""
     num_trained: int = 0
-    """How often it was trained; likewise num_rejected and num_dropped."""
+    """Groups of this example that were trained."""
     num_rejected: int = 0
     num_dropped: int = 0
     last_reward: float | None = None
-    """Of its newest group: the mean over the episodes that finished, trained or not. None until one finished."""
+    """The mean reward of its newest group's finished episodes, trained or not. None until an episode finished."""
     mean_reward: float | None = None
     """The mean of its groups' rewards. None until an episode finished."""
 
@@ -66,10 +66,9 @@ class Curriculum(Protocol):
     def __call__(self, stage: int, records: Sequence[ExampleRecord], /) -> Sequence[int]:
         """The dataset indices to hand out in this stage, each once, in this order; records[i] is of example i.
 
-        stage: counts from 0. The event loop waits for the call: sort, and look nothing up. A stage is asked for when
-        the last example of the one before is handed out, so a few of those still run. A run that is continued goes on
-        with the stage it was in. An exception, an empty stage, and an index that is given twice or is out of range end
-        the run with a CurriculumError.
+        stage: counts from 0. The event loop waits for this call, so it must be quick. It comes when the last example of
+        the previous stage is handed out; some of these still run. A continued run goes on with its stage. An exception,
+        an empty stage, and an index that comes twice or is out of range end the run with a CurriculumError.
         """
         ...
 

@@ -22,14 +22,14 @@ NAME = "experiment"
 
 
 def load_experiment(file: Path) -> Experiment[Any]:
-    """Import `file` as a module of its own name, beside its siblings, and return what it calls `experiment`.
+    """Import `file` as a module and return its `experiment`.
 
-    Its directory comes first on sys.path, as when the script runs, so that it finds its siblings, and worker processes
-    find its functions. Raises ConfigError if `file` is no Python file, cannot be imported (its own error is the cause),
-    or has no experiment.
+    Its directory comes first on sys.path, as when the script runs: the script finds its siblings, and worker processes
+    find its functions. Raises ConfigError if `file` is not a Python file, cannot be imported (its own error is the
+    cause), or has no experiment.
     """
     if not file.is_file() or file.suffix != ".py":
-        what = "there is no file" if not file.exists() else "no Python file is"
+        what = "there is no file" if not file.exists() else "this is not a Python file:"
         raise ConfigError(f"{what} {file}; name the script of an experiment first, then options and its settings")
     module = _imported(file.resolve())
     experiment = getattr(module, NAME, None)
@@ -43,7 +43,7 @@ def load_experiment(file: Path) -> Experiment[Any]:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback of an error, from where arl or the import system called the user's code on."""
+    """The traceback of an error, without the frames of arl and the import system above the user's code."""
     frames = error.__traceback__
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -61,7 +61,7 @@ def _imported(file: Path) -> ModuleType:
     if loaded is not None:
         if getattr(loaded, "__file__", None) == str(file):
             return loaded
-        raise ConfigError(f"{file} has the name of a module that is in use, {file.stem}; rename it")
+        raise ConfigError(f"{file} has the name of a loaded module, {file.stem}; rename it")
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -72,7 +72,7 @@ def _imported(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[file.stem]
-        advice = "; what it does when it is run belongs under `if __name__ == '__main__':`"
+        advice = "; put the code that runs the script under `if __name__ == '__main__':`"
         raise ConfigError(
             f"{file} cannot be imported: {type(error).__name__}: {error}{advice * isinstance(error, SystemExit)}"
         ) from error
@@ -101,7 +101,7 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's options, and the flags that are left for the script. `--help` prints both's and exits."""
+    """The command's options, and the remaining flags, which are the script's. `--help` prints both and exits."""
     if not set(argv) & set(HELP):
         return parser.parse_known_args(argv)
     parser.print_help()

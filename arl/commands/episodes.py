@@ -1,4 +1,4 @@
-"""Episodes of an experiment on servers of its own: prepared, served, run, timed.
+"""Prepares an experiment, serves its model, and runs and times episodes.
 
 | task | consumes | produces | waits for | woken by |
 |---|---|---|---|---|
@@ -141,9 +141,9 @@ class Stage:
     greedy: bool
 
     async def run(self, works: Sequence[Work], on_end: Callable[[Run], Awaitable[None]]) -> None:
-        """Run the episodes, evaluation.max_concurrent_episodes at once, begun in this order; await `on_end` for each as
-        it ends, one after another. Raises what `on_end` raises, and then runs no more."""
-        ended = asyncio.Queue[Run](maxsize=1)  # whoever fails at once waits here until that was looked at
+        """Run the episodes in this order, evaluation.max_concurrent_episodes at once, and await `on_end` for each as it
+        ends, one after another. An error of `on_end` ends the run and is raised."""
+        ended = asyncio.Queue[Run](maxsize=1)  # a worker that fails at once waits here for the caller
         rest = iter(works)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -172,7 +172,7 @@ class Stage:
 
 @asynccontextmanager
 async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice) -> AsyncGenerator[Stage]:
-    """Prepare the experiment, enter its workflow, serve its model. Raises the ArlError of whatever could not start."""
+    """Prepare the experiment, enter its workflow, serve its model. Raises the ArlError of a part that cannot start."""
     from arl.assembly import decoder, serve
 
     weights = _trained(config, choice) if choice.trained is not None else None
@@ -217,13 +217,13 @@ def _examples(examples: Dataset | None, choice: Choice) -> Dataset:
 
 
 def _say(doing: str) -> None:
-    """Say on stderr what takes its time."""
+    """Announce long work on stderr."""
     sys.stderr.write(doing + "\n")
 
 
 @contextmanager
 def _failures_shown_once() -> Iterator[None]:
-    """The commands show failures themselves; without a handler, logging would show them a second time."""
+    """Keep logging from showing failures a second time: the commands show them."""
     silent, logger = logging.NullHandler(), logging.getLogger("arl.rollout.episode")
     logger.addHandler(silent)
     try:

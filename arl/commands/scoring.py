@@ -1,7 +1,4 @@
-"""`arl eval`: score a model on the examples of an experiment, several episodes for each.
-
-arl eval examples/agents/math_agent.py --n 8 --k 1,4,8 --limit 64 --out episodes.jsonl
-"""
+"""`arl eval`: score a model on the examples of an experiment, several episodes for each."""
 
 from __future__ import annotations
 
@@ -35,29 +32,31 @@ from arl.training.metrics import mean_rewards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over examples. standard_error: None with one example."""
+    """A mean over examples."""
 
     mean: float
     standard_error: float | None
+    """None with one example."""
     num_examples: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """values: one for each example; episodes of one example are not independent, so that each counts as one
-        cluster (Miller 2024, 2411.00640, section 2.2)."""
+        """values: one for each example. Episodes of one example are not independent, so an example is a cluster (Miller
+        2024, 2411.00640, section 2.2)."""
         error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(mean=fmean(values), standard_error=error, num_examples=len(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeOutcome:
-    """What is kept of an episode. means: its numbers by name, the workflow's and arl's own; none without an end."""
+    """What the scores keep of an episode."""
 
     reward: float
     passed: bool
     is_rejected: bool
     error: Exception | None
     means: Mapping[str, Sequence[float]]
+    """Numbers by name, the workflow's and arl's own; empty for an episode that did not finish."""
 
     @classmethod
     def of(cls, episode: Episode, pass_reward: float) -> EpisodeOutcome:
@@ -72,11 +71,11 @@ class EpisodeOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class Scores:
-    """Adds up episodes as they end. pass_reward: an episode passes with this reward or more. Episodes that failed or
-    were rejected have reward 0 and do not pass."""
+    """Adds up episodes as they end. Failed and rejected episodes have reward 0 and do not pass."""
 
     ks: Sequence[int]
     pass_reward: float
+    """An episode passes with this reward or more."""
     by_example: dict[int, list[EpisodeOutcome]] = field(default_factory=dict[int, list[EpisodeOutcome]])
     num_episodes: int = 0
     num_failed: int = 0
@@ -96,7 +95,7 @@ class Scores:
         return outcome
 
     def estimates(self) -> dict[str, Estimate]:
-        """The reward, and pass@k over the examples that have k episodes: not all have, in a run that was stopped."""
+        """The reward, and pass@k over the examples with k episodes. A run that was stopped has examples with fewer."""
         groups = list(self.by_example.values())
         found = {"reward": Estimate.of([fmean(outcome.reward for outcome in group) for group in groups])}
         for k in self.ks:
@@ -110,8 +109,8 @@ class Scores:
         return found
 
     def means(self) -> dict[str, float]:
-        """Over what has such a number: parts of the reward, rewards of roles where there are several, the workflow's
-        metrics, trained tokens, whether a length limit cut an episode, and its seconds."""
+        """Means over the episodes that have the number: parts of the reward, rewards of roles if there are several, the
+        workflow's metrics, trained tokens, cuts by a length limit, and seconds."""
         values: dict[str, list[float]] = {}
         for outcome in chain.from_iterable(self.by_example.values()):
             for name, numbers in outcome.means.items():
@@ -195,7 +194,7 @@ class Scoring:
         self._display = Display(console=Console(stderr=True))  # stdout has the scores alone
 
     async def run(self) -> None:
-        """Prints the scores in the end, whatever that is. Raises FailureBudgetError as training does."""
+        """Print the scores at the end, also after an error or Ctrl-C. Raises FailureBudgetError as training does."""
         try:
             with self._display.work(self._name, len(self._works), "episodes") as advance:
                 await self._stage.run(self._works, lambda run: self._ended(run, advance))
@@ -301,7 +300,7 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return number
 
 

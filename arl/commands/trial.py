@@ -1,9 +1,4 @@
-"""`arl try`: run some episodes of a script's agent, and read them.
-
-    arl try examples/agents/math_agent.py --n 4
-
-prints of each what the model was given and what it sampled, its reward, and where its time went.
-"""
+"""`arl try`: run episodes of a script's agent, and print tokens, rewards and times."""
 
 from __future__ import annotations
 
@@ -101,7 +96,7 @@ class Report:
             self._line(f"these are all {self._stage.name} examples that there are")
 
     def _outcome(self, run: Run) -> None:
-        """The transcript, and what came of it; of an episode that returned none, what its requests show."""
+        """The transcript and the result. An episode without trajectories is shown from its requests."""
         trajectories = run.episode.trajectories
         for i, trajectory in enumerate(trajectories, start=1):
             if len(trajectories) > 1:
@@ -131,7 +126,7 @@ class Report:
             self._line(f"{'metrics':<10}{_numbers(trajectory.metrics)}")
 
     def _line(self, *parts: str | Text) -> None:
-        """Texts as they are: nothing in them is markup, and no line is broken."""
+        """Print texts as they are, without markup and line breaks."""
         self._console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
 
 
@@ -148,7 +143,7 @@ def _numbers(numbers: Mapping[str, float]) -> str:
 # The text of an episode, with the origin of each token.
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of a character decode to as long as some are missing."""
+"""The text of a character of which bytes are missing."""
 
 
 class Origin(Enum):
@@ -176,7 +171,7 @@ class Passage:
 
 
 def passage_of(trajectory: Trajectory) -> Passage:
-    """Tokens that were sampled, but have loss_mask 0, are trained in another trajectory, or nowhere."""
+    """Sampled tokens with loss_mask 0 are trained in another trajectory, or nowhere."""
     return Passage(
         token_ids=trajectory.token_ids,
         origins=tuple(
@@ -187,7 +182,7 @@ def passage_of(trajectory: Trajectory) -> Passage:
 
 
 def passages_of(calls: Sequence[EngineCall]) -> list[Passage]:
-    """What an episode that returned nothing had been through: a passage for each call that none continued."""
+    """The passages of an episode that returned nothing: one for each call that no other continued."""
     ends = [
         call
         for i, call in enumerate(calls)
@@ -205,7 +200,7 @@ def _origins(end: EngineCall, calls: Sequence[EngineCall]) -> tuple[Origin, ...]
 
 
 def rendered(passage: Passage, decode: Decode, *, brackets: bool) -> Text:
-    """brackets: put them around what was sampled, for where there are no colours."""
+    """brackets: mark sampled tokens with brackets, for output without colours."""
     text = Text()
     for origin, piece in _pieces(passage, decode):
         style, left, right = origin.value
@@ -227,8 +222,8 @@ def legend(*, brackets: bool) -> Text:
 def _pieces(passage: Passage, decode: Decode) -> list[tuple[Origin, str]]:
     """The text of each run of tokens of one origin.
 
-    What is decoded is all up to its end, as a tokenizer may show a token otherwise where it is the first; a character
-    whose bytes lie on both sides of an end belongs to the later side.
+    Each run is decoded with everything before it, since a tokenizer may show a first token differently. A character
+    whose bytes lie on both sides of a border belongs to the later run.
     """
     pieces: list[tuple[Origin, str]] = []
     end, seen = 0, 0
@@ -243,7 +238,7 @@ def _pieces(passage: Passage, decode: Decode) -> list[tuple[Origin, str]]:
 
 
 def visible(text: str) -> str:
-    """Control characters, which a terminal would obey, as pictures of them; lines and tabs stay."""
+    """Replace control characters, which a terminal would obey, by pictures. Lines and tabs stay."""
     return text.translate(_PICTURES)
 
 

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Sequence
 
 from arl.algorithm.batch import Batch
-from arl.api.algorithm import (
-    AlgorithmConfig,
+from arl.api.algorithm import AlgorithmConfig
+from arl.api.objective import (
     DistillationAdvantage,
     GAEAdvantage,
     GiGPOAdvantage,

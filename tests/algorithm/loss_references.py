@@ -13,15 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from arl.algorithm.losses.surrogates import Trajectories
-from arl.api.algorithm import (
-    AlgorithmConfig,
-    ClipCovSelection,
-    CorrectionConfig,
-    KLCovSelection,
-    LossConfig,
-    SecondMomentSelection,
-)
+from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import PackedTokens
+from arl.api.objective import ClipCovSelection, CorrectionConfig, KLCovSelection, LossConfig, SecondMomentSelection
 
 Logprobs = Sequence[float]
 

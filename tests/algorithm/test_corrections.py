@@ -6,7 +6,7 @@ from loss_references import Tokens, behavior_weights, joined, random_batch, traj
 
 from arl.algorithm.losses.reinforcement import behavior_weight
 from arl.algorithm.losses.surrogates import Trajectories
-from arl.api.algorithm import CorrectionConfig
+from arl.api.objective import CorrectionConfig
 
 KINDS = {
     "none": {"kind": "none"},

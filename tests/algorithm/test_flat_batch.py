@@ -7,7 +7,7 @@ import torch
 from advantage_cases import group, trajectory
 
 from arl.algorithm.batch import Batch
-from arl.api.algorithm import OverlongConfig
+from arl.api.objective import OverlongConfig
 
 
 def test_sequences_carry_what_the_sampler_said_of_their_trajectories():

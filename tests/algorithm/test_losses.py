@@ -10,8 +10,9 @@ import torch
 from loss_references import Tokens, gradient, joined, packed, policy_loss, random_batch
 
 from arl.algorithm.losses import PolicyLoss, SFTLoss
-from arl.api.algorithm import KLCovSelection, preset
+from arl.api.algorithm import preset
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+from arl.api.objective import KLCovSelection
 
 VERSION, MAX_STALENESS = 7, 4
 PARTS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from loss_references import (
 )
 
 from arl.algorithm.losses.surrogates import PolicyTokens, Surrogate, surrogate
-from arl.api.algorithm import (
+from arl.api.objective import (
     ClippedLossConfig,
     DPPOLossConfig,
     LossConfig,

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from arl.algorithm.losses.surrogates import MAX_LOG_RATIO, PolicyTokens, Trajectories, clamped, surrogate
-from arl.api.algorithm import AlgorithmConfig, CorrectionConfig, KLCovSelection
+from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
+from arl.api.objective import CorrectionConfig, KLCovSelection
 
 Estimator = Literal["k1", "k2", "k3"]
 

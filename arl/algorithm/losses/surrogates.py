@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from arl.api.algorithm import (
+from arl.api.objective import (
     ClippedLossConfig,
     DPPOLossConfig,
     LossConfig,
