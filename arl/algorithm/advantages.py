@@ -226,22 +226,16 @@ def scaled_apart(peers: Peers, settings: ReturnsAdvantage) -> list[float]:
 
     `rewards` replace `reward`. A penalty for length is one more of them.
     """
-    parts = [[t.rewards[name] for t in peers.trajectories] for name in _reward_names(peers)]
+    names = {tuple(sorted(t.rewards)) for t in peers.trajectories}
+    if len(names) > 1 or () in names:
+        raise TrajectoryError(
+            f"trajectories of group {peers.group.group_id}, role {peers.role!r}, have the named rewards "
+            f"{' and '.join(map(str, map(list, sorted(names))))}; advantage.separate_rewards needs the same ones of all"
+        )
+    parts = [[t.rewards[name] for t in peers.trajectories] for name in names.pop()]
     parts.append([-p for p in peers.overlong])
     columns = (scaled(part, peers, settings.baseline, settings.scale) for part in parts)
     return [math.fsum(column) for column in zip(*columns, strict=True)]
-
-
-def _reward_names(peers: Peers) -> list[str]:
-    first = peers.trajectories[0].rewards.keys()
-    where = f"in group {peers.group.group_id}, role {peers.role!r}"
-    if not first:
-        raise TrajectoryError(f"rewards is empty {where}; advantage.separate_rewards needs each trajectory's parts")
-    for trajectory in peers.trajectories:
-        if different := first ^ trajectory.rewards.keys():
-            name = min(different)
-            raise TrajectoryError(f"rewards[{name!r}] is there for some trajectories {where} and not for others")
-    return sorted(first)
 
 
 def _greedy_reward(peers: Peers) -> float:

@@ -161,10 +161,7 @@ class RolloutController:
             if index != GREEDY:
                 self._totals.count_cancelled(run, clock.time() - began)
             raise
-        if index == GREEDY:
-            self._totals.count_baseline(episode)
-        else:
-            self._totals.count_episode(episode)
+        self._totals.count_episode(episode, is_greedy=index == GREEDY)
         self._budget.record(episode.error)
         return episode
 

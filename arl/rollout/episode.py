@@ -166,10 +166,6 @@ class EpisodeRunner:
     """How often an episode that failed runs again; one that timed out never does."""
     failures: FailureLog = field(default_factory=FailureLog)
 
-    def __post_init__(self) -> None:
-        if isinstance(self.workflow, type):
-            raise TypeError(f"workflow is the class {self.workflow.__name__}; pass an instance of it")
-
     async def run(self, sampler: Sampler, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
         """Run one episode. What it raises is noted once and returned; a cancellation from outside passes.
 

@@ -109,7 +109,7 @@ class GroupRun:
         self._play = play
         self._decided = asyncio.Event()
         self._greedy: Episode | None = None
-        self._in_order: list[int] = []
+        self._finished: dict[int, Episode] = {}  # in the order in which they did
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, take: Callable[[GroupRun, Group | Fruitless], Awaitable[None]]) -> None:
@@ -131,7 +131,7 @@ class GroupRun:
     @property
     def is_full(self) -> bool:
         """Whether enough sampled episodes have finished."""
-        return len(self._in_order) >= self._config.group_size
+        return len(self._finished) >= self._config.group_size
 
     @property
     def num_failed(self) -> int:
@@ -144,12 +144,12 @@ class GroupRun:
     @property
     def kept(self) -> list[int]:
         """The indices of the episodes to train, ascending: the first group_size that finished."""
-        return sorted(self._in_order[: self._config.group_size])
+        return sorted(list(self._finished)[: self._config.group_size])
 
     @property
     def reward(self) -> float | None:
         """The mean over all episodes that finished, kept or not; None where none did."""
-        return fmean(self._finished(index).reward for index in self._in_order) if self._in_order else None
+        return fmean(episode.reward for episode in self._finished.values()) if self._finished else None
 
     # Its episodes -------------------------------------------------------------------------------------------------
 
@@ -173,8 +173,8 @@ class GroupRun:
         else:
             self.episodes[index] = episode
             if episode.is_finished:
-                self._in_order.append(index)
-                if len(self._in_order) == self._config.group_size:
+                self._finished[index] = episode
+                if len(self._finished) == self._config.group_size:
                     self._cancel_all_but(index, GREEDY)
         if self.is_full and (self._greedy or not self._rules.has_baseline):
             self._decided.set()
@@ -190,8 +190,8 @@ class GroupRun:
         if self.is_cut:
             return self._fruitless(GroupOutcome.DROPPED, Reason.STRAGGLED)
         enough = min(self._config.min_group_size, self._config.group_size)
-        if len(self._in_order) < enough:
-            if len(self._in_order) + self.num_failed >= enough:
+        if len(self._finished) < enough:
+            if len(self._finished) + self.num_failed >= enough:
                 return self._fruitless(GroupOutcome.DROPPED, Reason.FAILED)
             return self._fruitless(GroupOutcome.REJECTED, Reason.RETURNED_NONE)
         if self._rules.has_baseline and (self._greedy is None or not self._greedy.is_finished):
@@ -209,13 +209,8 @@ class GroupRun:
     def _fruitless(self, outcome: GroupOutcome, reason: Reason, detail: str = "") -> Fruitless:
         return Fruitless(outcome=outcome, reason=reason, detail=detail, reward=self.reward)
 
-    def _finished(self, index: int) -> Episode:
-        episode = self.episodes[index]
-        assert episode is not None
-        return episode
-
     def _group(self) -> Group:
-        members = [(index, t) for index in self.kept for t in self._finished(index).trajectories]
+        members = [(index, t) for index in self.kept for t in self._finished[index].trajectories]
         return Group(
             group_id=self.issue.group_id,
             example_id=self.issue.example_id,

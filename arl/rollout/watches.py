@@ -200,17 +200,16 @@ class RolloutTotals:
     baselines_missing: int = 0
     """Greedy episodes that failed or were rejected, and their groups with them."""
 
-    def count_episode(self, episode: Episode) -> None:
+    def count_episode(self, episode: Episode, *, is_greedy: bool) -> None:
         self.episodes_retried += episode.attempts - 1
+        if is_greedy:
+            self.baselines_finished += episode.is_finished
+            self.baselines_missing += not episode.is_finished
+            return
         self.episodes_failed += episode.error is not None
         if episode.is_finished:
             self.finished_episodes += 1
             self.finished_s += episode.elapsed_s
-
-    def count_baseline(self, episode: Episode) -> None:
-        self.episodes_retried += episode.attempts - 1
-        self.baselines_finished += episode.is_finished
-        self.baselines_missing += not episode.is_finished
 
     def count_cancelled(self, run: GroupRun, elapsed_s: float) -> None:
         """Count an episode that was cancelled after `elapsed_s`, if its group is the reason."""

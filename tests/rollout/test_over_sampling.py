@@ -1,17 +1,17 @@
 """More episodes than a group trains: which are kept, what becomes of the others, and what it costs is counted."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import Moody, Scripted, TwoTurns, controlled, engine_with_latency, train
+from players import Moody, Scripted, controlled, engine_with_latency, train
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, Group, ModelRequest, Trajectory
+from arl.api.types import Group
 from arl.rollout.ledger import GroupOutcome
 
 
@@ -52,6 +52,14 @@ def fails() -> object:
     raise ValueError("bad luck")
 
 
+async def stubborn() -> object:
+    """Slow to end."""
+    try:
+        await asyncio.sleep(10**6)
+    finally:
+        await asyncio.sleep(500)
+
+
 FIRST = {"group_size": 2, "extra_episodes": 2}
 
 
@@ -61,33 +69,18 @@ def test_the_first_to_finish_are_kept_and_the_group_does_not_wait_for_the_others
     assert took == 2
 
 
-def test_what_the_others_had_asked_for_is_aborted() -> None:
-    aborted: list[int] = []
+def test_the_others_are_cancelled() -> None:
+    cancelled: list[float] = []
 
-    async def answer(request: ModelRequest) -> Sequence[int]:
+    async def noting(seconds: float) -> object:
         try:
-            await asyncio.sleep(request.input_ids[0])
+            return await asyncio.sleep(seconds, trajectory((9,)))
         except asyncio.CancelledError:
-            aborted.append(request.input_ids[0])
+            cancelled.append(seconds)
             raise
-        return [1]
 
-    class Asking(TwoTurns):
-        async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
-            await engine.agenerate(ModelRequest(input_ids=[next(lengths)]))
-            return trajectory((0,))
-
-    async def main() -> None:
-        controller, buffer, _ = controlled(Asking(), 50, ScriptedEngine(answer), batch_size=1, max_staleness=0, **FIRST)
-        async with asyncio.TaskGroup() as tasks:
-            rollout = tasks.create_task(controller.run())
-            await buffer.take_batch(0)
-            await asyncio.sleep(0.5)
-            assert sorted(aborted) == [7, 8]
-            rollout.cancel()
-
-    lengths = iter([3, 7, 2, 8, *[100] * 100])
-    run_in_virtual_time(main())
+    sampled(*(partial(noting, seconds) for seconds in (3, 7, 2, 8)), **FIRST)
+    assert sorted(cancelled) == [7, 8]
 
 
 def test_episodes_that_were_overtaken_are_counted_with_the_time_they_had_run() -> None:
@@ -98,12 +91,6 @@ def test_episodes_that_were_overtaken_are_counted_with_the_time_they_had_run() -
 
 
 def test_an_overtaken_episode_that_is_slow_to_end_holds_nothing_up() -> None:
-    async def stubborn() -> object:
-        try:
-            await asyncio.sleep(10**6)
-        finally:
-            await asyncio.sleep(500)
-
     group, counters, took = sampled(stubborn, after(1), after(2), **{**FIRST, "extra_episodes": 1})
     assert (group.episode_indices, took) == ((1, 2), 2)
     assert counters["episodes_surplus"] == 1
@@ -159,12 +146,6 @@ def test_a_group_too_small_in_spite_of_extra_episodes_is_dropped() -> None:
 
 def test_a_cut_group_settles_its_example_before_its_episodes_have_ended() -> None:
     """One of its episodes is slow to end, and another waits for its place all the while."""
-
-    async def stubborn() -> object:
-        try:
-            await asyncio.sleep(10**6)
-        finally:
-            await asyncio.sleep(500)
 
     async def main() -> None:
         controller, buffer, _ = controlled(
