@@ -60,27 +60,16 @@ def returns(baseline: str = "none", scale: str = "none", **others: Any) -> Setti
     return {"kind": "returns", "baseline": baseline, "scale": scale, **others}
 
 
-def advantages_of(groups: Sequence[Group], advantage: Settings, **others: Any) -> list[list[list[float]]]:
-    """For each group and each of its trajectories its tokens' advantages, with nothing forwarded beforehand."""
+def rows_of(batch: Batch) -> list[list[float]]:
+    """For each trajectory its tokens' advantages."""
+    return [row.tolist() for row in batch.split(batch.advantages)]
+
+
+def one_each(group: Group, advantage: Settings, **others: Any) -> list[float]:
+    """The advantage of each trajectory's first trained token, with nothing forwarded beforehand."""
     config = config_of(advantage, **others)
-    return rows_of(with_advantages(Batch.of(groups, config.overlong), config))
-
-
-def rows_of(batch: Batch, field: str = "advantages") -> list[list[list[float]]]:
-    """For each group and each of its trajectories the field of each token."""
-    rows: list[list[list[float]]] = [[] for _ in batch.groups]
-    for group, values in zip(batch.group, batch.split(getattr(batch, field)), strict=True):
-        rows[group].append(values.tolist())
-    return rows
-
-
-def one_each(groups: Sequence[Group], advantage: Settings, **others: Any) -> list[list[float]]:
-    """For each group the one advantage that each of its trajectories has, at its first trained token."""
-    tokens = advantages_of(groups, advantage, **others)
-    return [
-        [values[t.loss_mask.index(1)] for values, t in zip(rows, g.trajectories, strict=True)]
-        for rows, g in zip(tokens, groups, strict=True)
-    ]
+    rows = rows_of(with_advantages(Batch.of([group], config.overlong), config))
+    return [row[t.loss_mask.index(1)] for row, t in zip(rows, group.trajectories, strict=True)]
 
 
 def taken(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:

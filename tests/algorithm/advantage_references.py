@@ -6,7 +6,6 @@ An episode counts once among its peers, with the mean of its trajectories of the
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
 
 from arl.algorithm.batch import Batch
 from arl.api.algorithm import AlgorithmConfig
@@ -26,44 +25,36 @@ Member = tuple[Group, Trajectory, TrainSequence, int]
 Numbers = list[float]
 
 
-def reference_advantages(batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
-    """For each group and trajectory its tokens' advantages."""
-    groups, sequences = batch.groups, by_group(batch)
-    members = [
-        [(g, t, s, e) for t, s, e in zip(g.trajectories, row, g.episode_indices, strict=True)]
-        for g, row in zip(groups, sequences, strict=True)
-    ]
-    raw = [[_of_one(member, peers, config) for member in peers] for peers in members]
-    masked = [
-        [[a if m else 0.0 for a, m in zip(row, member[2].loss_mask.tolist(), strict=True)] for row, member in pairs]
-        for pairs in (zip(rows, peers, strict=True) for rows, peers in zip(raw, members, strict=True))
-    ]
-    return _whitened(masked, groups, sequences, config)
+def reference_advantages(batch: Batch, config: AlgorithmConfig) -> Numbers:
+    """Each token's advantage."""
+    members = _members(batch)
+    rows = []
+    for me in members:
+        peers = [m for m in members if m[0] is me[0] and m[1].role == me[1].role]
+        place = next(i for i, m in enumerate(peers) if m is me)
+        rows.append(_where_trained(_of_one(place, peers, config), me[2]))
+    return list(itertools.chain(*_whitened(rows, members, config)))
 
 
-def by_group(batch: Batch) -> list[list[TrainSequence]]:
-    rest = iter(batch.sequences())
-    return [[next(rest) for _ in group.trajectories] for group in batch.groups]
-
-
-def reference_returns(batch: Batch, config: AlgorithmConfig) -> list[list[Numbers]]:
+def reference_returns(batch: Batch, config: AlgorithmConfig) -> Numbers:
     """What the critic learns of each token, by GAE."""
     rows = []
-    for g, sequences in zip(batch.groups, by_group(batch), strict=True):
-        row = []
-        for t, s in zip(g.trajectories, sequences, strict=True):
-            advantages, values = _gae(t, s, config), s.values.tolist()
-            row.append(
-                [(a + v) if m else 0.0 for a, v, m in zip(advantages, values, s.loss_mask.tolist(), strict=True)]
-            )
-        rows.append(row)
+    for _, t, s, _ in _members(batch):
+        rows += _where_trained([a + v for a, v in zip(_gae(t, s, config), s.values.tolist(), strict=True)], s)
     return rows
 
 
-def _of_one(member: Member, group: list[Member], config: AlgorithmConfig) -> Numbers:
-    _, me, sequence, _ = member
-    peers = [m for m in group if m[1].role == me.role]
-    place = next(i for i, m in enumerate(peers) if m[1] is me and m[2] is sequence)
+def _members(batch: Batch) -> list[Member]:
+    pairs = [(g, t, e) for g in batch.groups for t, e in zip(g.trajectories, g.episode_indices, strict=True)]
+    return [(g, t, s, e) for (g, t, e), s in zip(pairs, batch.sequences(), strict=True)]
+
+
+def _where_trained(row: Numbers, sequence: TrainSequence) -> Numbers:
+    return [value if m else 0.0 for value, m in zip(row, sequence.loss_mask.tolist(), strict=True)]
+
+
+def _of_one(place: int, peers: list[Member], config: AlgorithmConfig) -> Numbers:
+    _, me, sequence, _ = peers[place]
     settings = config.advantage
     if isinstance(settings, ReturnsAdvantage):
         return _returns(place, peers, config, settings)
@@ -327,31 +318,23 @@ def _gae(me: Trajectory, sequence: TrainSequence, config: AlgorithmConfig) -> Nu
 # Over the batch -------------------------------------------------------------------------------------------------------
 
 
-def _whitened(
-    rows: list[list[Numbers]],
-    groups: Sequence[Group],
-    batch: Sequence[Sequence[TrainSequence]],
-    config: AlgorithmConfig,
-) -> list[list[Numbers]]:
+def _whitened(rows: list[Numbers], members: list[Member], config: AlgorithmConfig) -> list[Numbers]:
     settings = config.advantage
     is_returns = isinstance(settings, ReturnsAdvantage)
     by_tokens = settings.scale == "batch_std" if is_returns else isinstance(settings, GAEAdvantage)
     if not by_tokens and not (is_returns and settings.separate_rewards):
         return rows
-    pairs = [(row, s) for r, sequences in zip(rows, batch, strict=True) for row, s in zip(r, sequences, strict=True)]
-    trained = [[a for a, m in zip(row, s.loss_mask.tolist(), strict=True) if m] for row, s in pairs]
-    of = [(g.group_id, e, t.role) for g in groups for t, e in zip(g.trajectories, g.episode_indices, strict=True)]
-    lengths = {one: sum(len(row) for row, other in zip(trained, of, strict=True) if other == one) for one in of}
-    weighed = [(a, 1.0 if by_tokens else 1 / lengths[one]) for row, one in zip(trained, of, strict=True) for a in row]
+    trained: dict[tuple[int, int, str], Numbers] = {}
+    for row, (g, t, s, episode) in zip(rows, members, strict=True):
+        mine = trained.setdefault((g.group_id, episode, t.role), [])
+        mine += [a for a, m in zip(row, s.loss_mask.tolist(), strict=True) if m]
+    weighed = [(a, 1.0 if by_tokens else 1 / len(mine)) for mine in trained.values() for a in mine]
     count = math.fsum(weight for _, weight in weighed)
     if len({a for a, _ in weighed}) < 2 or count < 1.5:
-        return [[[0.0] * len(row) for row in r] for r in rows]
+        return [[0.0] * len(row) for row in rows]
     mean = math.fsum(a * weight for a, weight in weighed) / count
     std = math.sqrt(math.fsum((a - mean) ** 2 * weight for a, weight in weighed) / (count - 1))
     return [
-        [
-            [(a - mean) / (std + EPSILON) if m else 0.0 for a, m in zip(row, s.loss_mask.tolist(), strict=True)]
-            for row, s in zip(r, sequences, strict=True)
-        ]
-        for r, sequences in zip(rows, batch, strict=True)
+        _where_trained([(a - mean) / (std + EPSILON) for a in row], s)
+        for row, (_, _, s, _) in zip(rows, members, strict=True)
     ]
