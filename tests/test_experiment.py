@@ -14,7 +14,7 @@ from pydantic import PositiveInt
 from scripted_launch import use_fakes
 
 import arl.assembly
-from arl.api.config import Config, LocalEngineConfig, SGLangEngineConfig
+from arl.api.config import Config
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, EngineClosedError
 from arl.api.scripted import ScriptedEngine
@@ -22,8 +22,6 @@ from arl.api.types import Example, Group, ModelRequest, SamplingParams, Trajecto
 from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch, serve
 from arl.cli import load_config
-from arl.engine.client.processes import local_servers
-from arl.engine.tiny import write_tiny_model
 from arl.experiment import Experiment, ExperimentConfig, Setup
 
 EXAMPLES = [{"number": number} for number in range(8)]
@@ -279,19 +277,6 @@ async def test_servers_that_do_not_train_have_logs_of_their_own(
     assert logs == [tmp_path / "logs" / "serve"]
     with pytest.raises(EngineClosedError):
         await engine.agenerate(ModelRequest(input_ids=(1,)))
-
-
-@pytest.mark.slow
-async def test_servers_are_started_or_found_by_their_addresses(tmp_path: Path) -> None:
-    model = str(write_tiny_model(tmp_path / "model"))
-    request = ModelRequest(input_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3, temperature=0))
-    async with serve(Config(model=model, run_dir=tmp_path / "run")) as engine:
-        started = await engine.agenerate(request)
-    log_dir = tmp_path / "logs"
-    async with local_servers(model, LocalEngineConfig(), log_dir) as addresses:
-        found = SGLangEngineConfig(kind="sglang", addresses=tuple(addresses))
-        async with serve(Config(model=model, run_dir=tmp_path / "run", engine=found)) as engine:
-            assert (await engine.agenerate(request)).output_ids == started.output_ids
 
 
 # Workflows that are none -----------------------------------------------------------------------------------------

@@ -161,46 +161,38 @@ async def test_a_run_that_has_all_its_steps_says_so_evaluates_and_ends(
     assert [row["version"] for row in read_jsonl(run.run_dir / "evaluations.jsonl")] == [3]
 
 
-@pytest.mark.parametrize("below", ["", "below/it"])
-async def test_a_run_dir_that_is_no_directory_is_refused_before_anything_starts(
-    run: Run, monkeypatch: pytest.MonkeyPatch, below: str
-) -> None:
-    run.run_dir.write_text("a file")
-    run.run_dir = run.run_dir / below
-    with pytest.raises(ConfigError, match=r"run_dir is .*run.*: (it is a file|Not a directory); set run_dir"):
-        await run(OneTurn())
-    assert run.asked == []
-
-
-async def test_a_run_dir_that_cannot_be_written_to_is_refused_before_anything_starts(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("below", "is_file", "said"),
+    [
+        ("", True, r"run_dir is .*run, where .*: it is a file; set run_dir"),
+        ("below/it", True, r"run_dir is .*run/below/it, where .*: Not a directory; set"),
+        ("", False, "cannot write its files: Permission denied"),
+    ],
+)
+async def test_a_run_dir_that_cannot_hold_files_is_refused_before_anything_starts(
+    run: Run, monkeypatch: pytest.MonkeyPatch, below: str, is_file: bool, said: str
 ) -> None:
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(ConfigError, match="cannot write its files: Permission denied"):
+    if is_file:
+        run.run_dir.write_text("a file")
+    else:
+        monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    run.run_dir = run.run_dir / below
+    with pytest.raises(ConfigError, match=said):
         await run(OneTurn())
     assert run.asked == []
 
 
-async def test_replay_is_as_the_settings_say(run: Run) -> None:
-    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": 0.5}
-    steps = await run(OneTurn(), rollout=rollout)
-    assert [step.metrics["replayed_groups"] for step in steps] == [0, 1, 1]
-
-
-async def test_a_run_that_is_continued_replays_what_was_trained_before(run: Run) -> None:
-    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": 0.5}
-    await run(OneTurn(), rollout=rollout)
-    steps = await run(OneTurn(), rollout=rollout, steps=4)
-    assert [(step.version, step.metrics["replayed_groups"]) for step in steps] == [(4, 1)]
-
-
-async def test_groups_below_the_replays_reward_are_not_replayed(run: Run) -> None:
-    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": 1.0}
-    steps = await run(OneTurn(), rollout=rollout)
-    assert [step.metrics["replayed_groups"] for step in steps] == [0, 0, 0]
+@pytest.mark.parametrize(("min_reward", "replayed", "when_continued"), [(0.5, [0, 1, 1], [1]), (1.0, [0, 0, 0], [0])])
+async def test_groups_above_the_replays_reward_are_replayed_also_when_a_run_is_continued(
+    run: Run, min_reward: float, replayed: list[int], when_continued: list[int]
+) -> None:
+    rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": min_reward}
+    for steps, expected in ((3, replayed), (4, when_continued)):
+        trained = await run(OneTurn(), rollout=rollout, steps=steps)
+        assert [step.metrics["replayed_groups"] for step in trained] == expected
 
 
 async def test_every_request_has_a_seed_where_asked_for_those_of_evaluations_too(run: Run) -> None:
