@@ -25,6 +25,16 @@ from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.workflow import Shared
 from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long
 
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+STARTUP_TIMEOUT_S = 120.0
+"""The longest that the first worker may take to start and to import the reward function's module."""
+
+_Outcome = tuple[object, str | None]
+"""The result of a call, or the message of its failure."""
+
 # Worker processes are forked from a clean server process. They import the user's script only if they need it.
 
 
@@ -93,17 +103,6 @@ def _module_of(function: Any) -> str | None:
         function = function.func
     owner = getattr(function, "__self__", function)  # of a bound method
     return getattr(owner, "__module__", None)
-
-
-log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-
-STARTUP_TIMEOUT_S = 120.0
-"""The longest that the first worker may take to start and to import the reward function's module."""
-
-_Outcome = tuple[object, str | None]
-"""The result of a call, or the message of its failure."""
 
 
 class _WorkerDiedError(RewardError):
