@@ -10,10 +10,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
-from embedded_server import server_here
+from embedded_server import server_here, server_process
 from protocol_client import Client
 from reference import Reference
-from servers import Server, serving, sglang_python
+from servers import Server, sglang, sglang_python
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from arl.api.config import TrainConfig
@@ -107,14 +107,17 @@ def server(
         sglang_python()
     is_own = other in ("", "lora")
     model = models.directory_a if is_own else request.getfixturevalue(f"{other}_model")
-    context_length = CONTEXT_LENGTH if is_own else 1024
-    if request.param == "embedded-reward":
-        with server_here(str(model), "--context-length", str(context_length)) as url:
+    limit = ("--context-length", str(CONTEXT_LENGTH if is_own else 1024))
+    if kind == "sglang":
+        log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
+        with sglang(model, log, *limit, *SGLANG_OPTIONS.get(other, ())) as running:
+            yield running
+    elif other == "reward":
+        with server_here(str(model), *limit) as url:
             yield Server("embedded", url)
-        return
-    log = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
-    with serving(kind, model, context_length, log, SGLANG_OPTIONS.get(other, ())) as running:
-        yield running
+    else:  # a process, because a trainer and its server cannot be in one
+        with server_process(str(model), *limit) as process:
+            yield Server("embedded", process.url)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The servers that the suite runs against, each a process group of its own: started, awaited, and gone afterwards."""
+"""Stock SGLang as a process group of its own: started, awaited, and gone afterwards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from embedded_server import command as embedded_command
 from embedded_server import environment, free_port
-
-Kind = Literal["embedded", "sglang"]
 
 SGLANG_PYTHON = "ARL_SGLANG_PYTHON"
 """The environment variable that names the Python interpreter which has SGLang."""
@@ -29,7 +26,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Server:
-    kind: Kind
+    kind: Literal["embedded", "sglang"]
     url: str
 
 
@@ -42,20 +39,14 @@ def sglang_python() -> str:
 
 
 @contextmanager
-def serving(
-    kind: Kind, model: Path, context_length: int, log: Path, sglang_options: Sequence[str] = ()
-) -> Iterator[Server]:
-    """A server of `model` that answers; with it ends every process that it started. What it says goes to `log`."""
+def sglang(model: Path, log: Path, *options: str) -> Iterator[Server]:
+    """Stock SGLang that answers; with it ends every process that it started. What it says goes to `log`."""
     port = free_port()
-    limit = ("--context-length", str(context_length))
-    if kind == "embedded":
-        command = embedded_command(str(model), "--port", str(port), *limit)
-    else:
-        command = [str(_SERVE), sglang_python(), str(model), str(port), *limit, *sglang_options]
+    command = [str(_SERVE), sglang_python(), str(model), str(port), *options]
     with log.open("wb") as stream, _group(command, stream.fileno()) as process:
         url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(url, process, log)
-        yield Server(kind, url)
+        yield Server("sglang", url)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from adapter_files import write_adapter
 from agent_script import SayDigits
 from conformance.conftest import Models
-from protocol_client import Client, fresh_rid, spans
+from protocol_client import Client, spans
 from reference import Reference, close
 from servers import Server
 
@@ -108,23 +108,6 @@ async def test_loaded_adapters_are_among_the_models(shelf: Shelf, written: Path)
     model = next(card for card in cards.values() if card["parent"] is None)
     card = cards[str(shelf.names["one"])]
     assert (card["root"], card["parent"], card["max_model_len"]) == (str(written / "one"), model["id"], None)
-
-
-async def test_an_adapter_is_loaded_beside_a_request_which_goes_on_under_its_own(
-    shelf: Shelf, references: dict[str | None, Reference]
-) -> None:
-    await shelf.load("one")
-    rid = fresh_rid()
-    sampling = {**SAMPLED, "max_new_tokens": 4000}
-    running = asyncio.create_task(shelf.generate("one", rid=rid, sampling_params=sampling))
-    await shelf.client.until_running(1)
-    await shelf.load("two")
-    references["two"].check_answer(await shelf.generate("two"), PROMPT)
-    assert not running.done()
-    await shelf.client.post("/abort_request", {"rid": rid})
-    answer = await running
-    assert len(answer["output_ids"]) > 8
-    references["one"].check_answer(answer, PROMPT)
 
 
 async def test_a_request_in_flight_keeps_an_adapter_that_is_unloaded(

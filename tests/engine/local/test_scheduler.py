@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from tiny_qwen import Deliveries, Reference, make_job, prompt_of
 
-from arl.api.config import PauseMode
 from arl.api.errors import ConfigError, EngineClosedError, ModelError
-from arl.engine.local.received_weights import WeightsError
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.scheduler import Scheduler, SchedulerSettings
 from arl.engine.local.sequences import Job
@@ -31,60 +27,6 @@ def start_long(scheduler: Scheduler, num_jobs: int = 3) -> list[Job]:
     while any(len(job.output_ids) < 3 for job in jobs):
         time.sleep(0.001)
     return jobs
-
-
-def test_jobs_from_many_threads_all_finish(scheduler: Scheduler, deliveries: Deliveries, reference: Reference) -> None:
-    jobs = [make_job(prompt_of(5 + i, i), temperature=0) for i in range(24)]
-    threads = [
-        threading.Thread(target=lambda part=part: [scheduler.submit(job) for job in part])
-        for part in (jobs[:8], jobs[8:16], jobs[16:])
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    deliveries.wait_done(*jobs)
-    reference.check_greedy(*jobs[::6])
-
-
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_paused_scheduler_generates_nothing_and_goes_on_when_resumed(
-    scheduler: Scheduler, deliveries: Deliveries, mode: PauseMode
-) -> None:
-    jobs = start_long(scheduler)
-    scheduler.pause(mode).result(10)
-    assert scheduler.is_paused
-    lengths = [len(job.output_ids) for job in jobs]
-    late = make_job(prompt_of(5, 9))
-    scheduler.submit(late)
-    scheduler.flush_cache().result(10)  # commands are obeyed in order, and while paused
-    assert [len(job.output_ids) for job in jobs] == lengths
-    assert not late.output_ids
-    scheduler.resume().result(10)
-    deliveries.wait_done(*jobs, late)
-    assert all(len(job.output_ids) == 240 for job in jobs)
-
-
-def test_an_aborting_pause_returns_running_and_queued_requests(scheduler: Scheduler, deliveries: Deliveries) -> None:
-    jobs = start_long(scheduler, num_jobs=12 - 4)
-    queued = make_job(prompt_of(5, 1), max_new_tokens=100)
-    scheduler.submit(queued)
-    scheduler.pause("abort").result(10)
-    assert all(job.finish_reason and job.finish_reason["type"] == "abort" for job in (*jobs, queued))
-    assert all(len(job.versions) == len(job.output_logprobs) == len(job.output_ids) > 0 for job in jobs)
-    assert not queued.output_ids
-    deliveries.wait_done(*jobs, queued)
-
-
-def test_a_failed_load_is_told_to_its_caller_and_generation_goes_on(
-    scheduler: Scheduler, deliveries: Deliveries
-) -> None:
-    jobs = start_long(scheduler)
-    loading = scheduler.load({"nothing": torch.zeros(1)}, "1")
-    with pytest.raises(WeightsError, match="has no nothing"):
-        loading.result(10)
-    deliveries.wait_done(*jobs)
-    assert {version for job in jobs for version in job.versions} == {"0"}
 
 
 def test_a_step_that_raises_fails_its_requests_and_not_the_thread(
@@ -140,14 +82,6 @@ def test_a_model_thread_that_dies_returns_its_requests_and_is_seen_to_be_dead(
     scheduler.close()
     assert not scheduler.is_alive
     assert all(job.finish_reason and job.finish_reason["type"] == "abort" for job in jobs)
-
-
-def test_it_counts_running_and_queued_requests(scheduler: Scheduler, deliveries: Deliveries) -> None:
-    start_long(scheduler, num_jobs=8)
-    for i in range(5):
-        scheduler.submit(make_job(prompt_of(5, i)))
-    scheduler.pause("in_place").result(10)
-    assert (scheduler.num_running, scheduler.num_waiting) == (8, 5)
 
 
 def configure(directory: Path, **changes: Any) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from tiny_qwen import EOS, TOKENIZER, make_job, prompt_of, run_all
 
-from arl.engine.local.runner import StepInput
 from arl.engine.local.running_batch import RunningBatch
 from arl.engine.local.sampler import StopStrings
 
@@ -49,21 +45,10 @@ def test_stop_strings_are_found_at_the_token_that_completes_them(
     assert first_stop(tokens, *stop) == wanted
 
 
-def biased(batch: RunningBatch, script: list[int]) -> None:
-    """Make the model say `script`, whatever it is asked: the step's logits are replaced by certainties."""
-    runner: Any = batch._runner
-    forward = runner.forward
-    said = iter(script)
-
-    def scripted(step: StepInput) -> tuple[torch.Tensor, list[float]]:
-        logits, given = forward(step)
-        return torch.full_like(logits, -30.0).index_fill_(1, torch.tensor([next(said)]), 30.0), given
-
-    runner.forward = scripted
-
-
 def test_a_stop_token_at_the_last_allowed_place_is_a_stop(batch: RunningBatch) -> None:
-    biased(batch, [1, EOS])
-    job = make_job(prompt_of(5, 1), ignore_eos=False, max_new_tokens=2)
+    free = make_job(prompt_of(5, 1), temperature=0, max_new_tokens=1)
+    run_all(batch, [free])
+    (last,) = free.output_ids
+    job = make_job(free.input_ids, temperature=0, max_new_tokens=1, stop_token_ids=(last,), ignore_eos=False)
     run_all(batch, [job])
-    assert job.finish_reason == {"type": "stop", "matched": EOS}
+    assert (job.output_ids, job.finish_reason) == (free.output_ids, {"type": "stop", "matched": last})

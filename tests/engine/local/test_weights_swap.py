@@ -44,18 +44,6 @@ def test_no_cache_of_old_weights_serves_a_later_request(
     other_reference.check(next_turn)
 
 
-def test_the_cache_of_new_weights_serves_later_requests(
-    batch: RunningBatch, other_reference: Reference, other_weights: Weights
-) -> None:
-    batch.load(other_weights, "1")
-    first = make_job(prompt_of(40, 1))
-    run_all(batch, [first])
-    turn = make_job([*first.input_ids, *first.output_ids, 7])
-    run_all(batch, [turn])
-    assert turn.cached_tokens == 47
-    other_reference.check(turn)
-
-
 @pytest.mark.parametrize(
     ("misfit", "message"),
     [({"model.layers.7.x": torch.zeros(1)}, "no model.layers.7.x"), ({"model.norm.weight": torch.zeros(31)}, "31")],
