@@ -107,7 +107,8 @@ def _checked(given: object) -> list[Message]:
     messages: list[Any] = list(cast("Sequence[Any]", given)) if is_list else []
     if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise DatasetError(
-            f"an episode would begin with {str(given)[:200]!r}; it must be a question, or messages with a role each"
+            f"an episode would begin with {str(given)[:200]!r}; it must be a question, or messages that each have a "
+            "role"
         )
     if messages[-1]["role"] == "assistant":
         raise DatasetError(

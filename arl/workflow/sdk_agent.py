@@ -87,7 +87,7 @@ class Command:
         line = " ".join(self.arguments)
         if status != 0:
             said = complained[-_MAX_TOLD:].decode(errors="replace").strip()
-            raise ProgramError(f"{line} ended with status {status}: {said or '(it said nothing)'}")
+            raise ProgramError(f"{line} ended with status {status}: {said or '(nothing on its stderr)'}")
         if len(printed) > _MAX_OUTPUT_BYTES:
             raise ProgramError(f"{line} printed more than {_MAX_OUTPUT_BYTES} bytes")
         return printed.decode(errors="replace").strip()
@@ -163,7 +163,7 @@ class SDKWorkflow(Shared, RolloutWorkflow):
     ) -> None:
         super().__init__()
         if (tokenizer is None) == (proxy is None) or (proxy is not None and sampling is not None):
-            raise ConfigError("give either a tokenizer, with sampling, or a proxy, which has its own")
+            raise ConfigError("pass either a tokenizer (and sampling), or a proxy, which has both")
         if proxy is None:
             assert tokenizer is not None
             proxy = OpenAIProxy(tokenizer, sampling=sampling or SamplingParams())

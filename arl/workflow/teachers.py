@@ -205,7 +205,8 @@ class ModelServer(JsonClient):
         await self.info()
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise ModelError(
-                f"token {max(token_ids)} or {min(token_ids)} is none of the {self._vocab_size} that {self.url} knows"
+                f"token ids go from {min(token_ids)} to {max(token_ids)}, but {self.url} knows only {self._vocab_size} "
+                "tokens"
             )
 
     async def _greet(self) -> Mapping[str, Any]:
@@ -228,8 +229,8 @@ class ModelServer(JsonClient):
         if tokenizer is None:
             if told is None:
                 raise ModelError(
-                    f"{self.url} does not tell how many tokens its model has, and stock SGLang dies of one that it "
-                    "does not have; pass the tokenizer that the tokens are made by"
+                    f"{self.url} does not report the size of its vocabulary, and stock SGLang crashes on a token "
+                    "outside it; pass the tokenizer that makes the tokens"
                 )
             return told
         probe = " ".join([_PROBE, *tokenizer.get_added_vocab()])
@@ -241,8 +242,7 @@ class ModelServer(JsonClient):
             ) from error
         if answer.get("tokens") != tokenizer.encode(probe, add_special_tokens=False):
             raise ModelError(
-                f"the model at {self.url} has other tokens than the tokenizer given, and what one makes means nothing "
-                "to the other; use a model of the same family"
+                f"the model at {self.url} has another vocabulary than the given tokenizer; use one of the same family"
             )
         return len(tokenizer) if told is None else told
 
@@ -320,7 +320,7 @@ def _given_logprobs(answer: Any, ids: Sequence[int], url: str) -> tuple[float, .
         logprobs = tuple(entry[0] for entry in entries[1:])
     except (KeyError, TypeError, IndexError) as error:
         raise ServerError(
-            f"{url} answered /generate without input_token_logprobs, which a teacher must have"
+            f"{url} answered /generate without input_token_logprobs, which a teacher must return"
         ) from error
     if len(told) != len(ids):
         raise ServerError(f"{url} gave logprobs of {len(told)} tokens for {len(ids)}; is its prompt cut off?")

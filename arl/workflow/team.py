@@ -75,7 +75,9 @@ class Team:
         self._members = {member.name: member for member in members}
         self._episodes: dict[str, ToolEpisode] = {}
         if len(self._members) < len(members):
-            raise ConfigError(f"members are named {[m.name for m in members]}; give each a name of its own, and a role")
+            raise ConfigError(
+                f"members are named {[m.name for m in members]}; their names must differ, but roles may be equal"
+            )
 
     async def ask(self, name: str, said: Said) -> str | None:
         """Say something to a member, and let it speak until it has answered. Returns the answer.
@@ -125,7 +127,7 @@ class Team:
                 continue
             given = rewards.get(name) if isinstance(rewards, Mapping) else rewards
             if given is None:
-                raise ConfigError(f"{name} spoke and has no reward; give each member one, or one that all share")
+                raise ConfigError(f"{name} spoke but has no reward; pass one for each member, or one for all")
             score = score_of(given)
             own = {**self.metrics, **(metrics or {})} if not made else {}
             role = self._members[name].role or name
@@ -134,7 +136,7 @@ class Team:
 
     def _episode(self, name: str, said: Said) -> ToolEpisode:
         if name not in self._members:
-            raise ConfigError(f"there is no member {name!r}; there is {', '.join(self._members)}")
+            raise ConfigError(f"there is no member {name!r}; the members are {', '.join(self._members)}")
         member, settings = self._members[name], self._settings
         if name in self._episodes:
             self._episodes[name].conversation.add(*with_system(None, said))

@@ -115,8 +115,7 @@ class ToolAgentWorkflow(AgentWorkflow):
             raise ConfigError(f"max_turns is {self.max_turns}; it must be at least 1")
         if not self.tools and self.open_tools is None and type(self).episode_tools is ToolAgentWorkflow.episode_tools:
             raise ConfigError(
-                f"{type(self).__name__} has no tools; pass tools=[...] or open_tools=, or ask but once "
-                "with SingleTurnWorkflow"
+                f"{type(self).__name__} has no tools; pass tools=[...] or open_tools=, or use SingleTurnWorkflow"
             )
         self._format = self.call_format or call_format_of(self.tokenizer)
         self._shared = [Tool.of(tool) for tool in self.tools if not isinstance(tool, AbstractAsyncContextManager)]

@@ -204,7 +204,7 @@ async def _result(
         if index >= limits.max_calls:
             raise ToolError(f"at most {limits.max_calls} calls are answered in one turn")
         if call.name not in named:
-            raise ToolError(f"there is no tool {call.name!r}; there is {', '.join(sorted(named)) or 'none'}")
+            raise ToolError(f"there is no tool {call.name!r}; the tools are {', '.join(sorted(named)) or 'none'}")
         return ToolResult(call=call, content=await named[call.name].acall(call.arguments, limits))
     except ToolError as error:
         return ToolResult(call=call, content=_error(str(error), limits), failure="refused")
@@ -276,7 +276,7 @@ def _text_of_bytes(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        return f"[{len(data)} bytes that are no text]"
+        return f"[{len(data)} bytes that are not text]"
 
 
 def _json(result: Any) -> str:

@@ -95,7 +95,7 @@ class _Tools:
 
     async def _run(self, name: str, arguments: str) -> str | list[dict[str, Any]]:
         if name not in self.dispatch:
-            return f"error: there is no tool {name!r}; there is {', '.join(self.dispatch) or 'none'}"
+            return f"error: there is no tool {name!r}; the tools are {', '.join(self.dispatch) or 'none'}"
         try:
             given = json.loads(arguments or "{}")
         except ValueError:

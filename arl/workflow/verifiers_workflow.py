@@ -168,7 +168,7 @@ def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajecto
         )
     if not made:
         ended = ", ".join(str(trace.stop_condition) for trace in episode.traces)
-        raise EnvironmentFailedError(f"no agent that is to be trained called the model; they ended by: {ended}")
+        raise EnvironmentFailedError(f"no trained agent called the model; the agents ended by: {ended}")
     return made
 
 
@@ -180,4 +180,4 @@ def _why(episode: vf.Episode) -> str:
         return f"the environment {episode.env.id} ended without a result, and does not say why"
     where, error = errors[0]
     traceback = f"\n{error.traceback}" if error.traceback else ""
-    return f"the environment {episode.env.id} failed, its {where}: {error.type}: {error.message}{traceback}"
+    return f"the environment {episode.env.id} failed in its {where}: {error.type}: {error.message}{traceback}"

@@ -75,7 +75,7 @@ async def test_a_function_makes_messages_of_what_other_columns_have(given: str |
         ({"text": "?", "answer": "4"}, "has the columns text, answer, and no messages in any of messages, prompt"),
         ({"question": 3}, "would begin with '3'; it must be a question, or messages"),
         ({"messages": []}, "would begin with"),
-        ({"messages": [{"content": "?"}]}, "with a role each"),
+        ({"messages": [{"content": "?"}]}, "messages that each have a role"),
         ({"messages": [*TOLD, {"role": "assistant", "content": "4"}]}, "end with the assistant's"),
     ],
 )
@@ -127,6 +127,6 @@ async def test_a_reward_that_is_no_number_fails_its_episode() -> None:
         await workflow.arun_episode(saying("4"), QUESTION)
 
 
-def test_what_is_no_reward_is_refused_when_the_workflow_is_made() -> None:
+def test_a_reward_of_a_wrong_type_is_refused_when_the_workflow_is_made() -> None:
     with pytest.raises(ConfigError, match="reward is 3"):
         SingleTurnWorkflow(TOKENIZER, 3)  # pyright: ignore[reportArgumentType]

@@ -63,7 +63,7 @@ def test_calls_of_llama_are_read_as_they_were_written(calls: list[tuple[str, dic
     assert LLAMA.parse(f"Let me see. <|python_tag|>{text};").calls == expected
 
 
-def test_what_stands_beside_the_calls_is_the_content() -> None:
+def test_the_text_outside_the_calls_is_the_content() -> None:
     answer = HERMES.parse(f"First {hermes(WRITTEN_A)} and {hermes(WRITTEN_B)}, so.\n")
     assert (answer.content, answer.calls) == ("First  and , so.", (A, B))
     answer = LLAMA.parse('I will. <|python_tag|>{"name": "b", "parameters": {}}')
@@ -114,7 +114,7 @@ def test_an_unclosed_call_ends_where_the_next_one_begins_or_the_text_does() -> N
         (HERMES, hermes('{"name": "a", "arguments": {"x": 1'), "must be one JSON object (Expecting"),
         (HERMES, hermes(f"```json\n{WRITTEN_A}\n```"), "must be one JSON object (Expecting value"),
         (HERMES, hermes(WRITTEN_A + WRITTEN_B), "must be one JSON object (Extra data"),
-        (HERMES, hermes('{"name": "a", "arguments": {"x": NaN}}'), "(NaN is no JSON)"),
+        (HERMES, hermes('{"name": "a", "arguments": {"x": NaN}}'), "(NaN is not JSON)"),
         (HERMES, hermes('{"name": "a", "arguments": "{}"}'), 'needs "name", a string, and "arguments", an object'),
         (
             HERMES,

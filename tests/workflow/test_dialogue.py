@@ -198,7 +198,7 @@ def test_an_end_that_the_template_would_not_write_stays_and_no_other_is_put_besi
 
 
 @pytest.mark.parametrize("options", [{}, {"builtin_tools": ["look"]}])
-def test_an_end_that_the_tokenizer_does_not_name_is_one(options: dict[str, Any]) -> None:
+def test_any_special_token_may_end_a_turn(options: dict[str, Any]) -> None:
     """Llama's <|eom_id|>, which is the template's own after a call where built-in tools are in use."""
     talk = Talk(LLAMA3, [SPEC], **options)
     words = '<|python_tag|>look.call(word="a")' if options else '{"name": "look", "parameters": {"word": "a"}}'
@@ -257,7 +257,7 @@ def test_an_end_stays_where_the_template_writes_none() -> None:
 
 
 @pytest.mark.parametrize("end", ["<|EOS|>", "<|Assistant|>"])
-def test_where_no_end_is_written_what_begins_another_turn_is_not_taken_for_one(end: str) -> None:
+def test_the_beginning_of_another_turn_is_not_an_end(end: str) -> None:
     """As GLM's template has it, whose model ends its turn with whatever begins the next one."""
     tokenizer = tokenizer_of("deepseek_r1")
     tokenizer.chat_template = (
@@ -353,7 +353,7 @@ def test_samples_of_one_prompt_are_siblings_and_each_may_be_continued() -> None:
         assert talk.parent([*turn.messages, user("sure?")]) is turn
 
 
-def test_of_equal_answers_the_one_that_is_named_is_continued_or_else_the_last() -> None:
+def test_a_named_answer_is_continued_and_else_the_last_of_equal_ones() -> None:
     talk = Talk(QWEN3, [SPEC])
     prompt = talk.dialogue.prompt(QUESTION, talk.tools)
     said = [calling(thought=thought) for thought in ("one", "two", "three")]
@@ -398,7 +398,7 @@ def test_a_turn_that_another_was_said_after_is_not_forgotten() -> None:
 # What callers hand in -------------------------------------------------------------------------------------------------
 
 
-def test_what_becomes_of_a_callers_messages_and_tools_later_does_not_matter() -> None:
+def test_a_caller_may_change_its_messages_and_tools_later() -> None:
     talk, spec = Talk(QWEN2_5), json.loads(json.dumps(SPEC))
     messages, tools, said = [dict(QUESTION[0])], [spec], calling()
     prompt = talk.dialogue.prompt(messages, tools)
@@ -412,7 +412,7 @@ def test_what_becomes_of_a_callers_messages_and_tools_later_does_not_matter() ->
     assert str(QWEN2_5.decode(list(later.input_ids))).startswith(before)
 
 
-def test_messages_and_tools_may_be_any_mappings_and_contents_parts_of_text() -> None:
+def test_messages_and_tools_may_be_any_mappings_and_contents_may_be_parts_of_text() -> None:
     talk = Talk(QWEN2_5)
     plain = talk.dialogue.prompt([user("one\ntwo"), calling(), result("42")], [SPEC])
     call = MappingProxyType({"id": "call00000", "function": MappingProxyType(calling()["tool_calls"][0]["function"])})
@@ -440,7 +440,7 @@ def test_content_that_is_no_text_is_an_error(content: object, reason: str) -> No
         Talk(QWEN2_5).seen([{"role": "user", "content": content}])
 
 
-def test_what_a_template_refuses_is_an_error_in_its_own_words() -> None:
+def test_an_error_of_the_template_is_quoted() -> None:
     with pytest.raises(ModelError, match=r"does not take these messages: .*roles must alternate"):
         Talk(MISTRAL).seen([user("one"), user("two")])
     twice = calling()

@@ -88,7 +88,7 @@ async def test_the_teachers_rewards_are_alone_unless_the_workflows_own_are_kept(
     )
 
 
-async def test_what_was_sampled_stays_as_it_was() -> None:
+async def test_distillation_changes_no_sampled_field() -> None:
     result = await distilled(TWO_TURNS)
     unchanged = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "role", "temperature", "is_truncated")
     assert [getattr(result, name) for name in unchanged] == [getattr(TWO_TURNS, name) for name in unchanged]
@@ -110,7 +110,7 @@ async def test_each_trajectory_of_an_episode_is_judged_and_a_rejected_episode_st
     assert len(teacher.asked) == 2
 
 
-async def test_of_an_episode_that_branched_each_token_is_judged_once_and_its_metrics_count_once() -> None:
+async def test_each_token_of_an_episode_that_branched_is_judged_once_and_its_metrics_count_once() -> None:
     """The second branch has the first's beginning, which is trained there."""
     branch = replace(
         TWO_TURNS, token_ids=(3, 4, 5, 6, 9, 9), loss_mask=(0, 0, 0, 0, 1, 1), turns=(), metrics={}, reward=1.0

@@ -20,13 +20,13 @@ CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments":
         ({"role": "user", "content": []}, {"role": "user", "content": ""}),
     ],
 )
-def test_contents_are_texts_and_what_is_none_is_left_out(message: Message, form: Message) -> None:
+def test_contents_are_texts_and_none_fields_are_left_out(message: Message, form: Message) -> None:
     assert normalised(message) == form
     assert normalised(form) == form
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_beside_calls_no_content_is_none_and_arguments_are_objects(content: str | None) -> None:
+def test_empty_content_beside_calls_is_none_and_arguments_are_objects(content: str | None) -> None:
     form = normalised({"role": "assistant", "content": content, "tool_calls": [CALL]})
     assert form["content"] is None
     assert form["tool_calls"][0]["function"] == {"name": "look", "arguments": {"n": 1}}
@@ -38,7 +38,7 @@ def key(*messages: Message) -> bytes:
     return history_key(tools_key([]), messages)
 
 
-def test_what_counts_as_the_same_history_has_the_same_key() -> None:
+def test_equal_histories_have_equal_keys() -> None:
     other = {"id": "b", "function": {"arguments": {"n": 1}, "name": "look"}}
     assert key({"role": "assistant", "content": None, "tool_calls": [CALL]}) == key(
         {"role": "assistant", "content": " ", "tool_calls": [other], "reasoning_content": "hm"}

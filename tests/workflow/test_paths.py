@@ -102,7 +102,7 @@ def test_a_turn_without_a_token_trains_none() -> None:
     assert [(t.start, t.stop) for t in made.turns] == [(2, 2), (4, 5)]
 
 
-def test_where_nothing_was_sampled_there_is_no_trajectory() -> None:
+def test_an_episode_without_a_sampled_turn_has_no_trajectory() -> None:
     with pytest.raises(TrajectoryError, match="nothing was sampled"):
         trajectories([], 1.0)
 

@@ -34,7 +34,7 @@ async def test_a_sequence_has_the_score_that_the_model_gives_it() -> None:
     "answer",
     [{"embedding": [0.1, 0.9]}, {"embedding": [None]}, {"embedding": 1.0}, {"score": 1}, [1.0], {"embedding": []}],
 )
-async def test_what_is_not_one_finite_number_is_no_reward(answer: Any) -> None:
+async def test_only_one_finite_number_is_a_reward(answer: Any) -> None:
     async with reward_model() as served, RewardModelClient(served.url) as judge:
         served.answers["/classify"] = lambda _: answer
         with pytest.raises(RewardError, match="a reward is one finite number") as caught:
@@ -52,7 +52,7 @@ async def test_refusals_failures_and_absence_are_reward_errors_that_say_why() ->
         with pytest.raises(RewardError, match="HTTP 500: broken"):
             await judge.score((1, 2))
         assert served.count("/classify") == 3
-        with pytest.raises(RewardError, match="none of the 500"):
+        with pytest.raises(RewardError, match="knows only 500 tokens"):
             await judge.score((1, 500))
         with pytest.raises(RewardError, match="nothing to score"):
             await judge.score(())

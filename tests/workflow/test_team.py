@@ -92,13 +92,13 @@ async def test_a_member_whose_context_is_full_answers_nothing_more() -> None:
 
 
 async def test_mistakes_in_a_team_are_errors_that_say_so() -> None:
-    with pytest.raises(ConfigError, match="give each a name of its own"):
+    with pytest.raises(ConfigError, match="their names must differ"):
         Team(saying(), [Member(name="a"), Member(name="a")], SETTINGS)
     team = Team(saying("yes"), [Member(name="a")], SETTINGS)
-    with pytest.raises(ConfigError, match="there is no member 'b'; there is a"):
+    with pytest.raises(ConfigError, match="there is no member 'b'; the members are a"):
         await team.ask("b", "?")
     await team.ask("a", "?")
-    with pytest.raises(ConfigError, match="a spoke and has no reward"):
+    with pytest.raises(ConfigError, match="a spoke but has no reward"):
         team.trajectories({"b": 1.0})
 
 

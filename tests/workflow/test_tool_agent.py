@@ -62,7 +62,7 @@ def raise_a_bug() -> int:
         ('<tool_call>{"name": "divide", "argu', "error: a tool call must be one JSON object", "malformed_calls"),
     ],
 )
-async def test_whatever_goes_wrong_with_a_call_is_told_and_counted_and_the_episode_goes_on(
+async def test_a_call_that_goes_wrong_is_told_and_counted_and_the_episode_goes_on(
     written: str, told: str, counted: str
 ) -> None:
     engine = saying(written, "done")
@@ -213,7 +213,7 @@ async def test_sources_of_shared_tools_are_open_as_long_as_the_workflow() -> Non
     assert not source.is_open
 
 
-async def test_what_was_opened_is_closed_when_another_source_cannot_be() -> None:
+async def test_open_sources_are_closed_if_another_cannot_be_opened() -> None:
     class Broken(Source):
         async def __aenter__(self) -> Sequence[Tool]:
             raise ServerError("it does not start")

@@ -73,11 +73,11 @@ async def test_calls_of_sync_and_async_tools_are_answered_in_order() -> None:
         ('{"name": "divide", "arguments": {"dividend": "one"}}', "error: argument dividend: Input should be"),
         ('{"name": "divide", "arguments": {}}', "error: argument dividend: Missing"),
         ('{"name": "divide", "arguments": {"dividend": 1, "x": 1}}', "error: argument x: Unexpected"),
-        ('{"name": "multiply", "arguments": {}}', "error: there is no tool 'multiply'; there is divide, fetch"),
+        ('{"name": "multiply", "arguments": {}}', "error: there is no tool 'multiply'; the tools are divide, fetch"),
         ("nonsense", "error: a tool call must be one JSON object"),
     ],
 )
-async def test_what_is_wrong_with_a_call_is_told_to_the_model(call: str, complaint: str) -> None:
+async def test_the_model_reads_why_its_call_is_wrong(call: str, complaint: str) -> None:
     (content,) = await answer(f"<tool_call>{call}</tool_call>")
     assert content.startswith(complaint)
 
@@ -284,7 +284,7 @@ class Unprintable:
         (Point(x=1.5, tags={"a"}), '{"x":1.5,"tags":["a"]}'),
         ([Place(name="home")], '[{"name":"home"}]'),
         (b"text", "text"),
-        (b"\xff\xfe", "[2 bytes that are no text]"),
+        (b"\xff\xfe", "[2 bytes that are not text]"),
         ("lone \ud800 half", "lone ? half"),
         ({"x": "\ud800"}, "{'x': '\\ud800'}"),
         ({(1, 2): object}, '{"1,2":'),

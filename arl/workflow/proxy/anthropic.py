@@ -78,11 +78,11 @@ class MessagesRequest(
     ignored=(*_HARMLESS, "metadata"),
     only={"service_tier": ("auto", "standard_only"), "speed": ("standard",)},
     refused={
-        "container": "code is not run here",
-        "context_management": "nothing is compacted here",
-        "mcp_servers": "MCP servers are the program's to call",
-        "output_config": "what the model writes cannot be held to a form",
-        "output_format": "what the model writes cannot be held to a form",
+        "container": "this endpoint runs no code",
+        "context_management": "this endpoint compacts nothing",
+        "mcp_servers": "the program calls MCP servers itself",
+        "output_config": "the model's output cannot be constrained here",
+        "output_format": "the model's output cannot be constrained here",
     },
 ):
     """The body of a request."""
@@ -113,7 +113,7 @@ def _messages(asked: MessagesRequest) -> list[Message]:
     for i, message in enumerate(asked.messages):
         made += _message(f"messages[{i}]", message)
     if made[-1]["role"] == "assistant":
-        reason = "ends with the assistant's; the beginning of an answer cannot be given here, so end with the user's"
+        reason = "end with an assistant's message, and an answer cannot be prefilled here; end with a user's message"
         raise refused("messages", reason)
     return made
 
@@ -178,7 +178,7 @@ def _block(where: str, given: Any, kinds: Mapping[str, type[B]]) -> B:
         raise wrong(where, given, "a block: an object with a type")
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        raise refused(where, f"is of type {shown(kind)}; the model can be shown {' and '.join(kinds)}")
+        raise refused(where, f"is of type {shown(kind)}; the model can read {' and '.join(kinds)}")
     return validated(kinds[kind], given, where)
 
 
@@ -281,8 +281,8 @@ def read(exchange: Exchange) -> MessagesWire:
     if (kind := asked.thinking.type) not in ("adaptive", "disabled"):
         raise refused(
             "thinking",
-            f"is {shown(kind)}; the model cannot be held to a budget of thought, so it must be adaptive, which tells "
-            "what it thinks, or disabled",
+            f"is {shown(kind)}; the length of thinking cannot be limited here, so it must be adaptive (the answer "
+            "shows the thinking) or disabled",
         )
     call = exchange.policy.call(
         _messages(asked),
@@ -303,8 +303,8 @@ def _tool(where: str, tool: Any) -> Mapping[str, Any]:
     if kind not in (None, "custom"):
         raise refused(
             where,
-            f"is of type {shown(kind)}; Anthropic's own tools are not here, only those that the program runs itself, "
-            "with an input_schema",
+            f"is of type {shown(kind)}; Anthropic's own tools are not available here; send tools with an input_schema, "
+            "which the program runs itself",
         )
     given = validated(CustomTool, tool, where)
     function = {"name": given.name, "description": given.description, "parameters": given.input_schema}

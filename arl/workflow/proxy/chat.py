@@ -92,7 +92,7 @@ def _part(where: str, part: Any) -> str:
     text = part.get(_TEXT_PARTS[kind]) if isinstance(part, dict) and kind in _TEXT_PARTS else None
     if isinstance(text, str):
         return text
-    raise refused(where, f"is of type {shown(kind)}; the model takes text alone")
+    raise refused(where, f"is of type {shown(kind)}; the model reads only text")
 
 
 def _calls(where: str, calls: Any) -> list[Mapping[str, Any]]:

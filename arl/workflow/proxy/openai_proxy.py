@@ -95,7 +95,7 @@ async def _no_such_path(exchange: Exchange) -> web.StreamResponse:
     request = exchange.request
     known = ", ".join(f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS)
     raise RefusedCallError(
-        f"{request.method} {request.path} is not served here; this episode has {known}", status=404, code="not_found"
+        f"{request.method} {request.path} is not served here; the paths are {known}", status=404, code="not_found"
     )
 
 
@@ -176,7 +176,7 @@ class OpenAIProxy(Shared):
     async def episode(self, engine: Sampler) -> AsyncIterator[EpisodeSession]:
         """An episode; `engine` answers its calls. Its URL and key are valid within the block."""
         if not self.is_open:
-            raise ArlError("this OpenAIProxy is not open; enter it by `async with`, or the workflow that has it")
+            raise ArlError("this OpenAIProxy is not open; use it, or the workflow that has it, within `async with`")
         name = secrets.token_hex(8)
         session = self._sessions[name] = EpisodeSession(f"{self._url}/e/{name}", engine, self._policy)
         try:

@@ -76,11 +76,11 @@ class ResponsesRequest(
         "truncation": ("disabled",),
     },
     refused={
-        "context_management": "nothing is compacted here",
-        "conversation": "conversations are kept by OpenAI; send their items, or previous_response_id",
-        "max_tool_calls": "it counts calls of hosted tools, and there are none here",
-        "moderation": "nothing is moderated here",
-        "prompt": "prompt templates are kept by OpenAI; send instructions and input",
+        "context_management": "this endpoint compacts nothing",
+        "conversation": "OpenAI keeps conversations; send their items, or previous_response_id",
+        "max_tool_calls": "it counts calls of hosted tools, which this endpoint does not have",
+        "moderation": "this endpoint moderates nothing",
+        "prompt": "OpenAI keeps prompt templates; send instructions and input",
     },
 ):
     """The body of a request."""
@@ -140,7 +140,7 @@ class Transcript:
                 self._add({"role": "tool", "tool_call_id": item.call_id, "content": output})
             case kind:
                 known = "message, reasoning, function_call and function_call_output"
-                raise refused(where, f"is of type {shown(kind)}, which is not known here; there are {known}")
+                raise refused(where, f"is of type {shown(kind)}, which is not known here; known types are {known}")
 
     def _add_message(self, where: str, item: Item) -> None:
         role = _ROLES.get(item.role)
@@ -182,7 +182,7 @@ def _part(where: str, part: Any, kinds: Set[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in kinds and isinstance(text := part.get("text", ""), str):
         return text
-    raise refused(where, f"is of type {shown(kind)}; the model takes text alone, as {' or '.join(sorted(kinds))}")
+    raise refused(where, f"is of type {shown(kind)}; the model reads only text, as {' or '.join(sorted(kinds))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +319,7 @@ def read(exchange: Exchange) -> ResponsesWire:
     asked, stored = parse(ResponsesRequest, exchange.body), exchange.session.stored_responses
     said = (*_said_before(asked, stored), *_messages(asked.input))
     if (kind := asked.text.format.get("type", "text")) != "text":
-        reason = f"is {shown(kind)}; what the model writes cannot be held to a form, so it must be text"
+        reason = f"is {shown(kind)}; the model's output cannot be constrained here, so it must be text"
         raise refused("text.format", reason)
     call = exchange.policy.call(
         [{"role": "system", "content": asked.instructions}, *said] if asked.instructions else said,
@@ -358,7 +358,9 @@ def _messages(given: Any) -> Sequence[Message]:
 def _tool(where: str, tool: Any) -> Mapping[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        reason = f"is of type {shown(kind)}; hosted tools are not here, only functions that the program runs itself"
+        reason = (
+            f"is of type {shown(kind)}; hosted tools are not available; send functions that the program runs itself"
+        )
         raise refused(where, reason)
     return {"type": "function", "function": validated(FunctionTool, tool, where).model_dump()}
 

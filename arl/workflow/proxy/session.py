@@ -329,5 +329,5 @@ def _reward_of(role: str, reward: float | Mapping[str, float]) -> float:
     if not isinstance(reward, Mapping):
         return reward
     if role not in reward:
-        raise TrajectoryError(f"there is no reward for the role {role!r}, but for {', '.join(reward) or 'none'}")
+        raise TrajectoryError(f"the role {role!r} has no reward; there are rewards for {', '.join(reward) or 'none'}")
     return reward[role]

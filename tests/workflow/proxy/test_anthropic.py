@@ -58,7 +58,7 @@ async def test_a_loop_over_tools_gives_one_trajectory() -> None:
     assert "<tool_response>\n{'a': 1, 'b': 2}\n</tool_response>" in shown(engine.requests[2])
 
 
-async def test_results_that_are_errors_and_texts_beside_them_are_messages_of_their_own() -> None:
+async def test_failed_results_and_texts_beside_them_are_separate_messages() -> None:
     engine = saying("Sorry.")
     use = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
     result = {

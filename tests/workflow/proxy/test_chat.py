@@ -47,31 +47,15 @@ async def test_a_dialogue_is_recorded_as_a_conversation_records_it() -> None:
     assert (made.metrics["calls"], made.metrics["branches"], made.metrics["score"]) == (3, 0, 2.0)
 
 
-async def test_a_program_that_summarises_its_history_branches() -> None:
-    async with opened(saying("First.", "Second.", "Third.")) as episode:
-        said = [*ASK, {"role": "assistant", "content": "First."}, {"role": "user", "content": "Go on."}]
-        await episode.ask(ASK)
-        await episode.ask(said)
-        await episode.ask([{"role": "system", "content": "So far: First, Second."}, {"role": "user", "content": "On."}])
-        line, summary = episode.session.trajectories(1.0)
-    assert [len(line.turns), len(summary.turns)] == [2, 1]
-    assert episode.session.metrics["branches"] == 1
-
-
 async def test_samples_of_one_prompt_are_branches_and_each_is_trained() -> None:
-    async with opened(saying("a", "b", "c")) as episode:
+    engine = saying("a", "b", "c")
+    async with opened(engine) as episode:
         answer = await episode.ask(n=3, seed=7)
         made = episode.session.trajectories(1.0)
     assert [choice.message.content for choice in answer.choices] == ["a", "b", "c"]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert [sum(trajectory.loss_mask) for trajectory in made] == [2, 2, 2]
     assert answer.usage.completion_tokens == 6
-
-
-async def test_samples_of_a_seeded_call_have_seeds_of_their_own() -> None:
-    engine = saying("a")
-    async with opened(engine) as episode:
-        await episode.ask(n=3, seed=7)
     assert [request.sampling.seed for request in engine.requests] == [7, 8, 9]
 
 

@@ -125,7 +125,7 @@ async def test_a_stored_response_is_continued_by_its_id_with_other_instructions(
     )
 
 
-async def test_what_is_not_stored_cannot_be_continued() -> None:
+async def test_a_response_that_was_not_stored_cannot_be_continued() -> None:
     async with calling_with(saying("Ann", "Bob")) as (_, client):
         first = await client.responses.create(model="any", input="A name?", store=False)
         with pytest.raises(BadRequestError, match=f"{first.id}.* not found") as refusal:

@@ -87,7 +87,7 @@ async def test_a_program_need_not_read_its_example() -> None:
         await run(python("import os; os.close(0)"), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
 
 
-async def test_what_a_program_started_dies_with_its_episode() -> None:
+async def test_the_children_of_a_program_die_with_its_episode() -> None:
     """It would hold the pipe open for ten minutes."""
     program = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with pytest.raises(TrajectoryError, match="made no call"):
@@ -115,7 +115,7 @@ async def test_a_program_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
         assert await asyncio.to_thread(reading.read) == "", "the program's end closes the pipe"
 
 
-async def test_the_engines_failure_stands_on_the_programs() -> None:
+async def test_the_programs_error_has_a_note_of_the_engines_failure() -> None:
     with pytest.raises(openai.InternalServerError) as failed:
         await run(asks, saying(ServerError("all servers are gone")))
     assert any("all servers are gone" in note for note in failed.value.__notes__)
@@ -133,7 +133,7 @@ async def test_a_program_that_found_no_room_in_the_context_has_no_answer_and_is_
         await run(talks, saying(full))
 
 
-async def test_a_program_that_returns_no_text_is_told_so() -> None:
+async def test_a_program_must_return_text() -> None:
     async def silent(base_url: str, api_key: str, data: Example) -> None:
         await asks(base_url, api_key, data)
 

@@ -95,7 +95,7 @@ async def test_tools_of_the_environment_are_called() -> None:
         (trajectory,) = await run(env, engine, place=1)
     assert "How many there are of a fruit." in shown(engine.requests[0])
     assert "<tool_response>\n30\n</tool_response>" in shown(engine.requests[1])
-    assert "error: there is no tool 'sell'; there is stock_of" in shown(engine.requests[2])
+    assert "error: there is no tool 'sell'; the tools are stock_of" in shown(engine.requests[2])
     assert trained(trajectory)[::2] == [calling("stock_of", fruit="plums"), "There are 30."]
     assert trajectory.reward == 1.0
 
@@ -149,8 +149,8 @@ async def test_episodes_run_at_once_and_each_has_its_own_turns() -> None:
     ("place", "config", "said"),
     [
         (0, {}, "its agent: TaskError: task FailingTask scoring: ZeroDivisionError: nobody was fair"),
-        (1, {"agent": {"timeout": {"setup": 0.05}}}, "called the model; they ended by: setup_timeout"),
-        (2, {}, "called the model; they ended by: never_begins"),
+        (1, {"agent": {"timeout": {"setup": 0.05}}}, "called the model; the agents ended by: setup_timeout"),
+        (2, {}, "called the model; the agents ended by: never_begins"),
     ],
 )
 async def test_an_environment_that_fails_or_hangs_is_an_error_that_says_where(
@@ -206,7 +206,7 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.Mo
         local_environment({"taskset": {"id": "letters_env"}})
 
 
-def test_what_an_environment_has_chosen_for_its_agents_is_kept() -> None:
+def test_an_environments_choices_for_its_agents_are_kept() -> None:
     env = local_environment({"taskset": {"id": "letters_env"}, "agent": {"harness": {"id": "bash"}, "max_turns": 3}})
     agent = env.config.agent
     assert (agent.harness.id, agent.runtime.type, agent.max_turns) == ("bash", "subprocess", 3)
