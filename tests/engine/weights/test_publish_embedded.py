@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
 import torch
+from mirrors import mirror_here
 from published import EmbeddedServer, Trainee, client, prompt, request, sequence
 
-from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, PauseMode
+from arl.api.config import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
 from arl.api.engine import WeightTransport
 from arl.api.types import ModelResponse
+from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
 
 
-def disk(directory: Path) -> WeightTransport:
-    return DiskTransport(DiskWeightsConfig(directory=directory / "weights"), directory)
-
-
-def buckets(directory: Path) -> WeightTransport:
-    return DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000)
-
-
 @pytest.fixture
-def transport(request: pytest.FixtureRequest, tmp_path: Path):
-    transport = request.param(tmp_path)
-    yield transport
-    transport.close()
+async def transport(
+    request: pytest.FixtureRequest, tmp_path: Path, first: EmbeddedServer
+) -> AsyncIterator[WeightTransport]:
+    """By the name of its kind."""
+    directory = tmp_path / "weights"
+    async with mirror_here(tmp_path / "mirror") as mirror:
+        transports: dict[str, Callable[[], DiskTransport | DistributedTransport]] = {
+            "disk": lambda: DiskTransport(DiskWeightsConfig(directory=directory), tmp_path),
+            "distributed": lambda: DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000),
+            "delta": lambda: DeltaTransport(
+                DeltaWeightsConfig(mirrors={first.address: mirror.address}, directory=directory), tmp_path
+            ),
+        }
+        transport = transports[request.param]()
+        yield transport
+        transport.close()
 
 
 async def until_running(address: str, count: int) -> None:
@@ -40,7 +47,7 @@ async def until_running(address: str, count: int) -> None:
                     return
 
 
-@pytest.mark.parametrize("transport", [disk, buckets], indirect=True)
+@pytest.mark.parametrize("transport", ["disk", "distributed", "delta"], indirect=True)
 async def test_the_servers_logprobs_are_the_trainers_after_a_publish(
     trainer: Trainee, transport: WeightTransport, first: EmbeddedServer
 ):
@@ -58,7 +65,7 @@ async def test_the_servers_logprobs_are_the_trainers_after_a_publish(
 
 @pytest.mark.parametrize(
     ("transport", "mode"),
-    [(disk, "in_place"), (buckets, "in_place"), (buckets, "retract"), (buckets, "abort")],
+    [("delta", "in_place"), ("distributed", "in_place"), ("distributed", "retract"), ("distributed", "abort")],
     indirect=["transport"],
 )
 async def test_every_token_is_of_the_weights_that_its_version_names(
