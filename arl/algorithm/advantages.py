@@ -243,6 +243,6 @@ def _greedy_reward(peers: Peers) -> float:
     if peers.role not in rewards:
         raise TrajectoryError(
             f"group {peers.group.group_id} has no greedy reward for role {peers.role!r}, only for "
-            f"{sorted(rewards) or 'no role'}; the greedy episode has to return a trajectory of each role"
+            f"{sorted(rewards) or 'no role'}; the greedy episode must return a trajectory of each role"
         )
     return rewards[peers.role]

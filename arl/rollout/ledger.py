@@ -258,8 +258,8 @@ def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[Exampl
         ) from error
     if not indices:
         raise CurriculumError(
-            f"the curriculum {name} returned no examples for stage {stage}; return at least one, or end the run before "
-            "with steps"
+            f"the curriculum {name} returned no examples for stage {stage}; return at least one, or set steps to end "
+            "the run before"
         )
     if outside := [index for index in indices if not 0 <= index < len(records)]:
         raise CurriculumError(

@@ -46,6 +46,6 @@ def test_weights_are_finite_wherever_the_policies_are(config: CorrectionConfig):
             assert behavior_weight(log_weight, Trajectories.of(ids), config).isfinite().all()
 
 
-def test_the_weight_is_held_fixed():
+def test_the_weight_has_no_gradient():
     log_weight = torch.zeros(2, requires_grad=True)
     assert not behavior_weight(log_weight, Trajectories.of(torch.zeros(2).long()), CorrectionConfig()).requires_grad

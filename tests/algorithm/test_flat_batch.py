@@ -10,7 +10,7 @@ from arl.algorithm.batch import Batch
 from arl.api.objective import OverlongConfig
 
 
-def test_sequences_carry_what_the_sampler_said_of_their_trajectories():
+def test_sequences_carry_the_samplers_numbers():
     first = trajectory(1.0, behavior_logprobs=(0.0, -0.5, 0.0, -1.5), versions=(-1, 3, -1, 4), temperature=0.5)
     _, sequence = Batch.of([group(trajectory(), first)]).sequences()
     assert sequence.token_ids.tolist() == [0, 1, 2, 3]
@@ -23,7 +23,7 @@ def test_sequences_carry_what_the_sampler_said_of_their_trajectories():
 
 
 @pytest.mark.parametrize(("mask_truncated", "trained"), [(False, [2, 2]), (True, [2, 0])])
-def test_trajectories_that_were_cut_off_are_masked_out_where_it_is_asked_for(mask_truncated: bool, trained: list[int]):
+def test_truncated_trajectories_are_masked_out_if_the_settings_say_so(mask_truncated: bool, trained: list[int]):
     whole, cut = trajectory(), trajectory(is_truncated=True)
     assert Batch.of([group(whole, cut)], OverlongConfig(mask_truncated=mask_truncated)).counts == trained
 

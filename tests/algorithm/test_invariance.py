@@ -138,7 +138,7 @@ def test_groups_and_trajectories_may_come_in_any_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_there_is_something_to_be_the_same(name: str) -> None:
+def test_the_random_batches_have_gradients_clips_and_several_stalenesses(name: str) -> None:
     """The batch has what the two properties are about: gradients, several stalenesses, and tokens that are clipped."""
     config = config_of(name)
     _, gradients, metrics = evaluated([minibatch_of(random_groups(seed=1), config)], loss_of(config))
@@ -155,7 +155,7 @@ def has_a_trust_region(config: AlgorithmConfig) -> bool:
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
-def test_which_tokens_are_selected_does_not_hang_on_how_logprobs_were_rounded(name: str) -> None:
+def test_the_selected_tokens_do_not_depend_on_how_logprobs_were_rounded(name: str) -> None:
     config = config_of(name)
     batch = with_advantages(seen_by_the_trainer(random_groups(seed=3), config), config)
     rounded = replace(batch, proximal_logprobs=batch.proximal_logprobs * (1 + 1e-6))

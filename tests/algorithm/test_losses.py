@@ -98,9 +98,7 @@ def test_a_loss_and_its_gradient_are_those_of_its_formula(parts: dict[str, Any],
         ({"proximal": "bypassed", "correction": {"kind": "none"}}, "bypassed"),
     ],
 )
-def test_the_current_logprobs_are_the_proximal_ones_where_nothing_else_needs_them(
-    changes: dict[str, Any], proximal: str
-):
+def test_current_logprobs_serve_as_proximal_ones_if_nothing_else_needs_them(changes: dict[str, Any], proximal: str):
     assert PolicyLoss.of(preset("decoupled_ppo", **changes)).proximal == proximal
 
 
@@ -110,7 +108,7 @@ def test_a_loss_travels_between_processes():
 
 
 @every_part
-def test_a_microbatch_in_which_nothing_is_trained_says_as_much_as_any_other(parts: dict[str, Any]):
+def test_a_microbatch_without_trained_tokens_reports_the_same_names(parts: dict[str, Any]):
     """Its tensors are empty and its names are the same: every rank adds up the same ones."""
     nothing, something = loss_of(parts)(outputs_of([]), packed([])), evaluated(loss_of(parts), random_batch(1))[0]
     assert nothing.loss.shape == (0,)

@@ -150,7 +150,7 @@ def test_what_a_unit_has_in_common_counts_once_and_a_unit_too_large_goes_alone()
     assert pack(order_of(GROUP), 59, units)[0] == [0, 2]
 
 
-def test_a_unit_of_one_sequence_is_none():
+def test_a_unit_of_one_sequence_changes_nothing():
     assert pack(order_of(GROUP), 70, list(range(8))) == pack(order_of(GROUP), 70, [-1] * 8) == pack(order_of(GROUP), 70)
 
 

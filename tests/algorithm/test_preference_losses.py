@@ -140,7 +140,7 @@ def test_an_empty_answer_has_a_log_ratio_of_zero_and_a_pair_of_two_counts_nowher
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_answers_that_became_all_but_impossible_leave_everything_finite(loss: PreferenceLoss):
+def test_almost_impossible_answers_leave_everything_finite(loss: PreferenceLoss):
     value, gradients, metrics = total(minibatch([([-1e4], [-1e-3], [-1e-3], [-1e4])]), loss)
     assert all(map(math.isfinite, [value, *metrics.values(), *(g for row in gradients for g in row)]))
 

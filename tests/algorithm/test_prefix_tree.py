@@ -75,7 +75,7 @@ def test_the_order_of_some_sequences_is_what_they_alone_would_give(sequences: Fa
 
 @settings(max_examples=50, deadline=None)
 @given(trees, st.integers(1, 8))
-def test_what_is_shared_is_shared_by_enough_tokens(sequences: Family, min_shared: int):
+def test_a_context_has_at_least_as_many_tokens_as_asked_for(sequences: Family, min_shared: int):
     order = order_of(sequences, min_shared)
     plan = RowPlan.of(order)
     assert all(s.num_context_tokens == 0 or s.num_context_tokens >= min_shared for s in plan.stretches)

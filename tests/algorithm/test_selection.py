@@ -153,7 +153,7 @@ def test_kl_cov_selects_the_largest_covariances(share: float):
     assert {i for i, flag in enumerate(flags) if flag} == set(largest)
 
 
-def test_kl_cov_selects_as_many_where_all_are_equal():
+def test_kl_cov_selects_its_share_of_equal_covariances():
     """Advantages without spread have covariance 0 everywhere, which is no reason to select everything."""
     s = Row(proximal=[-1.0] * 10, behavior=[-1.0] * 10, advantages=[1.0] * 10)
     assert sum(selected([s], KLCovSelection(share=0.2))[0]) == 2

@@ -28,7 +28,7 @@ def test_the_order_of_numbers_changes_no_bit(values: list[float], rng: random.Ra
     assert spread_of(shuffled) == spread_of(values)
 
 
-def test_one_episode_that_counts_once_has_nothing_to_be_whitened_by():
+def test_a_single_episode_is_whitened_to_zero():
     batch = Batch.of([group(trajectory(0.0, (0, 1, 1)))])
     values = torch.tensor([9.0, 1.0, 2.0], dtype=torch.float64)
     assert whitened(batch, values, by_episode=True).tolist() == [0.0] * 3

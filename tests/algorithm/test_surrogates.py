@@ -169,7 +169,7 @@ def test_clipped_tokens_are_those_without_gradient(name: str):
         # drawn back: tau D >= A > 0, or tau D <= A < 0
         (
             MirrorDescentLossConfig(tau=1.0),
-            [([0.9, 0.0], a) for a in (1.0, 0.8, -1.0)] + [([-0.9, 0.0], -0.8)],
+            [([0.9, 0.0], a) for a in (1.0, 0.9, -1.0)] + [([-0.9, 0.0], -0.8)],
             [False, False, True, True, False, False, True, True],
         ),
     ],

@@ -44,7 +44,7 @@ def test_a_role_whose_transcript_branched_counts_once_in_the_episodes_reward() -
     assert episode(lambda _: [critic, critic, critic, ONE]).reward == 0.5
 
 
-def test_none_is_a_rejection_and_no_error() -> None:
+def test_none_rejects_the_episode_and_is_no_error() -> None:
     ended = episode(lambda _: None, retries=3)
     assert ended.is_rejected
     assert (ended.error, ended.attempts, ended.reward) == (None, 1, 0.0)
@@ -83,7 +83,7 @@ def test_the_time_limit_includes_retries() -> None:
     assert (ended.attempts, ended.elapsed_s) == (2, 5.0)
 
 
-def test_a_workflow_that_swallows_its_cancellation_has_timed_out_all_the_same() -> None:
+def test_a_workflow_that_swallows_its_cancellation_still_times_out() -> None:
     async def stubborn() -> object:
         try:
             await asyncio.sleep(100)

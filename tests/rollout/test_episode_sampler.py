@@ -35,7 +35,7 @@ async def test_greedy_requests_differ_in_their_temperature_alone() -> None:
     assert response.temperature == 1.0  # what its logprobs are at, as trajectories need it
 
 
-async def test_each_request_of_an_episode_has_a_seed_of_its_own_and_the_same_again() -> None:
+async def test_each_request_of_an_episode_has_its_own_seed_and_gets_it_again() -> None:
     first: list[SamplingParams] = []
     again: list[SamplingParams] = []
     other: list[SamplingParams] = []
@@ -55,7 +55,7 @@ async def test_a_seed_that_the_workflow_chose_stays() -> None:
     assert asked[0].seed == 5
 
 
-def test_an_episode_samples_and_can_do_nothing_else_to_the_engine() -> None:
+def test_an_episode_can_only_sample_from_the_engine() -> None:
     given: list[object] = []
 
     class Noting(RolloutWorkflow):

@@ -23,17 +23,17 @@ def test_outcomes_are_compared_within_each_role() -> None:
     assert not are_equal(ONE, critic, ONE, replace(critic, reward=0.5))
 
 
-def test_process_rewards_are_a_difference_though_outcomes_are_equal() -> None:
+def test_process_rewards_make_a_difference_between_equal_outcomes() -> None:
     assert not are_equal(ONE, replace(ONE, token_rewards=(0.0, 0.0, 0.5, 0.0)))
     assert not are_equal(ONE, replace(ONE, turns=(TurnSpan(start=1, stop=2, reward=0.5),)))
 
 
-def test_process_rewards_of_zero_are_none() -> None:
+def test_process_rewards_of_zero_make_no_difference() -> None:
     assert are_equal(ONE, replace(ONE, token_rewards=(0.0,) * 4), replace(ONE, turns=TURNS))
 
 
 @pytest.mark.parametrize(("rules", "expected"), [(ANY, True), (PARTS, False)])
-def test_named_rewards_are_a_difference_where_they_are_looked_at(rules: GroupRules, expected: bool) -> None:
+def test_named_rewards_make_a_difference_if_the_rules_compare_them(rules: GroupRules, expected: bool) -> None:
     first, second = (
         replace(ONE, rewards={"form": 1.0, "answer": 0.0}),
         replace(ONE, rewards={"form": 0.5, "answer": 0.5}),
@@ -43,7 +43,7 @@ def test_named_rewards_are_a_difference_where_they_are_looked_at(rules: GroupRul
 
 
 @pytest.mark.parametrize(("rules", "expected"), [(ANY, True), (GIGPO, False)])
-def test_turns_in_a_common_state_differ_by_how_far_the_outcome_was(rules: GroupRules, expected: bool) -> None:
+def test_turns_in_a_common_state_differ_by_their_distance_from_the_outcome(rules: GroupRules, expected: bool) -> None:
     shorter = replace(ONE, turns=TURNS[1:])
     assert are_equal(replace(ONE, turns=TURNS), shorter, rules=rules) is expected
 

@@ -53,7 +53,7 @@ def fails(number: int) -> Trajectory:
     return of(0.5)
 
 
-def test_its_reward_is_the_groups_and_its_tokens_are_nobodys() -> None:
+def test_the_group_gets_its_reward_and_nobody_trains_its_tokens() -> None:
     (group,), counters, _ = ran(lambda _: of(0.5))
     assert group.greedy_rewards == {"agent": 0.5}
     assert [t.reward for t in group.trajectories] == [0.0, 0.0]
@@ -100,7 +100,7 @@ def test_a_group_whose_greedy_episode_was_rejected_is_rejected() -> None:
     assert (counters["baselines_missing"], counters["episodes_rejected"]) == (1, 2)
 
 
-def test_a_group_waits_for_it_though_enough_others_have_finished() -> None:
+def test_a_group_waits_for_it_after_enough_others_have_finished() -> None:
     (group,), counters, _ = ran(lambda _: asyncio.sleep(5, of(0.5)), extra_episodes=1)
     assert group.greedy_rewards == {"agent": 0.5}
     assert counters["episodes_surplus"] == 1

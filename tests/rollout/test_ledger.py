@@ -137,7 +137,7 @@ def test_a_resume_goes_on_with_the_stage_without_asking_again() -> None:
     assert later.told[0][2] == ExampleRecord(index=2, num_trained=1, last_reward=0.25, mean_reward=0.25)
 
 
-def test_a_curriculum_that_comes_with_a_resume_knows_the_outcomes_and_one_that_goes_leaves_its_stage() -> None:
+def test_a_curriculum_added_at_a_resume_knows_the_outcomes_and_a_removed_one_leaves_its_stage() -> None:
     source = ledger(None, 3)
     for example_id in issued(source, 3):
         source.settle(example_id, GroupOutcome.REJECTED)
@@ -170,7 +170,7 @@ def broken(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
         (broken, "the curriculum broken raised KeyError when it was asked for stage 0: 'difficulty'"),
     ],
 )
-def test_what_is_wrong_with_a_stage_ends_the_run_naming_the_curriculum(curriculum: Curriculum, message: str) -> None:
+def test_a_wrong_stage_ends_the_run_and_names_the_curriculum(curriculum: Curriculum, message: str) -> None:
     async def main() -> None:
         controller, buffer, engine = controlled(Scripted(lambda _: trajectory((0,))), 5, curriculum=curriculum)
         await train(controller, buffer, engine, range(1))

@@ -96,7 +96,7 @@ def test_an_overtaken_episode_that_is_slow_to_end_holds_nothing_up() -> None:
     assert counters["episodes_surplus"] == 1
 
 
-def test_an_overtaken_episode_that_finishes_all_the_same_is_not_trained() -> None:
+def test_an_overtaken_episode_that_finishes_anyway_is_not_trained() -> None:
     async def deaf() -> object:
         try:
             await asyncio.sleep(10**6)
@@ -121,7 +121,7 @@ def test_episodes_without_a_place_are_not_begun_once_enough_have_finished() -> N
     assert len(begun) == 2
 
 
-def test_a_place_that_is_not_needed_any_more_goes_to_the_next_group() -> None:
+def test_a_place_that_is_no_longer_needed_goes_to_the_next_group() -> None:
     async def main() -> None:
         controller, buffer, engine = controlled(
             Scripted(lambda _: trajectory((9,))), 50, batch_size=1, max_staleness=0, max_concurrent_episodes=1, **FIRST
@@ -138,7 +138,7 @@ def test_extra_episodes_make_up_for_failed_and_rejected_ones() -> None:
     assert (counters["episodes_rejected"], counters["episodes_surplus"]) == (1, 0)
 
 
-def test_a_group_too_small_in_spite_of_extra_episodes_is_dropped() -> None:
+def test_a_group_too_small_despite_extra_episodes_is_dropped() -> None:
     group, counters, _ = sampled(fails, fails, fails, after(1), after(1), after(1), **FIRST)
     assert group.group_id == 1
     assert (counters["episodes_dropped"], counters["episodes_surplus"]) == (4, 2)

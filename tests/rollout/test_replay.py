@@ -24,7 +24,7 @@ def test_only_groups_with_a_reward_above_the_limit_are_replayed() -> None:
     assert sorted(ids(replay.take(1))) == [1, 2]
 
 
-def test_the_least_stale_come_first_and_no_more_than_asked_for() -> None:
+def test_the_least_stale_groups_come_first_up_to_the_number_asked_for() -> None:
     replay = Replay(3, max_staleness=5)
     replay.add([rewarded(0, 2), rewarded(1, 4), rewarded(2, 3), rewarded(3, 4), rewarded(4, 1)], version=5)
     assert ids(replay.take(5)) == [3, 1, 2]
@@ -48,7 +48,7 @@ def test_a_group_is_replayed_up_to_the_last_version_that_may_hold_it_and_then_fo
     assert replay.groups == ()
 
 
-def test_none_are_kept_where_none_are_asked_for() -> None:
+def test_without_replay_groups_none_are_kept() -> None:
     replay = Replay()
     replay.add([rewarded(0, 0)], version=0)
     assert (replay.groups, replay.take(0)) == ((), [])
@@ -77,7 +77,7 @@ class Forgetful(Replay):
         return True
 
 
-def test_a_replay_that_looked_at_no_version_would_be_noticed_at_use() -> None:
+def test_a_replay_that_ignored_versions_would_be_noticed_at_use() -> None:
     replay = Forgetful(1, max_staleness=1)
     replay.add([rewarded(0, 3)], version=4)
     with pytest.raises(StalenessError, match="version 3 in the batch for version 5; max_staleness is 1"):

@@ -113,7 +113,7 @@ def test_every_example_ends_exactly_once_however_often_the_run_is_killed(seed: i
     replay_groups=st.sampled_from([0, 2]),
 )
 @settings(max_examples=25, deadline=None)
-def test_also_when_it_goes_on_with_another_batch_size_or_bound_with_over_sampling_and_replay(
+def test_every_example_ends_once_if_sizes_change_between_kills_with_over_sampling_and_replay(
     seed: int, kills: list[tuple[float, int, int]], extra_episodes: int, replay_groups: int
 ) -> None:
     disk, seeds = Disk(), random.Random(seed)

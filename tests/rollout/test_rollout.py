@@ -78,7 +78,7 @@ def test_a_group_with_nothing_to_train_on_is_rejected_or_dropped_and_replaced(
     assert {name: counters[name] for name in counted} == counted
 
 
-def test_the_episodes_of_a_group_get_one_example_whatever_the_dataset_gives_each_time_it_is_asked() -> None:
+def test_the_episodes_of_a_group_share_one_reading_of_their_example() -> None:
     class Augmented:
         def __init__(self) -> None:
             self.reads = 0
@@ -201,7 +201,7 @@ def test_a_straggler_is_waited_for_unless_a_limit_is_set() -> None:
     assert counters["episodes_failed"] == 2
 
 
-def test_a_straggler_past_its_limit_is_cut_replaced_and_counted_with_the_length_bias_of_that() -> None:
+def test_a_straggler_past_its_limit_is_cut_replaced_and_counted_with_its_length_bias() -> None:
     groups, counters = stragglers(drop_stragglers_after_s=30)
     assert [g.example_id[1] for g in groups] == [1, 2, 3, 4, 5, 6]
     assert (counters["straggler_groups"], counters["straggler_episodes"], counters["episodes_dropped"]) == (1, 2, 2)

@@ -23,22 +23,22 @@ def told(caplog: pytest.LogCaptureFixture, *blocks: tuple[float, float]) -> list
     return [record.getMessage() for record in caplog.records]
 
 
-def test_blocks_that_come_again_and_again_are_a_warning_with_the_likely_culprit(
+def test_repeated_blocks_are_a_warning_that_names_the_likely_culprit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (warning,) = told(caplog, (70, 1.5), (80, 0.5), (90, 2.0))
     assert warning.startswith("the event loop was blocked for 3.5 of the last 60 s, probably by MyAgent")
 
 
-def test_a_start_that_blocks_the_loop_is_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_blocked_start_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog, (5, 4.0), (20, 10.0), (59, 2.0), (61, 2.0)) == []
 
 
-def test_nor_are_single_blocks_far_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_single_blocks_far_apart_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog, *((100 * i, 2.5) for i in range(1, 20))) == []
 
 
-def test_a_loop_that_stays_blocked_is_told_of_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_stays_blocked_is_reported_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     assert len(told(caplog, *((float(now), 2.0) for now in range(2, 302, 2)))) == 4
 
 
@@ -73,7 +73,7 @@ def test_a_window_of_fruitless_groups_is_one_warning_with_counts_and_what_to_do(
     )
 
 
-def test_the_next_warnings_are_ever_further_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_later_warnings_are_further_and_further_apart(caplog: pytest.LogCaptureFixture) -> None:
     watch = StarvationWatch(window=10, patience=1000)
     warned: list[int] = []
     for number in range(1, 200):
@@ -83,14 +83,14 @@ def test_the_next_warnings_are_ever_further_apart(caplog: pytest.LogCaptureFixtu
     assert warned == [10, 30, 70, 150]
 
 
-def test_nothing_is_said_while_enough_groups_can_be_trained(caplog: pytest.LogCaptureFixture) -> None:
+def test_there_is_no_warning_while_enough_groups_can_be_trained(caplog: pytest.LogCaptureFixture) -> None:
     watch = StarvationWatch(window=10, patience=1000)
     for number in range(200):
         watch.fruitful() if number % 5 == 0 else watch.fruitless(EQUAL)
     assert caplog.records == []
 
 
-def test_what_is_wrong_with_trajectories_is_said_at_once_and_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_detail_is_logged_at_once_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
     watch = StarvationWatch(window=10, patience=1000)
     for detail in ("no token_rewards", "no token_rewards", "no baseline"):
         watch.fruitless(Fruitless(outcome=GroupOutcome.DROPPED, reason=Reason.NOT_COMPARABLE, detail=detail))
@@ -100,7 +100,7 @@ def test_what_is_wrong_with_trajectories_is_said_at_once_and_once(caplog: pytest
     ]
 
 
-def test_as_many_in_a_row_as_patience_bears_end_the_run_with_the_reasons_of_them_all() -> None:
+def test_too_many_fruitless_groups_in_a_row_end_the_run_with_all_reasons() -> None:
     watch = StarvationWatch(window=4, patience=10)
     watch.fruitless(FAILED)
     watch.fruitful()

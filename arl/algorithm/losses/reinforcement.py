@@ -41,7 +41,7 @@ class PolicyLoss:
     behavior_kl_current          estimate of KL(b || c)
     effective_sample_size        of the weights w; of exp(c - b) where p is bypassed
     entropy                      of the sampling distribution
-    kl_reference                 k3 estimate of KL(c || reference), if a reference is held, whatever is penalised
+    kl_reference                 k3 estimate of KL(c || reference), if there is a KL penalty of any kind
     selected                     share of tokens that the selection chose, with a selection
     staleness_K/...              ratio, clip_fraction, behavior_kl_proximal, behavior_kl_current and entropy of the
                                  tokens of staleness K (`3-4`, .., `17+`), and their share of all: tokens
