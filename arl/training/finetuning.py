@@ -104,13 +104,13 @@ def to_tokens(name: str, token_ids: Sequence[int], limits: ModelLimits) -> torch
     tokens = _integers(name, "token_ids", token_ids)
     if limits.context_length is not None and len(tokens) > limits.context_length:
         raise DatasetError(
-            f"{name} has {len(tokens)} tokens, and the model's context {limits.context_length}; shorten it, or leave "
-            "it out"
+            f"{name} has {len(tokens)} tokens, more than the model's context of {limits.context_length}; shorten it, "
+            "or leave it out"
         )
     if (place := _first((tokens < 0) | (tokens >= limits.vocab_size))) is not None:
         raise DatasetError(
-            f"{name} has token {int(tokens[place])} at position {place}, and the model knows 0 to "
-            f"{limits.vocab_size - 1}; make tokens with the model's own tokenizer"
+            f"{name} has token {int(tokens[place])} at position {place}, but the model's tokens are 0 to "
+            f"{limits.vocab_size - 1}; use the model's own tokenizer"
         )
     return tokens
 
@@ -129,7 +129,7 @@ def _integers(name: str, field: str, values: Any) -> torch.Tensor:
         raise DatasetError(f"{name} has no {field}; leave it out")
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
         found = f"{tensor.dtype} of shape {list(tensor.shape)}"
-        raise DatasetError(f"the {field} of {name} must be a sequence of integers, and are {found}")
+        raise DatasetError(f"the {field} of {name} must be a sequence of integers, not {found}")
     return tensor.long()
 
 

@@ -68,7 +68,7 @@ def test_a_file_gets_a_line_about_long_work_now_and_then(file: Display, monkeypa
     assert last.endswith(" s, loss 0.250")
 
 
-def test_work_that_something_else_speaks_of_leaves_no_line(file: Display) -> None:
+def test_work_can_leave_no_line_behind(file: Display) -> None:
     with file.work("evaluating", 1, leave=False) as advance:
         advance()
     assert said(file) == ""

@@ -119,7 +119,7 @@ def test_workflow_metrics_are_averaged_over_those_that_have_them() -> None:
     assert numbers["episode/calls"] == 2.0
 
 
-def test_a_step_tells_how_rewards_are_spread_and_which_groups_teach_nothing() -> None:
+def test_metrics_show_how_rewards_are_spread_and_which_groups_teach_nothing() -> None:
     assert reward_metrics([0.0, 1.0, 1.0, 0.0]) == {
         "reward": 0.5,
         "reward_std": 0.5,
@@ -132,7 +132,7 @@ def test_a_step_tells_how_rewards_are_spread_and_which_groups_teach_nothing() ->
     assert numbers["truncated"] == 0.25
 
 
-def test_a_step_tells_how_many_trajectories_an_episode_has_beyond_one_for_each_role() -> None:
+def test_branches_are_the_trajectories_beyond_one_for_each_role() -> None:
     branched = trajectory(), trajectory(), trajectory(role="checker")
     made = group(*branched, trajectory(), episodes=(0, 0, 0, 1))
     assert batch_metrics([made], version=6)["branches"] == 0.5

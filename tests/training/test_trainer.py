@@ -30,7 +30,7 @@ async def test_each_iteration_trains_and_publishes_one_batch(tmp_path: Path) -> 
     assert [len(batch) for batch in trained_examples(train_engine)] == [4, 4, 4, 4]
 
 
-async def test_with_max_staleness_0_a_step_ends_when_its_weights_are_served_and_tokens_are_of_no_older_ones(
+async def test_with_max_staleness_0_a_step_ends_with_its_weights_served_and_trains_their_tokens_alone(
     tmp_path: Path,
 ) -> None:
     train_engine = ScriptedTrainEngine()
@@ -93,7 +93,7 @@ async def test_a_step_does_not_wait_for_the_delivery_of_the_weights_before(tmp_p
     assert delivered == [0, 1, 2]
 
 
-async def test_a_slow_delivery_holds_training_up_by_the_bound_alone_and_the_newest_weights_follow_it(
+async def test_a_slow_delivery_delays_training_by_the_bound_alone_and_the_newest_weights_follow(
     tmp_path: Path,
 ) -> None:
     as_far_as_the_bound, delivered = asyncio.Event(), []

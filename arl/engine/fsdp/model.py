@@ -198,8 +198,8 @@ def _check_supported(model: PreTrainedModel, name: str | Path, head: Head) -> No
     unknown = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         raise ModelError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}; in a packed row only "
-            f"{' and '.join(sorted(_LAYER_TYPES))} can be kept inside each sequence"
+            f"{name} has layers of type {', '.join(sorted(unknown))}; arl trains only "
+            f"{' and '.join(sorted(_LAYER_TYPES))}, which it can keep inside each sequence of a packed row"
         )
     _check_logits(model, name, head)
 

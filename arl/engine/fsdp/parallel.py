@@ -44,7 +44,7 @@ from arl.engine.fsdp.policy import TokenModel, transformer_layers
 
 
 class Lease:
-    """Holds something for an engine: what this process has already, and keeps; or what the last holder ends."""
+    """Holds something for an engine. What was there stays as it was; what is started here ends with the last holder."""
 
     _holders: ClassVar[int] = 0
 

@@ -169,12 +169,12 @@ class Placement:
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
         there = " and ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}s" for name in self._bundle)
         needed = " and ".join(f"{amount:g} {name}(s)" for name, amount in self._bundle.items())
-        shortage = f"{num_ranks} ranks need {needed} each; of the Ray cluster {there} are free"
+        shortage = f"{num_ranks} ranks need {needed} each, and the Ray cluster has {there} free"
         logger.warning("%s: waiting for room until train.startup_timeout_s", shortage)
         if group := self._try(bundles, deadline):
             return group
         raise TrainingError(
-            f"{shortage}, and there was no room within train.startup_timeout_s. Make room, or set train.num_ranks or "
+            f"{shortage}; no room came free within train.startup_timeout_s. Make room, or set train.num_ranks or "
             "train.num_threads lower"
         )
 

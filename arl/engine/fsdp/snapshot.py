@@ -103,7 +103,7 @@ class RankSnapshot:
 
     def _held_chunks(self) -> Sequence[Future[torch.Tensor]]:
         if self._rank or not (chunks := self._chunks):
-            raise TransportError(f"the snapshot of version {self.version} was released, or is of another rank than 0")
+            raise TransportError(f"the snapshot of version {self.version} was released, or this is not rank 0")
         return chunks
 
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from train_critics import write_critic
-from train_models import MakeEngine, write_model
+from train_models import MakeEngine, write_critic, write_model
 from train_ranks import Ranks
 
 from arl.api.config import OptimizerConfig, TrainConfig

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from train_critics import BOTH, VALUE, load_critic, score_of, scored, sequences_with_returns, slow_values
-from train_models import MakeEngine, load_twin, write_model
+from train_models import MakeEngine, load_critic, load_twin, score_of, slow_values, write_model
 from train_sequences import assert_same_weights, random_sequences, same, twin_steps
-from train_variants import OPTIMIZER
+from train_variants import BOTH, OPTIMIZER, VALUE, sequences_with_returns
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from arl.algorithm.losses import SFTLoss
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import CheckpointError, ConfigError, ModelError
+from arl.api.types import TrainSequence
 from arl.engine.tiny import tiny_tokenizer
 
 
@@ -31,6 +31,12 @@ def test_values_are_the_models_own_scores_of_the_tokens_before(
     twin = load_critic(critic_dir)
     for sequence, ours in zip(sequences, values, strict=True):
         torch.testing.assert_close(ours, slow_values(twin, sequence), rtol=1e-5, atol=1e-5)
+
+
+def scored(token_ids: torch.Tensor) -> TrainSequence:
+    """A text whose score is the value of the token behind it, whichever that is."""
+    longer = torch.cat([token_ids, torch.zeros(1, dtype=torch.int64)])
+    return TrainSequence(token_ids=longer, loss_mask=torch.arange(len(longer)) == len(token_ids))
 
 
 def test_the_value_behind_a_text_is_the_score_that_the_model_gives_it_in_a_padded_batch(
@@ -62,7 +68,7 @@ def test_a_new_value_head_is_zero_on_the_language_models_own_weights(
     assert "MISSING" not in caplog.text
 
 
-def test_values_are_had_without_the_vocabulary(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
+def test_values_are_computed_without_the_vocabulary(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
     engine = make_engine(head="policy_and_value")
     monkeypatch.setattr("arl.engine.fsdp.policy.token_logprobs", None)
     assert len(engine.forward(random_sequences(2), "values")) == 2
@@ -107,7 +113,7 @@ def test_values_of_bfloat16_are_near_and_not_rounded_to_it(critic_dir: Path, mak
     assert not torch.equal(half, half.bfloat16().float())
 
 
-def test_what_a_head_does_not_have_is_refused_by_name(make_engine: MakeEngine):
+def test_outputs_that_a_head_does_not_have_are_refused_by_name(make_engine: MakeEngine):
     sequences = random_sequences(2)
     with pytest.raises(
         ConfigError, match=r"a train engine of head=policy has .*, and no values; build one of head=value"
@@ -234,7 +240,7 @@ def edited(source: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
     return target
 
 
-def test_nothing_of_a_value_model_is_made_up(
+def test_missing_and_foreign_tensors_of_a_value_model_are_refused(
     critic_dir: Path, model_dir: Path, make_engine: MakeEngine, tmp_path: Path
 ):
     with pytest.raises(ModelError, match=r"lack score\.weight: the download or copy is incomplete"):

@@ -115,7 +115,7 @@ def test_a_saving_follows_the_one_before(make_engine: MakeEngine, tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
 
-def test_closing_waits_for_what_is_being_written(make_engine: MakeEngine, tmp_path: Path):
+def test_closing_waits_for_a_checkpoint_under_way(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine()
     engine.save(tmp_path / "checkpoint")
     engine.close()

@@ -59,7 +59,7 @@ def test_an_export_is_in_the_dtype_its_model_was_stored_in(make_engine: MakeEngi
     assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "half" / "config.json").read_text()
 
 
-def test_what_a_model_keeps_in_float32_is_exported_in_it(make_engine: MakeEngine, tmp_path: Path):
+def test_tensors_that_a_model_keeps_in_float32_are_exported_in_it(make_engine: MakeEngine, tmp_path: Path):
     """The biases that choose among experts differ by less than bfloat16 can tell."""
     tokenizer = tiny_tokenizer()
     config = Glm4MoeConfig(

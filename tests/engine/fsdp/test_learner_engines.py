@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from train_critics import load_critic, slow_values
+from train_models import load_critic, slow_values
 from train_sequences import random_sequences
+from training.trainer_run import OneTurn
 
 from arl.api.config import Config
 from arl.api.errors import ConfigError, ModelError
@@ -31,7 +32,7 @@ def make_learner(model_dir: Path) -> Iterator[Make]:
     learners: list[Learner] = []
 
     def make(critic: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Learner:
-        learners.append(_learner(config(model_dir, SEPARATE if critic is None else critic, train or {})))
+        learners.append(_learner(config(model_dir, SEPARATE if critic is None else critic, train or {}), OneTurn()))
         return learners[-1]
 
     yield make
@@ -117,7 +118,7 @@ def test_gpus_for_the_policy_alone_are_not_enough(model_dir: Path, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     expected = r"num_ranks is 2 for the policy, and as many for the critic, and this machine has 3 GPU\(s\); .*=shared"
     with pytest.raises(ConfigError, match=expected):
-        _learner(config(model_dir, {}, {"device": "cuda", "num_ranks": 2}))
+        _learner(config(model_dir, {}, {"device": "cuda", "num_ranks": 2}), OneTurn())
 
 
 @pytest.mark.slow

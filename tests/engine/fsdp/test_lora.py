@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from train_critics import BOTH, VALUE
 from train_models import MakeEngine, load_twin, write_experts, write_model
 from train_sequences import LOSS, random_sequences, same, twin_logprobs, twin_steps
-from train_variants import assert_same_tensors, weights_of
+from train_variants import BOTH, VALUE, assert_same_tensors, weights_of
 from transformers import (
     AutoModelForSequenceClassification,
 )
@@ -76,7 +75,7 @@ def test_adapters_and_a_value_head_move_and_the_model_stays_to_the_bit(
     assert set(engine._optimizer.state) == {p for p in engine._policy.parameters() if p.requires_grad}
 
 
-def test_a_model_stored_in_bfloat16_is_held_in_it_where_it_is_computed_in_it(make_engine: MakeEngine, tmp_path: Path):
+def test_a_model_stored_and_computed_in_bfloat16_is_held_in_it(make_engine: MakeEngine, tmp_path: Path):
     directory = write_model(tmp_path / "half", tied=True, dtype=torch.bfloat16)
     engine, plain = (make_engine(directory, optimizer=OPTIMIZER, dtype="bfloat16", lora=on) for on in (LORA, None))
     assert same(engine.forward(MINIBATCHES[0]), plain.forward(MINIBATCHES[0]))
@@ -190,6 +189,17 @@ def test_experts_stay_frozen_and_are_exported_as_they_were_stored(make_engine: M
     assert before.keys() == after.keys()
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if "self_attn" in name and "proj" in name}
+
+
+def test_later_steps_do_not_change_a_copy_of_the_adapters(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(optimizer=OPTIMIZER, lora=LORA)
+    engine.train_batch([MINIBATCHES[0]], LOSS)
+    write_adapter(engine, tmp_path / "at_once")
+    copy = engine.snapshot_adapter()
+    engine.train_batch([MINIBATCHES[1]], LOSS)
+    copy.write(tmp_path / "later")
+    for file in (tmp_path / "at_once").iterdir():
+        assert (tmp_path / "later" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_only_adapters_that_are_there_are_written(make_engine: MakeEngine, tmp_path: Path):

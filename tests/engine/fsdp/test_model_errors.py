@@ -35,7 +35,7 @@ def write(model: PreTrainedModel, directory: Path) -> Path:
     return directory
 
 
-def test_what_a_directory_lacks_is_named(model_dir: Path, tmp_path: Path):
+def test_an_incomplete_directory_is_refused_by_what_it_lacks(model_dir: Path, tmp_path: Path):
     with pytest.raises(ModelError, match="nowhere"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"has no config\.json"):

@@ -163,7 +163,7 @@ def test_identical_sequences_are_forwarded_once_and_count_each_for_itself():
     assert batch.tokens.sequence_ids.tolist() == [0] * num_trained + [1] * num_trained
 
 
-def test_what_follows_the_last_trained_token_is_not_forwarded():
+def test_tokens_after_the_last_trained_one_are_not_forwarded():
     (sequence, *_) = family_sequences(6)
     last = int(sequence.loss_mask.nonzero()[-1])
     batch = build_microbatch([sequence], CPU)

@@ -141,7 +141,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
     one.close()
 
 
-def test_what_does_not_load_or_save_leaves_the_engine_usable(engine: RayTrainEngine, tmp_path: Path):
+def test_a_failed_load_or_save_leaves_the_engine_usable(engine: RayTrainEngine, tmp_path: Path):
     with pytest.raises(CheckpointError, match="nowhere"):
         engine.load(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
@@ -154,7 +154,7 @@ def test_its_limits_are_those_of_the_model(engine: RayTrainEngine, model_dir: Pa
     assert engine.limits == model_limits(AutoConfig.from_pretrained(model_dir))
 
 
-def test_an_empty_batch_is_nothing_to_any_rank(engine: RayTrainEngine):
+def test_ranks_accept_an_empty_batch(engine: RayTrainEngine):
     version = engine.version
     assert engine.forward([]) == []
     assert engine.train_batch([[]], LOSS)["trained_tokens"] == 0

@@ -61,9 +61,7 @@ def test_without_a_model_nothing_stays_behind(tmp_path: Path, temporary: Path):
     assert list(temporary.iterdir()) == []
 
 
-def test_a_ray_that_is_there_is_used_and_left_as_it_was(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_running_ray_is_used_and_left_as_it_was(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch):
     lease = RayLease(None, num_cpus=1, num_gpus=0)
     import ray
 
@@ -76,7 +74,7 @@ def test_a_ray_that_is_there_is_used_and_left_as_it_was(
         monkeypatch.setattr(RayLease, "_holders", 0)  # as if it were someone else's
         short = TrainConfig(num_ranks=2, startup_timeout_s=1)
         with pytest.raises(
-            TrainingError, match=r"2 ranks need 1 CPU\(s\) each; of the Ray cluster 1 of 1 CPUs are free"
+            TrainingError, match=r"2 ranks need 1 CPU\(s\) each, and the Ray cluster has 1 of 1 CPUs free"
         ):
             RayTrainEngine(tmp_path, short)
         monkeypatch.undo()
@@ -88,7 +86,7 @@ def test_a_ray_that_is_there_is_used_and_left_as_it_was(
     assert processes_of(temporary) == []
 
 
-def test_what_a_ray_does_not_change_of_the_environment_is_there_all_the_time(monkeypatch: pytest.MonkeyPatch):
+def test_starting_ray_never_unsets_variables_that_were_set_before(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CHANGED", "before")
     before, unset = dict(os.environ), list[bytes]()
     unsetenv = os.unsetenv
@@ -107,7 +105,7 @@ def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
-def test_a_cluster_that_is_not_there_is_an_error_with_its_address(tmp_path: Path, address: str):
+def test_a_missing_cluster_is_an_error_with_its_address(tmp_path: Path, address: str):
     with pytest.raises(ConfigError, match=f"ray_address={address}"):
         RayTrainEngine(tmp_path, TrainConfig(num_ranks=2, ray_address=address))
 

@@ -88,7 +88,7 @@ def test_a_share_moves_each_weight_so_far_towards_the_current_one(
     assert same(engine.forward(sequences, "reference_logprobs"), engine.forward(sequences))
 
 
-def test_there_is_none_before_it_is_made_and_no_share_beyond_all(make_engine: MakeEngine):
+def test_a_reference_answers_only_once_it_was_made_and_moves_by_a_share_of_at_most_1(make_engine: MakeEngine):
     engine = make_engine()
     with pytest.raises(ConfigError, match="call update_reference first"):
         engine.forward(random_sequences(1), "reference_logprobs")
@@ -97,9 +97,7 @@ def test_there_is_none_before_it_is_made_and_no_share_beyond_all(make_engine: Ma
             engine.update_reference(share)
 
 
-def test_a_reference_is_loaded_whether_one_is_held_or_not_and_one_that_is_held_has_to_be_there(
-    make_engine: MakeEngine, tmp_path: Path
-):
+def test_loading_replaces_the_reference_and_refuses_a_checkpoint_without_one(make_engine: MakeEngine, tmp_path: Path):
     engine, sequences = make_engine(), random_sequences(5)
     engine.save(tmp_path / "without").wait()
     engine.update_reference()

@@ -80,7 +80,7 @@ def test_a_step_whose_loss_raised_leaves_no_gradients_behind(make_engine: MakeEn
 
 
 @pytest.mark.parametrize("interrupted", ["between the passes", "within the forward pass"])
-def test_what_raised_amid_a_step_can_be_saved_and_gone_on_from(
+def test_an_engine_whose_step_raised_can_be_saved_and_continued(
     make_engine: MakeEngine, tmp_path: Path, interrupted: str, monkeypatch: pytest.MonkeyPatch
 ):
     def failing(*args: object, **kwargs: object) -> TokenLosses:

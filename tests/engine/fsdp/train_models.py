@@ -1,18 +1,23 @@
-"""Tiny models on disk, and how transformers runs them by itself."""
+"""Tiny models on disk, and what transformers by itself says with them."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
+from arl.api.types import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 
@@ -66,3 +71,28 @@ def write_experts(directory: Path) -> Path:
 def load_twin(directory: Path) -> PreTrainedModel:
     """The model as transformers runs it by itself, with attention in plain operations."""
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def write_critic(directory: Path) -> Path:
+    """A Qwen3 with a head of one label, which no one asks for the score of a padded text."""
+    return write_model(directory, tied=False, model_class=Qwen3ForSequenceClassification, num_labels=1)
+
+
+def load_critic(directory: Path) -> PreTrainedModel:
+    """The model as transformers runs it by itself, with attention in plain operations."""
+    return AutoModelForSequenceClassification.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+def score_of(model: PreTrainedModel) -> nn.Linear:
+    return cast("nn.Linear", model.score)
+
+
+@torch.no_grad()
+def slow_values(model: PreTrainedModel, sequence: TrainSequence) -> torch.Tensor:
+    """One forward pass of the model as it is for each trained token, over the tokens before it alone."""
+    values = torch.zeros(len(sequence))
+    for place in sequence.loss_mask.nonzero()[:, 0].tolist():
+        values[place] = model(input_ids=sequence.token_ids[None, :place]).logits[0, 0]
+    return values

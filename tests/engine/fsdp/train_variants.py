@@ -1,17 +1,19 @@
 """What there is to train: heads, losses and adapters, with minibatches for each."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from train_critics import BOTH, VALUE, sequences_with_returns
 from train_sequences import LOSS, family_sequences, random_sequences
 
+from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
 from arl.algorithm.losses.supervised import PreferenceLoss, paired
+from arl.api.algorithm import preset
 from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import Head, Output, TokenLoss
 from arl.api.types import TrainSequence
@@ -24,6 +26,26 @@ LORA = LoRAConfig(rank=3, alpha=6)
 NOT_COMPARED = {"forwarded_tokens", "forwarded_share", "value_clip_fraction", "critic/value_clip_fraction"}
 """Metrics that say how the work was split, or that rounding decides where no value is clipped."""
 PAIRS = PreferenceLoss(beta=0.2)
+
+
+VALUE = ValueLoss(value_clip=0.2)
+BOTH = ActorCriticLoss(
+    policy=PolicyLoss.of(preset("decoupled_ppo", correction={"upper": 2.0}, minibatches=2)),
+    value=VALUE,
+    coefficient=0.5,
+)
+
+
+def sequences_with_returns(count: int = 9, seed: int = 1) -> list[TrainSequence]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        replace(
+            sequence,
+            values=0.1 * torch.randn(len(sequence), generator=generator),
+            returns=torch.randn(len(sequence), generator=generator),
+        )
+        for sequence in random_sequences(count, seed=seed)
+    ]
 
 
 def pairs() -> list[TrainSequence]:
