@@ -1,4 +1,4 @@
-"""A teacher behind a URL: what it is asked, what is believed of its answers, and how failures are borne."""
+"""Teachers and reward models behind a URL: requests, answers that are refused, and failures that are retried."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 from served import BREAK, Served, language_model, reward_model
 
-from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, ServerError
+from arl.api.errors import (
+    ConfigError,
+    ModelError,
+    RequestTimeoutError,
+    RewardError,
+    RewardTimeoutError,
+    ServerError,
+)
 from arl.engine.tiny import tiny_tokenizer
 from arl.web import client as web_client
-from arl.workflow.teachers import TeacherClient
+from arl.workflow.teachers import RewardModelClient, TeacherClient
 
 TOKENS = (7, 8, 9, 10)
 
@@ -114,17 +121,19 @@ def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
         TeacherClient(**{"url": "http://teacher:30000", **settings})
 
 
-async def test_an_answer_that_takes_too_long_is_a_named_timeout() -> None:
+@pytest.mark.parametrize("kind", [TeacherClient, RewardModelClient])
+async def test_an_answer_that_takes_too_long_is_a_named_timeout(kind: Any) -> None:
     never = asyncio.Event()
-    async with language_model() as served, TeacherClient(served.url, timeout_s=0.2) as teacher:
 
-        async def hang(body: Any) -> Any:
-            await never.wait()
-            return {}
+    async def hang(body: Any) -> Any:
+        await never.wait()
+        return {}
 
-        served.answers["/generate"] = hang
-        with pytest.raises(RequestTimeoutError, match=r"timeout_s = 0\.2 s"):
-            await teacher.logprobs(TOKENS)
+    is_teacher = kind is TeacherClient
+    async with language_model() if is_teacher else reward_model() as served, kind(served.url, timeout_s=0.2) as client:
+        served.answers["/generate" if is_teacher else "/classify"] = hang
+        with pytest.raises(RequestTimeoutError if is_teacher else RewardTimeoutError, match=r"timeout_s = 0\.2 s"):
+            await (client.logprobs(TOKENS) if is_teacher else client.score(TOKENS))
         never.set()
 
 
@@ -213,3 +222,60 @@ async def test_calls_that_wait_for_the_greeting_share_its_failure() -> None:
         assert [type(answer) for answer in answers] == [ModelError] * 5
         assert served.count("/model_info") == 1
         await teacher.aclose()
+
+
+# Reward models --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_sequence_has_the_score_that_the_model_gives_it() -> None:
+    async with reward_model() as served, RewardModelClient(served.url, api_key="k") as judge:
+        assert await judge.score((1, 2, 3)) == 6.0
+        assert await judge.score([4]) == 4.0
+        assert served.asked == [
+            ("/model_info", None),
+            ("/classify", {"input_ids": [1, 2, 3]}),
+            ("/classify", {"input_ids": [4]}),
+        ]
+        assert set(served.keys) == {"Bearer k"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"embedding": [0.1, 0.9]}, {"embedding": [None]}, {"embedding": 1.0}, {"score": 1}, [1.0], {"embedding": []}],
+)
+async def test_only_one_finite_number_is_a_reward(answer: Any) -> None:
+    async with reward_model() as served, RewardModelClient(served.url) as judge:
+        served.answers["/classify"] = lambda _: answer
+        with pytest.raises(RewardError, match="a reward is one finite number") as caught:
+            await judge.score((1, 2))
+        assert served.url.rstrip("/") in str(caught.value)
+
+
+async def test_refusals_failures_and_absence_are_reward_errors_that_say_why() -> None:
+    async with reward_model() as served, RewardModelClient(served.url, retries=1) as judge:
+        served.answers["/classify"] = lambda _: (400, {"error": {"message": "longer than the context"}})
+        with pytest.raises(RewardError, match="HTTP 400: longer than the context"):
+            await judge.score((1, 2))
+        assert served.count("/classify") == 1
+        served.answers["/classify"] = lambda _: (500, {"error": {"message": "broken"}})
+        with pytest.raises(RewardError, match="HTTP 500: broken"):
+            await judge.score((1, 2))
+        assert served.count("/classify") == 3
+        with pytest.raises(RewardError, match="knows only 500 tokens"):
+            await judge.score((1, 500))
+        with pytest.raises(RewardError, match="nothing to score"):
+            await judge.score(())
+        served.answers["/classify"] = lambda _: BREAK
+        with pytest.raises(RewardError, match="could not be reached"):
+            await judge.score((1, 2))
+
+
+async def test_a_language_model_is_no_judge() -> None:
+    async with language_model() as served:
+        with pytest.raises(ModelError, match="--is-embedding"):
+            async with RewardModelClient(served.url):
+                pytest.fail("it was let in")
+        judge = RewardModelClient(served.url)
+        with pytest.raises(RewardError, match="--is-embedding"):
+            await judge.score((1, 2))
+        await judge.aclose()
