@@ -155,7 +155,7 @@ def test_main_takes_its_settings_from_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("engine")
-async def test_what_the_model_was_is_known_to_a_rerun_and_evaluated_where_it_is_not(
+async def test_a_rerun_knows_the_first_evaluation_and_evaluates_new_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def rewards(**changes: Any) -> tuple[float, float]:
@@ -194,7 +194,7 @@ async def test_without_matplotlib_all_but_the_plot_is_there(
 
 
 @pytest.mark.usefixtures("engine")
-async def test_what_launch_takes_it_is_given(tmp_path: Path) -> None:
+async def test_launch_gets_the_filter_of_the_setup(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def keep(group: Group) -> bool:
@@ -295,7 +295,7 @@ class Blocking(Numbers):
         (Blocking(), "Blocking.arun_episode is not a coroutine function; declare it with `async def`"),
     ],
 )
-async def test_what_is_no_workflow_is_refused_before_anything_starts(
+async def test_an_object_that_is_not_a_workflow_is_refused_before_anything_starts(
     tmp_path: Path, workflow: Any, complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):

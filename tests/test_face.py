@@ -47,12 +47,12 @@ def test_importing_it_loads_none_of_its_modules() -> None:
     assert run.stdout.split() == ["arl", "arl.lazy"]
 
 
-def test_a_name_that_there_is_not_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"module 'arl' has no attribute 'Trainer'"):
         _ = arl.Trainer  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("file", TAUGHT, ids=lambda file: file.name)
-def test_what_is_taught_imports_from_the_face_alone(file: Path) -> None:
+def test_guides_and_examples_import_from_the_face_alone(file: Path) -> None:
     modules = re.findall(r"(?:from|import) (arl[\w.]*)(?: import|$)", file.read_text(), re.MULTILINE)
     assert set(modules) <= {"arl", "arl.rewards", "arl.sandbox"}

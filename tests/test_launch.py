@@ -95,19 +95,19 @@ def test_three_lines_train_a_model_and_with_max_staleness_0_the_trainer_recomput
 
 def test_ctrl_c_saves_stops_the_servers_and_exits_130_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
     with start(model, tmp_path, "--steps", "100000") as process:
-        read_until(process, "trained 3")
+        read_until(process, "trained 2")
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130, rest
     assert "run the same command again to continue" in rest
     assert processes_naming(str(model)) == []
     done = read_jsonl(tmp_path / "metrics.jsonl")[-1]["version"]
-    with start(model, tmp_path, "--steps", str(done + 2)) as process:
+    with start(model, tmp_path, "--steps", str(done + 1)) as process:
         rest, _ = process.communicate(timeout=90)
     assert process.returncode == 0, rest
     assert f"trained {done + 1}\n" in rest
     assert f"trained {done}\n" not in rest
-    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, done + 3))
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, done + 2))
 
 
 def test_after_a_kill_no_server_is_left(model: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_tracebacks_after_an_engine_was_loaded_are_not_torchs(model: Path) -> No
 @pytest.mark.parametrize(
     ("dtype", "transport", "count"), [("bfloat16", "disk", 1), ("bfloat16", "adapter", 0), ("float32", "disk", 0)]
 )
-async def test_adapters_that_servers_would_get_rounded_are_warned_of(
+async def test_a_warning_says_that_servers_would_get_rounded_adapters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, transport: str, count: int
 ) -> None:
     config = Config.model_validate(

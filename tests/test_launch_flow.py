@@ -136,7 +136,7 @@ async def test_dynamic_sampling_keeps_groups_of_equal_outcomes_where_advantages_
     assert steps[-1].metrics["episodes_rejected"] == 0
 
 
-async def test_and_rejects_those_where_they_see_none(run: Run) -> None:
+async def test_dynamic_sampling_rejects_groups_in_which_advantages_see_no_difference(run: Run) -> None:
     with pytest.raises(StarvedError, match="process rewards included, are equal"):
         await run(OneTurn(lambda *_: parts_differ(3)), algorithm={"dynamic_sampling": True})
 
@@ -195,7 +195,7 @@ async def test_groups_above_the_replays_reward_are_replayed_also_when_a_run_is_c
         assert [step.metrics["replayed_groups"] for step in trained] == expected
 
 
-async def test_every_request_has_a_seed_where_asked_for_those_of_evaluations_too(run: Run) -> None:
+async def test_every_request_has_a_seed_if_asked_for_in_evaluations_too(run: Run) -> None:
     await run(OneTurn(), evaluate=True, rollout={"seed_requests": True, "max_staleness": 0})
     seeds = [sampling.seed for sampling in run.asked]
     assert None not in seeds

@@ -44,7 +44,7 @@ def test_a_script_calls_it_without_an_event_loop(small: dict[str, Any]) -> None:
     assert arl.train(dataset=SUMS, reward=right, **small).summary["steps"] == 2
 
 
-def test_what_a_script_is_told_stands_alone_in_its_traceback(small: dict[str, Any]) -> None:
+def test_an_error_stands_alone_in_a_scripts_traceback(small: dict[str, Any]) -> None:
     with pytest.raises(DatasetError) as raised:
         arl.train(dataset=[], reward=right, **small)
     assert raised.value.__context__ is None
@@ -114,7 +114,7 @@ async def test_a_file_is_a_dataset(small: dict[str, Any], tmp_path: Path) -> Non
         ({"reward": lambda answer: 1.0}, ConfigError, "cannot be called with"),
     ],
 )
-async def test_what_cannot_be_trained_on_is_told_of_at_once(
+async def test_unusable_arguments_are_refused_at_once(
     arguments: dict[str, Any], error: type[Exception], message: str, small: dict[str, Any]
 ) -> None:
     with pytest.raises(error, match=message):

@@ -66,7 +66,7 @@ def test_rewards_metrics_and_times_are_told(script: Commands) -> None:
     assert re.search(r"1 episode in [\d.]+ s: mean reward 1.000, 0 failed, 0 rejected", out)
 
 
-def test_what_looks_like_markup_or_a_control_character_is_shown_as_it_is(script: Commands) -> None:
+def test_markup_and_control_characters_are_shown_as_they_are(script: Commands) -> None:
     _, out, _ = script.run("try", "--n", "1", "--num_turns", "2", answers=("[red]\x1b[31m:smile:",))
     assert "[bold]Sure?[/bold]" in out
     assert "⟦[red]␛[31m:smile:⟧" in out
@@ -230,7 +230,7 @@ def test_a_file_without_an_experiment_is_told_why(script: Commands, text: str, c
         ("types.py", "the name of a loaded module"),
     ],
 )
-def test_what_is_no_script_is_named(script: Commands, name: str, complaint: str) -> None:
+def test_a_file_that_is_not_a_script_is_named(script: Commands, name: str, complaint: str) -> None:
     (script.directory / "types.py").write_text("")
     code, _, err = script.command("try", str(script.directory / name))
     assert code == 2
@@ -292,7 +292,7 @@ def test_spaces_between_words_are_those_of_the_whole_text() -> None:
     assert text.plain == "two⟦ three⟧⟪ four⟫"
 
 
-def test_what_another_trajectory_trains_is_marked_as_such() -> None:
+def test_tokens_that_another_trajectory_trains_are_marked() -> None:
     trajectory = Trajectory(
         token_ids=tuple(TOKENIZER.encode("abc")),
         loss_mask=(0, 0, 1),

@@ -171,8 +171,8 @@ class Config(Section):
         """A section given in part keeps what the class set in its default, its kind first of all."""
         if not isinstance(given, dict):
             return given
-        defaults = {name: field.default for name, field in cls.model_fields.items()}
-        return {name: laid_over(defaults.get(name), value) for name, value in cast("dict[str, Any]", given).items()}
+        sections = {n: field.default for n, field in cls.model_fields.items() if isinstance(field.default, Section)}
+        return {name: laid_over(sections.get(name), value) for name, value in cast("dict[str, Any]", given).items()}
 
     @model_validator(mode="after")
     def _mirrors_have_servers(self) -> Self:

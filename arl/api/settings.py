@@ -36,16 +36,18 @@ class Section(BaseModel):
 def laid_over(default: object, given: object) -> Any:
     """`given` over `default`, section by section; a section of another kind or preset than its default's stands alone.
 
-    default: a section, of which the fields that were set count, or a mapping.
+    default: a section, of which the fields that were set count and dicts are values, or a mapping of settings.
     """
     if not isinstance(default, BaseModel | Mapping) or not isinstance(given, Mapping):
         return given
     known, above = dict(cast("Mapping[str, Any]", default)), dict(cast("Mapping[str, Any]", given))
     if any(above.get(tag, known.get(tag)) != known.get(tag) for tag in TAGS):
         return above
-    said = {*TAGS, *default.model_fields_set} if isinstance(default, BaseModel) else known.keys()
-    merged = {name: laid_over(known.get(name), value) for name, value in above.items()}
-    return {**{name: value for name, value in known.items() if name in said}, **merged}
+    said, sections = known, known
+    if isinstance(default, BaseModel):
+        said = {name: value for name, value in known.items() if name in {*TAGS, *default.model_fields_set}}
+        sections = {name: value for name, value in known.items() if isinstance(value, BaseModel)}
+    return {**said, **{name: laid_over(sections.get(name), value) for name, value in above.items()}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_what_makes_no_sense_together_is_refused_with_the_reason(settings: dict[str, Any], reason: str) -> None:
+def test_contradicting_settings_are_refused_with_the_reason(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError) as error:
         preset("decoupled_ppo", **settings)
     assert reason in str(error.value)
@@ -80,7 +80,7 @@ IDLE: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "settings"), IDLE, ids=str)
-def test_what_the_preset_or_the_defaults_say_may_do_nothing(name: str, settings: dict[str, Any]) -> None:
+def test_settings_of_the_preset_and_the_defaults_may_have_no_effect(name: str, settings: dict[str, Any]) -> None:
     preset(name, **settings)
 
 
@@ -96,7 +96,7 @@ def test_what_the_preset_or_the_defaults_say_may_do_nothing(name: str, settings:
     ],
     ids=str,
 )
-def test_what_does_something_is_allowed(settings: dict[str, Any]) -> None:
+def test_settings_with_an_effect_are_allowed(settings: dict[str, Any]) -> None:
     preset("decoupled_ppo", **settings)
 
 
@@ -108,7 +108,7 @@ def test_what_does_something_is_allowed(settings: dict[str, Any]) -> None:
         ({"minibatches": 3}, {}, "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
     ],
 )
-def test_what_makes_no_sense_with_the_groups_is_refused(
+def test_settings_that_do_not_fit_the_groups_are_refused(
     algorithm: dict[str, Any], rollout: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValidationError) as error:

@@ -3,17 +3,19 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from arl.api.config import (
     Config,
+    DeltaWeightsConfig,
+    DiskWeightsConfig,
     EngineConfig,
-    LocalEngineConfig,
     OptimizerConfig,
     RolloutConfig,
     SGLangEngineConfig,
     TrainConfig,
 )
+from arl.api.engine_config import WeightsConfig
 
 IMPOSSIBLE = [
     ({"rollout": {"batch_size": 0}}, "rollout.batch_size", "greater than 0"),
@@ -39,7 +41,6 @@ IMPOSSIBLE = [
     ({"engine": {"kind": "local", "addresses": ["x"]}}, "engine.local.addresses", "Extra inputs are not permitted"),
     ({"algorithm": {"loss": {"clip_low": 1.5}}}, "algorithm.loss.ppo.clip_low", "less than or equal to 1"),
     ({"algorithm": {"proximal": "skipped"}}, "algorithm.proximal", "'recomputed', 'approximated' or 'bypassed'"),
-    ({"algorithm": {"minibatches": 3}}, "", "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
     ({"train": {"dtype": "float16"}}, "train.dtype", "'float32' or 'bfloat16'"),
     ({"train": {"optimizer": {"lr": 0}}}, "train.optimizer.lr", "greater than 0"),
     ({"train": {"optimizer": {"schedule": "cosine"}}}, "train.optimizer", "schedule is cosine; it needs total_steps"),
@@ -65,7 +66,6 @@ IMPOSSIBLE = [
         "min_lr_ratio is set, which is for a decaying",
     ),
     ({"engine": {"update_order": "rolling"}}, "engine.local", "update_order is rolling, but num_servers is 1"),
-    ({"algorithm": "dapo"}, "algorithm", "write preset('dapo'), in a file {preset: dapo}, or --algorithm.preset dapo"),
 ]
 
 
@@ -122,14 +122,18 @@ def test_seeded_requests_are_allowed_where_servers_look_at_seeds() -> None:
 class TunedConfig(Config):
     engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), max_retries=7)
     train: TrainConfig = TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.5, eps=0.25))
+    weights: WeightsConfig = DeltaWeightsConfig(mirrors={"http://a:1": "http://m:1"}, api_key="k")
+    labels: dict[str, int] = Field(default={"a": 1})
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"engine": {"max_retries": 2}}, SGLangEngineConfig(addresses=("http://a:1",), max_retries=2)),
-        ({"engine": {"kind": "local"}}, LocalEngineConfig()),
-        ({"engine": LocalEngineConfig(num_servers=2)}, LocalEngineConfig(num_servers=2)),
+        ({"weights": {"mirrors": {"http://a:1/": "x"}}}, DeltaWeightsConfig(mirrors={"http://a:1/": "x"}, api_key="k")),
+        ({"weights": {"transport": "disk"}}, DiskWeightsConfig()),
+        ({"weights": DiskWeightsConfig(directory="d")}, DiskWeightsConfig(directory="d")),
+        ({"labels": {"b": 2}}, {"b": 2}),
         (
             {"train": {"optimizer": {"lr": 0.1}}},
             TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.1, eps=0.25)),

@@ -65,7 +65,7 @@ def test_the_default_is_a_preset_that_differs_nowhere_from_the_base() -> None:
     assert PRESETS["decoupled_ppo"].settings == BASE
 
 
-def test_what_is_given_beside_a_preset_changes_that_field_alone() -> None:
+def test_a_field_beside_a_preset_changes_that_field_alone() -> None:
     changed = preset("dapo", loss={"clip_low": 0.1}, epochs=2)
     expected = preset("dapo").model_dump()
     expected["loss"]["clip_low"], expected["epochs"] = 0.1, 2

@@ -88,22 +88,28 @@ async def prepared(agent: ModuleType, tasks: ModuleType, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("agent", "tasks", "num_tokens"),
+    ("agent", "tasks", "settings", "num_tokens"),
     [
-        (multi_agent, multi_tasks, {"ACCEPT": 1, "REJECT": 1}),
-        (search_agent, search_tasks, {tool_call("search", query="Amber Harp"): 4}),
+        (multi_agent, multi_tasks, {"num_questions": 50}, {"ACCEPT": 1, "REJECT": 1}),
+        (search_agent, search_tasks, {}, {tool_call("search", query="Amber Harp"): 4}),
         (
             openai_sdk_agent,
             openai_sdk_agent,
+            {},
             {tool_call("find_order", number=4821): 4, "Amber Kettle": 1, "Norwick": 1, "891": 2},
         ),
     ],
     ids=["multi", "search", "openai"],
 )
 async def test_the_tiny_models_words_and_boilerplate_are_few_tokens(
-    agent: ModuleType, tasks: ModuleType, num_tokens: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agent: ModuleType,
+    tasks: ModuleType,
+    settings: dict[str, int],
+    num_tokens: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokenizer = load_tokenizer((await prepared(agent, tasks, monkeypatch, run_dir=tmp_path)).model)
+    tokenizer = load_tokenizer((await prepared(agent, tasks, monkeypatch, run_dir=tmp_path, **settings)).model)
     assert {text: len(tokenizer.encode(text)) for text in num_tokens} == num_tokens
 
 

@@ -63,7 +63,7 @@ async def episode(sandbox: Sandbox, *answers: str, data: Example = MBPP) -> tupl
 
 
 @in_the_module
-async def test_what_fails_is_shown_and_what_was_mended_is_rewarded(bubblewrap: Sandbox) -> None:
+async def test_a_failing_test_is_shown_and_a_mended_function_is_rewarded(bubblewrap: Sandbox) -> None:
     trajectory, text = await episode(bubblewrap, WRONG, RIGHT)
     assert f"user\n{FAILURE}<|im_end|>" in text
     assert (trajectory.reward, trajectory.metrics) == (1.0, {"turns": 2, "tests_passed": 1.0, "context_full": 0})

@@ -68,7 +68,7 @@ def test_careful_solvers_and_checkers_take_turns_and_are_right(teacher: Teacher)
             assert again[1] == ("ACCEPT" if proposed == answer else "REJECT")
 
 
-def test_who_is_hasty_answers_at_once_and_calculates_when_rejected(teacher: Teacher) -> None:
+def test_hasty_solvers_answer_at_once_and_calculate_when_rejected(teacher: Teacher) -> None:
     for solver in filter(is_hasty, teacher.lessons()[1][::2]):
         guess, *again = spoken(solver)
         if again:
@@ -89,7 +89,7 @@ def test_lessons_have_bad_habits_in_the_shares_named(teacher: Teacher) -> None:
             assert sum(map(is_hasty, of_role)) / len(of_role) == pytest.approx(share, abs=0.12)
 
 
-def test_what_is_shown_is_what_the_workflow_says_and_nothing_held_out(teacher: Teacher) -> None:
+def test_lessons_have_the_workflows_prompts_and_nothing_held_out(teacher: Teacher) -> None:
     lessons = teacher.lessons()
     openings = {demonstration.messages[0]["content"] for lesson in lessons for demonstration in lesson}
     assert openings == {multi_agent.SOLVER, multi_agent.CHECKER}

@@ -59,7 +59,7 @@ async def test_a_demonstration_has_the_very_tokens_of_an_episode(row: Any, habit
     assert trajectory.reward == float(habit == "careful")
 
 
-async def test_what_does_not_exist_and_what_cannot_be_called_is_told_to_the_model() -> None:
+async def test_unknown_orders_and_malformed_calls_are_told_to_the_model() -> None:
     wrong = [
         tool_call("find_order", number=17),
         tool_call("price", item="Moon", quantity=2),

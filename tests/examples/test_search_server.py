@@ -28,7 +28,7 @@ def index() -> Index:
     return Index(DOCUMENTS)
 
 
-def test_what_is_about_a_thing_comes_before_what_mentions_it(index: Index) -> None:
+def test_a_document_about_a_name_comes_before_those_that_mention_it(index: Index) -> None:
     titles = [document.title for document in index.best("who is Mira Tovel", 3)]
     assert titles[0] == "Mira Tovel"
     assert set(titles) == {"Mira Tovel", "Jon Tovel", "Amber Harp"}

@@ -81,7 +81,7 @@ def test_frequent_phrases_are_what_many_texts_share_between_numbers_and_operator
     assert frequent_phrases(texts, min_share=0.05) == (" + ", "<tool_call>", "? ", "What is ")
 
 
-def test_what_the_assistant_said_is_learned_and_nothing_else() -> None:
+def test_only_the_assistants_words_are_learned() -> None:
     tokenizer = tiny_tokenizer()
     token_ids, loss_mask = demonstrated(lesson(1)[0], tokenizer)
     learned = [token for token, bit in zip(token_ids, loss_mask, strict=True) if bit]
