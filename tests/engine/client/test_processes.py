@@ -294,6 +294,13 @@ async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path):
             pytest.fail("it started")
 
 
+async def test_an_interpreter_without_sglang_is_told_in_its_own_words(tmp_path: Path):
+    config = SGLangProcessesConfig(python=Path(sys.executable), gpus_per_server=0)
+    with pytest.raises(ServerError, match="No module named"):
+        async with sglang_servers("m", config, tmp_path):
+            pytest.fail("it started")
+
+
 def _group(leader: int) -> list[int]:
     """The running processes of a process group."""
     found: list[int] = []
