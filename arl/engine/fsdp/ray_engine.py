@@ -99,8 +99,6 @@ class RayTrainEngine:
 
     def snapshot_adapter(self) -> RankZeroSnapshot:
         """Raises ConfigError without train.lora."""
-        if self._config.lora is None:
-            raise ConfigError("there are no adapters to publish: the ranks train the whole model; set train.lora")
         return RankZeroSnapshot(self._ranks, self._kept("snapshot_adapter"), self._version)
 
     def export(self, directory: Path) -> int:
