@@ -47,7 +47,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--port", type=int, default=0, help="0 (the default) takes a free one")
     add("--host", default="127.0.0.1", help="the address to listen on")
     add("--api-key", default=os.environ.get("ARL_SERVER_API_KEY"), help="what clients must send as a bearer token")
-    add("--served-model-name", help="the name in /v1/models; by default the model directory")
     add("--device", default="cpu", help="the torch device of the model: cpu, cuda, cuda:0, ...")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--num-threads", type=int, default=1, help="CPU threads of the model")
@@ -129,8 +128,7 @@ def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflig
     from arl.engine.local.app import build_app
 
     settings = {name: value for name, value in vars(args).items() if name not in ("api_key", "parent_pid")}
-    settings |= {"model_path": args.model, "served_model_name": args.served_model_name or args.model}
-    settings |= {"context_length": scheduler.runner.context_length, "tp_size": 1}
+    settings |= {"model_path": args.model, "context_length": scheduler.runner.context_length, "tp_size": 1}
     return build_app(scheduler, inflight, settings, args.api_key)
 
 

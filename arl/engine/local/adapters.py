@@ -165,7 +165,7 @@ def _scale(file: Path) -> float:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{file} is not a configuration as peft writes it: {error!r}") from error
     if (kind := config.get("peft_type", "LORA")) != "LORA":
-        raise WeightsError(f"{file.parent} holds an adapter of type {kind}; this server knows LORA alone")
+        raise WeightsError(f"{file.parent} holds an adapter of type {kind}; this server supports LORA only")
     if asked := [name for name in _UNSUPPORTED if config.get(name)]:
         raise WeightsError(f"{file.parent} needs {named(asked)}, which this server does not support")
     if config.get("bias", "none") != "none":

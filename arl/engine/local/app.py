@@ -65,7 +65,7 @@ class Info:
         return {"loads": [self._load()]}
 
     async def models(self, body: EmptyBody) -> Any:
-        name, model = self._settings["served_model_name"], self._scheduler.runner
+        name, model = self._settings["model_path"], self._scheduler.runner
         card = {"id": name, "object": "model", "root": name, "parent": None, "max_model_len": model.context_length}
         own = {"object": "model", "parent": name, "max_model_len": None}
         adapters = [{"id": adapter, "root": path, **own} for adapter, path in model.adapters.loaded.items()]
@@ -77,8 +77,8 @@ def build_app(
 ) -> web.Application:
     """The application over one scheduler.
 
-    settings: what the server was started with, for /server_info; the application uses `device`, `model_path`,
-    `served_model_name` and `update_timeout_s`.
+    settings: what the server was started with, for /server_info; the application uses `device`, `model_path` and
+    `update_timeout_s`.
     """
     info, control, generation = Info(scheduler, settings), Control(scheduler), Generation(scheduler, inflight)
     weights = Weights(scheduler, settings["device"], settings["update_timeout_s"])

@@ -220,7 +220,7 @@ class Generation:
 
 
 def _input_logprobs(job: Job) -> list[tuple[float | None, int, None]]:
-    """From logprob_start on. The first entry has no logprob, as its context may not be computed. All, or none yet."""
+    """From logprob_start on; the first entry has no logprob. Empty if an abort came before all were computed."""
     if job.logprob_start is None or job.lacks_input_logprobs:
         return []
     pairs = zip([None, *job.input_logprobs], job.input_ids[job.logprob_start :], strict=False)

@@ -57,7 +57,7 @@ class StoredForm:
         self._class, self._config = type(model), model.config
 
     def parameters(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The parameters of fitting stored tensors. Raises WeightsError if a part of a fused parameter is missing."""
+        """The parameters that fitting tensors make. Raises WeightsError if a part of a fused parameter is missing."""
         if self._is_own:
             return tensors
         try:

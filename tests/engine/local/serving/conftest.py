@@ -27,7 +27,7 @@ def model_b(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def shared_url(model_a: str) -> Iterator[str]:
-    options = ("--weight-version", "v0", "--served-model-name", "tiny", "--max-running-requests", "8")
+    options = ("--weight-version", "v0", "--max-running-requests", "8")
     with server_here(model_a, *options, "--context-length", str(SHAPE.context_length)) as url:
         yield url
 

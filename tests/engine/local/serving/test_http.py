@@ -40,7 +40,7 @@ async def test_the_server_tells_what_it_serves(client: Client, model_a: str) -> 
     info = (await client.get("/model_info")).body
     assert (info["model_path"], info["weight_version"], info["vocab_size"]) == (model_a, "v0", 288)
     (card,) = (await client.get("/v1/models")).body["data"]
-    assert (card["id"], card["max_model_len"]) == ("tiny", 8192)
+    assert (card["id"], card["max_model_len"]) == (model_a, 8192)
     server_info = (await client.get("/server_info")).body
     assert server_info["internal_states"][0]["is_paused"] is False
     assert "api_key" not in server_info
