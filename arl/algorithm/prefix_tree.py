@@ -190,7 +190,6 @@ def positions_of(runs: Sequence[Run]) -> torch.Tensor:
 
 
 def _common_prefix(one: Any, other: Any) -> int:
-    """The length of the common prefix of two arrays."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

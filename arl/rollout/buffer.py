@@ -43,8 +43,6 @@ class _Stage(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """A charged group."""
-
     slot: Slot
     deadline: int
     """The last version whose batch may hold it."""

@@ -150,7 +150,6 @@ class RolloutController:
         return run
 
     async def _play(self, example: Example, run: GroupRun, index: int) -> Episode:
-        """Run one episode of a group, and count how it ended."""
         clock = asyncio.get_running_loop()
         began = clock.time()
         seed = f"{self._seed}-{run.issue.group_id}-{index}" if self._config.seed_requests else None
@@ -201,7 +200,6 @@ class RolloutController:
 
 
 def _name(run: GroupRun, index: int) -> str:
-    """What the log calls an episode."""
     epoch, row = run.issue.example_id
     which = "the greedy episode" if index == GREEDY else f"episode {index}"
     return f"{which} of example {row}, epoch {epoch}"

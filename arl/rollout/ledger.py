@@ -198,8 +198,6 @@ class ExampleLedger:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one example."""
-
     marks: str = ""
     """The letter of each GroupOutcome that it had."""
     num_rewards: int = 0
