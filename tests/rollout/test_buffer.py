@@ -52,6 +52,24 @@ async def test_the_earliest_deadline_is_taken_first() -> None:
     assert [g.group_id for g in await buffer.take_batch(5)] == [1]
 
 
+async def test_a_batch_is_in_order_of_admission_whatever_its_deadlines() -> None:
+    buffer = ReplayBuffer(batch_size=2, max_staleness=2, version=5)
+    first, second, *_ = await fill(buffer)
+    await buffer.finish(first, group(first, 6, 7))
+    await buffer.finish(second, group(second, 5, 7))
+    assert [g.group_id for g in await buffer.take_batch(5)] == [0, 1]
+
+
+async def test_published_versions_may_skip() -> None:
+    buffer = ReplayBuffer(batch_size=1, max_staleness=1)
+    for slot in await fill(buffer):
+        await buffer.finish(slot, group(slot))
+    await buffer.take_batch(0)
+    await buffer.take_batch(1)
+    await buffer.published(2)
+    assert buffer.num_charged == 0
+
+
 async def test_a_cancelled_take_leaves_the_buffer_as_it_was() -> None:
     buffer = ReplayBuffer(batch_size=1, max_staleness=0)
     take = asyncio.ensure_future(buffer.take_batch(0))
