@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
-from programs import saying, shown, trained
+from programs import client_of, saying, shown, trained
 from stock_env import StockTools
 from verifiers.v1.dialects import ChatDialect
 from workflow.scripted_answers import TOKENIZER, calling, encode, ended
@@ -227,6 +227,8 @@ async def test_a_shared_url_takes_calls_of_admitted_runs_alone(run_id: str | Non
     body = {"model": "arl", "messages": [{"role": "user", "content": "hi"}]}
     async with OpenAIProxy(TOKENIZER) as proxy, proxy.episode(engine) as session:
         with proxy.shared_url() as shared, shared.admitting("a run", session):
+            async with client_of(session, base_url=shared.base_url, api_key=shared.api_key) as sdk:
+                assert [model.id for model in (await sdk.models.list()).data] == ["arl"]  # it needs no run
             client = vf.resolve_client(
                 vf.EvalClientConfig(base_url=shared.base_url, headers={KEY_HEADER: shared.api_key})
             )
