@@ -33,7 +33,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from arl.api.types import new_id
-from arl.engine.client.server_client import Answer, Greeting, Holding, ServerClient
+from arl.engine.client.continuation import Attempt
+from arl.engine.client.server_client import Greeting, Holding, ServerClient
 
 _MAX_SESSIONS = 65_536
 
@@ -88,74 +89,6 @@ class HeldWeights:
     """The last load, if any, went through to its end; what the server holds otherwise has no version."""
     load_number: int = 0
     """Of the load that gave the server these weights, among all loads of the pool."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Attempt:
-    """One /generate call in flight, and what was true of its server when it was sent."""
-
-    rid: str
-    version: int
-    """Of the server's weights."""
-    adapter: str | None
-    """What the request has to name for this version; None where the server's own weights are of it."""
-    is_ours: bool
-    """The weights came from this engine."""
-    initial_label: str
-    """What the server calls weights that did not."""
-    num_late: int
-    """Most tokens that an update may label too new (Greeting.num_late)."""
-    pauses: int
-    """How often the server had been paused."""
-    sent_at: float
-    """The event loop's time."""
-    scope: asyncio.Timeout
-    """The call's timeout, which `lose` ends early."""
-    lost: str | None = None
-    """Why it was ended early."""
-
-    def lose(self, reason: str) -> None:
-        """End the call; its caller sends it elsewhere."""
-        if self.lost is None and not self.scope.expired():
-            self.lost = reason
-            self.scope.reschedule(asyncio.get_running_loop().time())
-
-    def foreign_label(self, answer: Answer) -> str | None:
-        """A label of weights that the server cannot have held since the request was sent, if the answer has one.
-
-        The server was then restarted, or given weights, behind this engine's back.
-        """
-        labels = [label for label, _, _ in answer.spans] or [answer.label] * bool(answer.label)
-        return next((label for label in labels if not self._is_known(label)), None)
-
-    def versions(self, answer: Answer) -> list[int]:
-        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be."""
-        versions = [self.version] * len(answer.output_ids)
-        for label, start, stop in answer.spans:
-            end = min(stop, len(versions))
-            versions[start:end] = [self._version_of(label)] * (end - start)
-        return _held_back(versions, self.version, self.num_late) if self.num_late else versions
-
-    def _is_known(self, label: str) -> bool:
-        if self.adapter is not None:
-            return label == self.initial_label
-        return not self.is_ours or (label.isdecimal() and int(label) >= self.version)
-
-    def _version_of(self, label: str) -> int:
-        is_first = not self.is_ours and label == self.initial_label
-        return int(label) if label.isdecimal() and not is_first else self.version
-
-
-def _held_back(versions: list[int], sent_under: int, num_late: int) -> list[int]:
-    """The first `num_late` tokens of each version are given the version before."""
-    out: list[int] = []
-    before = current = sent_under
-    start = 0
-    for index, version in enumerate(versions):
-        if version != current:
-            before, current, start = current, version, index
-        out.append(before if index - start < num_late else version)
-    return out
 
 
 @dataclass(slots=True, eq=False)

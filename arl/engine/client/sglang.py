@@ -20,9 +20,9 @@ retract and abort an update flushes the cache too: a retracted request keeps its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 from yarl import URL
@@ -39,9 +39,10 @@ from arl.api.errors import (
     ServerFailedError,
     first_error,
 )
-from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
+from arl.api.types import ModelRequest, ModelResponse
+from arl.engine.client.continuation import Attempt, PartialResponse
 from arl.engine.client.server_client import Answer, ServerClient
-from arl.engine.client.server_pool import Attempt, Server, ServerPool
+from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.upkeep import Upkeep
 from arl.web.client import new_session
 from arl.web.server import allow_many_connections
@@ -291,125 +292,6 @@ class RemoteSGLangEngine:
         if self._session is None:
             raise EngineClosedError("the engine is not open yet: use it inside `async with`")
         return self._session
-
-
-class PartialResponse:
-    """Collects one request's answers until `stop_reason` is set, so that they read like one answer.
-
-    After an early end (a pause in abort mode, an abort) the next attempt sends prompt + tokens with the rest of
-    max_new_tokens. A stop string may begin before this seam and end after it, but servers search only what they
-    generate themselves: while the kept text ends with the beginning of one, the next attempt asks for one token, and
-    the text is searched here. (Text that ends inside a character of several tokens matches nothing.) An abort just
-    after an end token or a stop string ends the response all the same. In SGLang the noise is a function of seed and
-    position, so the same seed continues the same stream.
-    """
-
-    def __init__(self, request: ModelRequest) -> None:
-        self._sampling = request.sampling
-        self._prompt_ids = tuple(request.input_ids)
-        self._output_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._asked = request.sampling.max_new_tokens
-        self._tail = ""  # the end of the text so far, long enough to hold a stop string
-        self.stop_reason: StopReason | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._output_ids)
-
-    def payload(self, rid: str, cache_key: str, adapter: str | None = None) -> dict[str, Any]:
-        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone.
-
-        adapter: the adapter to sample under, by name; None for the server's own weights.
-        """
-        budget = self._sampling.max_new_tokens - self.num_tokens
-        if _ends_with_beginning_of(self._sampling.stop, self._tail):
-            budget = 1
-        self._asked = budget
-        named = {} if adapter is None else {"lora_path": adapter}
-        return {
-            "rid": rid,
-            "input_ids": [*self._prompt_ids, *self._output_ids],
-            "sampling_params": _sampling_params(self._sampling, budget),
-            "return_logprob": True,
-            "stream": False,
-            "extra_key": cache_key,
-            **named,
-        }
-
-    def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
-        """Add an answer's tokens and their versions, and decide whether it was the last.
-
-        eos_token_ids: the model's own, which end a response unless the request ignores them.
-        """
-        self._output_ids += answer.output_ids
-        self._logprobs += answer.output_logprobs
-        self._versions += versions
-        self.stop_reason = self._judge(answer, eos_token_ids)
-
-    def stop_at_context_end(self) -> None:
-        """The tokens so far fill the context: nothing can follow."""
-        self.stop_reason = "length"
-
-    def response(self) -> ModelResponse:
-        """The finished response. Only valid once stop_reason is set."""
-        if self.stop_reason is None:
-            raise RuntimeError("the response is not finished")
-        return ModelResponse(
-            output_ids=tuple(self._output_ids),
-            output_logprobs=tuple(self._logprobs),
-            output_versions=tuple(self._versions),
-            stop_reason=self.stop_reason,
-            temperature=self._sampling.logprob_temperature,
-        )
-
-    def _judge(self, answer: Answer, eos_token_ids: Collection[int]) -> StopReason | None:
-        if answer.finish == "stop" or self._completes_a_stop_string(answer.text):
-            return "stop"
-        # Also of an answer cut for length: SGLang looks at the budget first, and a seam may have asked for one token.
-        if answer.output_ids and self._is_end(answer.output_ids[-1], eos_token_ids):
-            return "stop"
-        if self.num_tokens >= self._sampling.max_new_tokens:
-            return "length"
-        # A server that stops for length before the budget it was given has reached the end of its context.
-        cut_short = answer.finish == "length" and len(answer.output_ids) < self._asked
-        return "length" if cut_short else None
-
-    def _is_end(self, token_id: int, eos_token_ids: Collection[int]) -> bool:
-        is_end = token_id in self._sampling.stop_token_ids or token_id in eos_token_ids
-        return is_end and not self._sampling.ignore_eos
-
-    def _completes_a_stop_string(self, text: str) -> bool:
-        longest = max(map(len, self._sampling.stop), default=0)
-        if longest == 0:
-            return False
-        text = self._tail + text
-        self._tail = text[-longest:]
-        return any(stop in text for stop in self._sampling.stop)
-
-
-def _ends_with_beginning_of(stops: Collection[str], tail: str) -> bool:
-    return any(tail.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))
-
-
-def _sampling_params(sampling: SamplingParams, max_new_tokens: int) -> dict[str, Any]:
-    params: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "ignore_eos": sampling.ignore_eos,
-    }
-    if sampling.stop:
-        # The text is only ever searched for stop strings, so it has to hold everything they may match.
-        params |= {"stop": list(sampling.stop), "skip_special_tokens": False, "no_stop_trim": True}
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    return params
 
 
 def base_url(address: str) -> str:

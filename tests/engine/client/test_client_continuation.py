@@ -10,8 +10,8 @@ from protocol_server import Server, ask, assert_seamless, letter, outcome, over,
 from arl.api.engine import DiskWeights
 from arl.api.errors import ServerError
 from arl.api.types import ModelRequest, SamplingParams
+from arl.engine.client.continuation import PartialResponse
 from arl.engine.client.server_client import Answer
-from arl.engine.client.sglang import PartialResponse
 
 WEIGHTS = Path("/weights")
 

@@ -1,0 +1,198 @@
+"""A response in the making: one attempt, with the versions of its tokens, and what all attempts have given so far."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
+from arl.engine.client.server_client import Answer
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """One /generate call in flight, and what was true of its server when it was sent."""
+
+    rid: str
+    version: int
+    """Of the server's weights."""
+    adapter: str | None
+    """What the request has to name for this version; None where the server's own weights are of it."""
+    is_ours: bool
+    """The weights came from this engine."""
+    initial_label: str
+    """What the server calls weights that did not."""
+    num_late: int
+    """Most tokens that an update may label too new (Greeting.num_late)."""
+    pauses: int
+    """How often the server had been paused."""
+    sent_at: float
+    """The event loop's time."""
+    scope: asyncio.Timeout
+    """The call's timeout, which `lose` ends early."""
+    lost: str | None = None
+    """Why it was ended early."""
+
+    def lose(self, reason: str) -> None:
+        """End the call; its caller sends it elsewhere."""
+        if self.lost is None and not self.scope.expired():
+            self.lost = reason
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+    def foreign_label(self, answer: Answer) -> str | None:
+        """A label of weights that the server cannot have held since the request was sent, if the answer has one.
+
+        The server was then restarted, or given weights, behind this engine's back.
+        """
+        labels = [label for label, _, _ in answer.spans] or [answer.label] * bool(answer.label)
+        return next((label for label in labels if not self._is_known(label)), None)
+
+    def versions(self, answer: Answer) -> list[int]:
+        """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be."""
+        versions = [self.version] * len(answer.output_ids)
+        for label, start, stop in answer.spans:
+            end = min(stop, len(versions))
+            versions[start:end] = [self._version_of(label)] * (end - start)
+        return _held_back(versions, self.version, self.num_late) if self.num_late else versions
+
+    def _is_known(self, label: str) -> bool:
+        if self.adapter is not None:
+            return label == self.initial_label
+        return not self.is_ours or (label.isdecimal() and int(label) >= self.version)
+
+    def _version_of(self, label: str) -> int:
+        is_first = not self.is_ours and label == self.initial_label
+        return int(label) if label.isdecimal() and not is_first else self.version
+
+
+def _held_back(versions: list[int], sent_under: int, num_late: int) -> list[int]:
+    """The first `num_late` tokens of each version are given the version before."""
+    out: list[int] = []
+    before = current = sent_under
+    start = 0
+    for index, version in enumerate(versions):
+        if version != current:
+            before, current, start = current, version, index
+        out.append(before if index - start < num_late else version)
+    return out
+
+
+class PartialResponse:
+    """Collects one request's answers until `stop_reason` is set, so that they read like one answer.
+
+    After an early end (a pause in abort mode, an abort) the next attempt sends prompt + tokens with the rest of
+    max_new_tokens. A stop string may begin before this seam and end after it, but servers search only what they
+    generate themselves: while the kept text ends with the beginning of one, the next attempt asks for one token, and
+    the text is searched here. (Text that ends inside a character of several tokens matches nothing.) An abort just
+    after an end token or a stop string ends the response all the same. In SGLang the noise is a function of seed and
+    position, so the same seed continues the same stream.
+    """
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._sampling = request.sampling
+        self._prompt_ids = tuple(request.input_ids)
+        self._output_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._asked = request.sampling.max_new_tokens
+        self._tail = ""  # the end of the text so far, long enough to hold a stop string
+        self.stop_reason: StopReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._output_ids)
+
+    def payload(self, rid: str, cache_key: str, adapter: str | None = None) -> dict[str, Any]:
+        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone.
+
+        adapter: the adapter to sample under, by name; None for the server's own weights.
+        """
+        budget = self._sampling.max_new_tokens - self.num_tokens
+        if _ends_with_beginning_of(self._sampling.stop, self._tail):
+            budget = 1
+        self._asked = budget
+        named = {} if adapter is None else {"lora_path": adapter}
+        return {
+            "rid": rid,
+            "input_ids": [*self._prompt_ids, *self._output_ids],
+            "sampling_params": _sampling_params(self._sampling, budget),
+            "return_logprob": True,
+            "stream": False,
+            "extra_key": cache_key,
+            **named,
+        }
+
+    def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
+        """Add an answer's tokens and their versions, and decide whether it was the last.
+
+        eos_token_ids: the model's own, which end a response unless the request ignores them.
+        """
+        self._output_ids += answer.output_ids
+        self._logprobs += answer.output_logprobs
+        self._versions += versions
+        self.stop_reason = self._judge(answer, eos_token_ids)
+
+    def stop_at_context_end(self) -> None:
+        """The tokens so far fill the context: nothing can follow."""
+        self.stop_reason = "length"
+
+    def response(self) -> ModelResponse:
+        """The finished response. Only valid once stop_reason is set."""
+        if self.stop_reason is None:
+            raise RuntimeError("the response is not finished")
+        return ModelResponse(
+            output_ids=tuple(self._output_ids),
+            output_logprobs=tuple(self._logprobs),
+            output_versions=tuple(self._versions),
+            stop_reason=self.stop_reason,
+            temperature=self._sampling.logprob_temperature,
+        )
+
+    def _judge(self, answer: Answer, eos_token_ids: Collection[int]) -> StopReason | None:
+        if answer.finish == "stop" or self._completes_a_stop_string(answer.text):
+            return "stop"
+        # Also of an answer cut for length: SGLang looks at the budget first, and a seam may have asked for one token.
+        if answer.output_ids and self._is_end(answer.output_ids[-1], eos_token_ids):
+            return "stop"
+        if self.num_tokens >= self._sampling.max_new_tokens:
+            return "length"
+        # A server that stops for length before the budget it was given has reached the end of its context.
+        cut_short = answer.finish == "length" and len(answer.output_ids) < self._asked
+        return "length" if cut_short else None
+
+    def _is_end(self, token_id: int, eos_token_ids: Collection[int]) -> bool:
+        is_end = token_id in self._sampling.stop_token_ids or token_id in eos_token_ids
+        return is_end and not self._sampling.ignore_eos
+
+    def _completes_a_stop_string(self, text: str) -> bool:
+        longest = max(map(len, self._sampling.stop), default=0)
+        if longest == 0:
+            return False
+        text = self._tail + text
+        self._tail = text[-longest:]
+        return any(stop in text for stop in self._sampling.stop)
+
+
+def _ends_with_beginning_of(stops: Collection[str], tail: str) -> bool:
+    return any(tail.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))
+
+
+def _sampling_params(sampling: SamplingParams, max_new_tokens: int) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if sampling.stop:
+        # The text is only ever searched for stop strings, so it has to hold everything they may match.
+        params |= {"stop": list(sampling.stop), "skip_special_tokens": False, "no_stop_trim": True}
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return params
