@@ -61,6 +61,12 @@ def test_metrics_say_what_was_predicted_how_far_off_it_was_and_what_was_clipped(
     assert losses.means["value_clip_fraction"].tolist() == is_clipped
 
 
+def test_rounding_does_not_count_as_clipping():
+    before = [i / 100 for i in range(-300, 300)]
+    losses = ValueLoss(value_clip=0.2)(outputs_of([v + 0.1 for v in before]), tokens_of(before, [9.0] * 600))
+    assert not losses.means["value_clip_fraction"].any()
+
+
 def test_on_a_shared_backbone_the_losses_add_up_and_both_report_what_they_report_alone():
     policy_loss, value_loss = (
         PolicyLoss.of(preset("decoupled_ppo"), version=1, max_staleness=1),

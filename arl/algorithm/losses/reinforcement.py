@@ -254,8 +254,9 @@ class ValueLoss:
         unclipped = (values - returns).square()
         clipped = unclipped
         if self.value_clip is not None:
-            moved = (values - tokens.values).clamp(-self.value_clip, self.value_clip)
-            clipped = (tokens.values + moved - returns).square()
+            # V0 + clip(V - V0) would differ from V by rounding where nothing is clipped, and count as clipped.
+            near = values.clamp(tokens.values - self.value_clip, tokens.values + self.value_clip)
+            clipped = (near - returns).square()
         error = (values - returns).detach()
         return TokenLosses(
             loss=torch.maximum(unclipped, clipped) / 2,

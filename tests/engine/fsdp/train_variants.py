@@ -23,8 +23,8 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0
 """A large eps keeps AdamW smooth: it would otherwise blow rounding in tiny gradients up to whole steps."""
 LORA = LoRAConfig(rank=3, alpha=6)
 """Two ranks cannot share the three rows of A evenly."""
-NOT_COMPARED = {"forwarded_tokens", "forwarded_share", "value_clip_fraction", "critic/value_clip_fraction"}
-"""Metrics that say how the work was split, or that rounding decides where no value is clipped."""
+NOT_COMPARED = {"forwarded_tokens", "forwarded_share"}
+"""Metrics that say how the work was split."""
 PAIRS = PreferenceLoss(beta=0.2)
 
 
