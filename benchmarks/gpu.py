@@ -52,6 +52,7 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
+from arl.engine.weights.sender import WeightSender
 
 PARTS = ("train", "logprobs", "publish", "serve")
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -261,10 +262,10 @@ async def measure_publishing_of(
     num_bytes = engine.export(scratch / "export")
     figures = {"export_s": time.perf_counter() - began, "gigabytes": num_bytes / 1e9}
     # Trainer and server share the GPU here, which NCCL does not allow: the process group is gloo's.
-    gloo = DistributedWeightsConfig(transport="distributed", backend="gloo")
+    WeightSender.backend = "gloo"  # type: ignore[assignment]
     transports: dict[str, WeightTransport] = {
         "disk": DiskTransport(DiskWeightsConfig(), scratch / "run"),
-        "distributed": DistributedTransport(gloo),
+        "distributed": DistributedTransport(DistributedWeightsConfig()),
     }
     sequences = random_sequences(args, SHAPES[args.shape])[:1]
     loss = PolicyLoss.of(preset("decoupled_ppo", correction={"kind": "none"}))

@@ -1,6 +1,7 @@
 """Checkpoints are whole or not there."""
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,17 @@ def test_until_it_is_written_the_one_before_is_the_newest(tmp_path: Path) -> Non
     may_write.set()
     writing.join()
     assert checkpoints(tmp_path).newest_version() == 2
+
+
+def test_everything_is_forced_to_the_disk_before_the_rename_and_the_rename_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, rename = list[str](), Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
+    monkeypatch.setattr(Path, "rename", lambda old, new: (done.append("rename"), rename(old, new)))
+    save(tmp_path, 1)
+    assert sorted(done[:-2]) == [".writing-1", "groups.npz", "replay.npz", "state.json"]
+    assert done[-3:] == [".writing-1", "rename", tmp_path.name]
 
 
 @pytest.mark.parametrize("moment", ["copying", "writing", "deleting"])

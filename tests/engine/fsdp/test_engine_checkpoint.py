@@ -61,6 +61,19 @@ def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside_it(make_
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def test_files_are_forced_to_the_disk_before_the_checkpoint_has_its_name(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    done, replace = list[str](), checkpoint.replace_directory
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
+    monkeypatch.setattr(checkpoint, "replace_directory", lambda *paths: (done.append("rename"), replace(*paths)))
+    make_engine().save(tmp_path / "checkpoint").wait()
+    assert done[0].endswith(".distcp")
+    assert done[-4] == "progress.json"
+    assert done[-3].startswith(".checkpoint.")
+    assert done[-2:] == ["rename", tmp_path.name]
+
+
 def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoint_and_the_next_one_works(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch
 ):
