@@ -278,7 +278,7 @@ async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple
 
 
 def _learner(config: Config, workflow: RolloutWorkflow) -> Learner:
-    """The policy's engine; a critic is a head on it, or an engine beside it. A failure closes what was built."""
+    """The policy's engine; and the critic's beside it, if any. A failure closes what was built."""
     _check_critics_tokens(config)
     with ExitStack() as stack:
         engines: list[TrainEngine] = []
@@ -329,8 +329,8 @@ def _check_critics_tokens(config: Config) -> None:
 def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
     """The model, the settings and the head of each train engine."""
     train, critic = config.train, config.algorithm.critic
-    if critic is None or critic.backbone == "shared":
-        return [(config.model, train, "policy_and_value" if critic else "policy")]
+    if critic is None:
+        return [(config.model, train, "policy")]
     if train.num_ranks > 1:
         check_gpus(train, num_engines=2)
     optimizer = train.optimizer.model_copy(update={"lr": critic.lr})

@@ -202,8 +202,8 @@ class InferenceEngine(Sampler, Protocol):
 Output = Literal["logprobs", "reference_logprobs", "values"]
 """The number that a forward pass of a train engine returns for each token."""
 
-Head = Literal["policy", "value", "policy_and_value"]
-"""The head of a train engine's model: the language-model head, a value head [H -> 1], or both on one backbone."""
+Head = Literal["policy", "value"]
+"""The head of a train engine's model: the language-model head, or a value head [H -> 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

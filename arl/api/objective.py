@@ -303,28 +303,13 @@ class OverlongConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model. It uses train.optimizer and the rest of `train`, except for the settings here."""
+    """A second model, which predicts returns. It uses `train`, except for the settings here."""
 
     model: str | None = None
     """A model directory or name. A reward model brings its head. Unset: the policy's model."""
-    backbone: Literal["separate", "shared"] = "separate"
-    """separate: a second model. shared: a value head on the policy's model, trained by the same loss."""
     lr: PositiveFloat = 1e-5
-    """The separate critic's learning rate."""
+    """The critic's learning rate."""
     warmup_batches: NonNegativeInt = 0
     """For so many batches the critic trains alone, and the policy does not change."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """Values are clipped to within this of the values before the update, and the larger loss counts. Unset: no clip."""
-    coefficient: PositiveFloat = 0.5
-    """The factor of the value loss in a shared backbone's loss."""
-
-    @model_validator(mode="after")
-    def _a_shared_backbone_is_the_policys(self) -> Self:
-        if self.backbone == "shared" and (apart := self._changed("model", "lr", "warmup_batches")):
-            raise ValueError(
-                f"{apart[0]} is for a separate critic; with backbone=shared the model, its learning rate and its steps "
-                "are the policy's"
-            )
-        if self.backbone == "separate" and self._changed("coefficient"):
-            raise ValueError("coefficient is for backbone=shared; a separate critic has its own loss and step")
-        return self

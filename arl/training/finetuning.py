@@ -14,7 +14,7 @@ from arl.algorithm.batch import weigh_tokens
 from arl.algorithm.losses import SFTLoss
 from arl.algorithm.losses.supervised import Pair, PreferenceLoss, RewardModelLoss, paired
 from arl.api.engine import ModelLimits, TokenLoss, TrainEngine
-from arl.api.errors import ConfigError, DatasetError
+from arl.api.errors import DatasetError
 from arl.api.types import NOT_SAMPLED, TrainSequence
 
 ItemT = TypeVar("ItemT")
@@ -188,19 +188,9 @@ def train_reward_model(
     token. The rest is as in `train_preferences`.
     """
     pairs = _whole(_texts(i, texts, engine.limits) for i, texts in enumerate(preferences))
-    _check_scores(engine)
+    engine.forward([], "values")  # raises ConfigError without a value head
     batches = shuffled_batches(pairs, epochs, batch_size, seed)
     return _train(engine, map(paired, batches), loss or RewardModelLoss(), on_step)
-
-
-def _check_scores(engine: TrainEngine) -> None:
-    """Raise ConfigError unless the engine has a value head alone: an export holds no value head beside a policy's."""
-    engine.forward([], "values")  # raises if there is none
-    try:
-        engine.forward([], "logprobs")
-    except ConfigError:
-        return
-    raise ConfigError("a reward model has a value head alone, but this engine has a policy, too; use head='value'")
 
 
 def _with_reference(engine: TrainEngine, pairs: Sequence[Pair]) -> list[Pair]:

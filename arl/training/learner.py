@@ -20,10 +20,10 @@ import torch
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch, loss_weights
 from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
+from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig
-from arl.api.engine import Saving, TokenLoss, TrainEngine
+from arl.api.engine import Saving, TrainEngine
 from arl.api.errors import CheckpointError
 from arl.api.types import Group, TrainSequence
 
@@ -39,7 +39,7 @@ class PreparedBatch:
 
 
 class Learner:
-    """Applies the algorithm to a batch, with the policy's train engine and that of a separate critic, if any.
+    """Applies the algorithm to a batch, with the train engines of the policy and of the critic, if any.
 
     `close` closes the engines.
     """
@@ -85,11 +85,12 @@ class Learner:
     def train(self, batch: PreparedBatch) -> dict[str, float]:
         """Make one optimizer step for each minibatch, then version += 1. Returns metrics."""
         config, version = self._config, self.version
+        loss = PolicyLoss.of(config, version=version, max_staleness=self._max_staleness)
         metrics = self._train_critic(batch.minibatches)
         if config.critic and version < config.critic.warmup_batches:
-            self.engine.train_batch([], self._loss(version))  # the policy stands still, and has nothing to report
+            self.engine.train_batch([], loss)  # the policy stands still, and has nothing to report
         else:
-            metrics |= self.engine.train_batch(batch.minibatches, self._loss(version))
+            metrics |= self.engine.train_batch(batch.minibatches, loss)
         kl = config.kl
         if kl.coefficient > 0 and kl.update_every is not None and self.version % kl.update_every == 0:
             self.engine.update_reference()
@@ -107,8 +108,8 @@ class Learner:
         if has_critic != (self._critic is not None):
             wrote, has = ("with", "none") if has_critic else ("without", "one")
             raise CheckpointError(
-                f"{directory} was written {wrote} a critic of its own, and this run has {has}: set algorithm.critic as "
-                "it was, or use another run_dir"
+                f"{directory} was written {wrote} a critic, and this run has {has}: set algorithm.critic as it was, or "
+                "use another run_dir"
             )
         if self._critic is None:
             self.engine.load(directory)
@@ -126,15 +127,15 @@ class Learner:
     def _with_forward_passes(self, batch: Batch) -> Batch:
         """Add the logprobs and values that the algorithm needs, from before any update on the batch."""
         config, known = self._config, dict[str, torch.Tensor]()
-        if not (config.needs_proximal_forward or config.kl.coefficient > 0 or config.critic):
+        if not (config.needs_proximal_forward or config.kl.coefficient > 0 or self._critic):
             return batch
         sequences = batch.sequences()
         if config.needs_proximal_forward:
             known["proximal_logprobs"] = torch.cat(self.engine.forward(sequences, "logprobs"))
         if config.kl.coefficient > 0:
             known["reference_logprobs"] = torch.cat(self.engine.forward(sequences, "reference_logprobs"))
-        if config.critic:
-            known["values"] = torch.cat((self._critic or self.engine).forward(sequences, "values"))
+        if self._critic:
+            known["values"] = torch.cat(self._critic.forward(sequences, "values"))
         return replace(batch, **known)
 
     def _minibatches(self, num_new: int, num_replayed: int) -> Iterator[list[int]]:
@@ -151,14 +152,6 @@ class Learner:
                 shuffle.shuffle(replayed)
             for i in range(config.minibatches):
                 yield [*new[i * size : (i + 1) * size], *replayed[i :: config.minibatches]]
-
-    def _loss(self, version: int) -> TokenLoss:
-        loss = PolicyLoss.of(self._config, version=version, max_staleness=self._max_staleness)
-        critic = self._config.critic
-        if critic is None or critic.backbone == "separate":
-            return loss
-        value = ValueLoss(value_clip=critic.value_clip)
-        return ActorCriticLoss(policy=loss, value=value, coefficient=critic.coefficient)
 
     def _train_critic(self, minibatches: Sequence[Sequence[TrainSequence]]) -> dict[str, float]:
         critic = self._config.critic

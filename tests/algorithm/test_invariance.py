@@ -6,6 +6,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from random_groups import MAX_STALENESS, VERSION, random_groups, reordered, seen
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import loss_weights
 from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
+from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
@@ -44,8 +45,13 @@ def loss_of(config: AlgorithmConfig) -> TokenLoss:
     policy = PolicyLoss.of(config, version=VERSION, max_staleness=MAX_STALENESS)
     if config.critic is None:
         return policy
-    value = ValueLoss(value_clip=config.critic.value_clip)
-    return ActorCriticLoss(policy=policy, value=value, coefficient=config.critic.coefficient)
+    return partial(_both, policy, ValueLoss(value_clip=config.critic.value_clip))
+
+
+def _both(policy: TokenLoss, value: TokenLoss, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
+    """The losses of a policy and its critic at once, as they share no output."""
+    ours, critics = policy(outputs, tokens), value(outputs, tokens)
+    return replace(ours, loss=ours.loss + critics.loss, means={**ours.means, **critics.means})
 
 
 def tally(reports: Sequence[tuple[TokenLosses, torch.Tensor]]) -> Metrics:

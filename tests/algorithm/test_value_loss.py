@@ -1,4 +1,4 @@
-"""The critic's loss, against its definition in plain Python, and beside the policy's."""
+"""The critic's loss, against its definition in plain Python."""
 
 import random
 
@@ -6,9 +6,7 @@ import pytest
 import torch
 from loss_references import clip, gradient
 
-from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
-from arl.api.algorithm import preset
+from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.api.engine import PackedTokens, TokenOutputs
 
 
@@ -66,23 +64,3 @@ def test_rounding_does_not_count_as_clipping():
     now, before = ([rng.uniform(-0.1, 0.1) for _ in range(500)] for _ in range(2))
     losses = ValueLoss(value_clip=0.2)(outputs_of(now), tokens_of(before, [0.0] * 500))
     assert not losses.means["value_clip_fraction"].any()
-
-
-def test_on_a_shared_backbone_the_losses_add_up_and_both_report_what_they_report_alone():
-    policy_loss, value_loss = (
-        PolicyLoss.of(preset("decoupled_ppo"), version=1, max_staleness=1),
-        ValueLoss(value_clip=0.2),
-    )
-    outputs, tokens = outputs_of([0.5, 2.0]), tokens_of([0.0, 0.0], [1.0, 1.0])
-    outputs.values.requires_grad_()
-    policy, value = policy_loss(outputs, tokens), value_loss(outputs, tokens)
-    together = ActorCriticLoss(policy=policy_loss, value=value_loss, coefficient=0.5)(outputs, tokens)
-    assert value.loss.all()
-    assert together.loss.tolist() == pytest.approx((policy.loss + 0.5 * value.loss).tolist())
-    named = {**policy.means, **{f"critic/{name}": numbers for name, numbers in value.means.items()}}
-    assert {name: v.tolist() for name, v in together.means.items()} == {name: v.tolist() for name, v in named.items()}
-    for kind in ("maxima", "quotients", "sample_sizes"):
-        assert list(getattr(together, kind)) == list(getattr(policy, kind)) != []
-    assert together.loss.requires_grad
-    assert together.weighted["critic/loss"].tolist() == value.loss.tolist()
-    assert not together.weighted["critic/loss"].requires_grad

@@ -1,4 +1,4 @@
-"""The losses of reinforcement learning: the policy's, built from orthogonal parts, the critic's, and their sum.
+"""The losses of reinforcement learning: the policy's, built from orthogonal parts, and the critic's.
 
     policy = w (surrogate(c, p, A) + the selection's term) + coefficient * KL(c || reference) - entropy * H
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from arl.algorithm.losses.surrogates import MAX_LOG_RATIO, PolicyTokens, Trajectories, clamped, surrogate
 from arl.api.algorithm import AlgorithmConfig
-from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.objective import CorrectionConfig, KLCovSelection
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -265,24 +265,4 @@ class ValueLoss:
                 "value_error": error.abs(),
                 "value_clip_fraction": (clipped > unclipped).detach().float(),
             },
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorCriticLoss:
-    """policy + coefficient * value, for a model with both heads."""
-
-    policy: TokenLoss
-    value: ValueLoss
-    coefficient: float
-
-    def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
-        policy, value = self.policy(outputs, tokens), self.value(outputs, tokens)
-        return TokenLosses(
-            loss=policy.loss + self.coefficient * value.loss,
-            means={**policy.means, **{f"critic/{name}": v for name, v in value.means.items()}},
-            maxima=policy.maxima,
-            weighted={**policy.weighted, "critic/loss": value.loss.detach()},
-            quotients=policy.quotients,
-            sample_sizes=policy.sample_sizes,
         )

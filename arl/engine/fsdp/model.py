@@ -59,8 +59,8 @@ class LoadedModel:
 def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     """Load a directory or, by name, a model of the hub. Raises ModelError.
 
-    head value: a sequence-classification model of one label; a causal language model gets a new head of zeros. Other
-    heads: a causal language model. The model is in evaluation mode, as dropout would make logprobs random.
+    head value: a sequence-classification model of one label; a causal language model gets a new head of zeros. head
+    policy: a causal language model. The model is in evaluation mode, as dropout would make logprobs random.
     """
     if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
         raise ModelError(
@@ -162,7 +162,7 @@ def _check_whole(report: Mapping[str, Any], name: str | Path, head: Head, *, may
     if head != "value" and _SCORE in report["unexpected_keys"]:
         raise ModelError(
             f"{name} has a value head ({_SCORE}): it is a critic or a reward model, and cannot be the policy. To "
-            "start a separate critic from it, set algorithm.critic.model"
+            "start a critic from it, set algorithm.critic.model"
         )
     own = {"lm_head.weight"} if may_lack else set()
     if head == "value" and (others := sorted(set(report["unexpected_keys"]) - own)):

@@ -1,7 +1,7 @@
-"""The trained module: a model with its heads (`Policy`, `Critic`), and the reference policy beside it.
+"""The trained module: a model with its head (`Policy`, `Critic`), and the reference policy beside it.
 
-tokens --decoder--> hidden states --language-model head--> log-probabilities, entropies
-                                  --value head [1, H]----> values
+tokens --decoder--> hidden states --language-model head [V, H]--> log-probabilities, entropies    (Policy)
+                                  --value head [1, H]-----------> values                          (Critic)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ register_dataclass(TokenOutputs)
 class TokenModel(nn.Module):
     """Computes outputs for a microbatch's trained tokens.
 
-    It uses the heads' weights inside `forward`, so that sharding this module as the root gathers them when needed.
+    It uses the head's weights inside `forward`, so that sharding this module as the root gathers them when needed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -41,24 +41,21 @@ class TokenModel(nn.Module):
 
 
 class Policy(TokenModel):
-    """A causal language model, optionally with a value head of its own."""
+    """A causal language model."""
 
-    def __init__(self, model: PreTrainedModel, logprob_chunk_size: int, value_head: nn.Linear | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, logprob_chunk_size: int) -> None:
         super().__init__(model)
         self.logprob_chunk_size = logprob_chunk_size
-        self.value_head = value_head
 
-    def forward(self, batch: Microbatch, *, with_logprobs: bool = True) -> TokenOutputs:
-        """with_logprobs=False: compute values alone; logprobs and entropy are 0."""
-        hidden = self.predicting(batch)
-        nothing = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-        logprobs, entropy = nothing, nothing
-        if with_logprobs:
-            logprobs, entropy = token_logprobs(
-                hidden, head_weight(self.model), batch.targets, batch.temperatures, self.logprob_chunk_size
-            )
-        values = token_values(hidden, self.value_head.weight) if self.value_head is not None else nothing
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=values)
+    def forward(self, batch: Microbatch) -> TokenOutputs:
+        logprobs, entropy = token_logprobs(
+            self.predicting(batch),
+            head_weight(self.model),
+            batch.targets,
+            batch.temperatures,
+            self.logprob_chunk_size,
+        )
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, values=torch.zeros_like(logprobs, requires_grad=False))
 
 
 class Critic(TokenModel):
@@ -67,7 +64,7 @@ class Critic(TokenModel):
     A token's value is the score of the context before it. So a whole text's score is the value of any token after it.
     """
 
-    def forward(self, batch: Microbatch, *, with_logprobs: bool = True) -> TokenOutputs:
+    def forward(self, batch: Microbatch) -> TokenOutputs:
         values = token_values(self.predicting(batch), score_weight(self.model))
         nothing = torch.zeros_like(values, requires_grad=False)
         return TokenOutputs(logprobs=nothing, entropy=nothing, values=values)
@@ -84,13 +81,6 @@ def decode(
     """The last hidden states [T, H] of a packed row [1, T]."""
     output = model.get_decoder()(input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_layout=layout)
     return output.last_hidden_state[0]
-
-
-def new_value_head(model: PreTrainedModel) -> nn.Linear:
-    """A value head of zeros. A random one would add noise to the advantages and push a shared backbone at random."""
-    head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
-    nn.init.zeros_(head.weight)
-    return head
 
 
 def transformer_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -218,9 +218,8 @@ def check_gpus(config: TrainConfig, num_engines: int = 1) -> None:
     if not _is_cuda(config) or config.ray_address is not None or there >= count:
         return
     critic = " for the policy, and as many for the critic" if num_engines > 1 else ""
-    share = ", algorithm.critic.backbone=shared" if num_engines > 1 else ""
     raise ConfigError(
-        f"train.num_ranks is {config.num_ranks}{critic}, and this machine has {there} GPU(s); set it lower{share}, or "
+        f"train.num_ranks is {config.num_ranks}{critic}, and this machine has {there} GPU(s); set it lower, or "
         "train.ray_address to a cluster that has more"
     )
 

@@ -38,14 +38,13 @@ from arl.engine.fsdp.minibatch import (
 )
 from arl.engine.fsdp.model import ModelWriter, load_model, model_limits
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
-from arl.engine.fsdp.policy import Critic, Policy, Reference, local_shard, new_value_head
+from arl.engine.fsdp.policy import Critic, Policy, Reference, local_shard
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankAdapter, RankSnapshot, SnapshotTaker
 
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
     "policy": ("logprobs", "reference_logprobs"),
     "value": ("values",),
-    "policy_and_value": ("logprobs", "reference_logprobs", "values"),
 }
 
 logger = logging.getLogger(__name__)
@@ -55,8 +54,7 @@ class FSDPTrainEngine:
     """Trains a Hugging Face model; see arl.api.engine.TrainEngine for the contract.
 
     head policy: a causal language model. head value: a critic or a reward model, which is a sequence-classification
-    model of one label; a causal language model gets a new head of zeros. head policy_and_value: a policy with a value
-    head beside its own, which `save` keeps and `export` and `snapshot` leave out.
+    model of one label; a causal language model gets a new head of zeros.
 
     With several ranks, initialise torch.distributed first. Every rank makes the same calls with the same `loss`, each
     with its share of the sequences, which may be empty. Metrics are those of all ranks together.
@@ -83,11 +81,8 @@ class FSDPTrainEngine:
                 self._limits = model_limits(loaded.stored_config)
                 writer = ModelWriter(loaded)
                 adapters = Adapters(loaded, model, config.lora, config.dtype, seed) if config.lora else None
-                value_head = new_value_head(loaded.model) if head == "policy_and_value" else None
                 self._policy = (
-                    Critic(loaded.model)
-                    if head == "value"
-                    else Policy(loaded.model, config.logprob_chunk_size, value_head)
+                    Critic(loaded.model) if head == "value" else Policy(loaded.model, config.logprob_chunk_size)
                 )
                 shard(self._policy, mesh, config)
             self._reference = Reference(self._policy)
@@ -115,7 +110,7 @@ class FSDPTrainEngine:
         with self._reference.in_place() if output == "reference_logprobs" else nullcontext():
             try:
                 batches = self._microbatches(sequences)
-                found = [self._policy(batch, with_logprobs=output != "values") for _, batch in batches]
+                found = [self._policy(batch) for _, batch in batches]
             finally:
                 self._release_weights()
         for (members, batch), tokens in zip(batches, found, strict=True):
@@ -195,8 +190,7 @@ class FSDPTrainEngine:
         if output not in _OUTPUTS[self._head]:
             has, needed = ", ".join(_OUTPUTS[self._head]), "value" if output == "values" else "policy"
             raise ConfigError(
-                f"a train engine of head={self._head} has {has}, and no {output}; build one of head={needed} or "
-                "policy_and_value"
+                f"a train engine of head={self._head} has {has}, and no {output}; build one of head={needed}"
             )
         if output == "reference_logprobs" and not self._reference.is_held:
             raise ConfigError("there is no reference yet for reference_logprobs; call update_reference first")

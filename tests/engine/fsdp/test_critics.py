@@ -3,19 +3,17 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from train_models import MakeEngine, load_critic, load_twin, score_of, slow_values, write_model
 from train_sequences import assert_same_weights, random_sequences, same, twin_steps
-from train_variants import BOTH, OPTIMIZER, VALUE, sequences_with_returns
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from train_variants import OPTIMIZER, VALUE, sequences_with_returns
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from arl.algorithm.losses import SFTLoss
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.errors import CheckpointError, ConfigError, ModelError
 from arl.api.types import TrainSequence
@@ -58,20 +56,13 @@ def test_the_value_behind_a_text_is_the_score_that_the_model_gives_it_in_a_padde
 def test_a_new_value_head_is_zero_on_the_language_models_own_weights(
     any_model_dir: Path, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ):
-    for head in ("value", "policy_and_value"):
-        engine = make_engine(any_model_dir, head=head)
-        assert not any(values.any() for values in engine.forward(random_sequences(3), "values"))
-        theirs = load_twin(any_model_dir).state_dict()
-        for name, tensor in engine._policy.model.state_dict().items():
-            if name != "score.weight":
-                assert torch.equal(tensor.full_tensor(), theirs[name]), name
+    engine = make_engine(any_model_dir, head="value")
+    assert not any(values.any() for values in engine.forward(random_sequences(3), "values"))
+    theirs = load_twin(any_model_dir).state_dict()
+    for name, tensor in engine._policy.model.state_dict().items():
+        if name != "score.weight":
+            assert torch.equal(tensor.full_tensor(), theirs[name]), name
     assert "MISSING" not in caplog.text
-
-
-def test_values_are_computed_without_the_vocabulary(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch):
-    engine = make_engine(head="policy_and_value")
-    monkeypatch.setattr("arl.engine.fsdp.policy.token_logprobs", None)
-    assert len(engine.forward(random_sequences(2), "values")) == 2
 
 
 def test_a_critic_is_trained_as_a_plain_loop_trains_the_models_own_head(
@@ -83,24 +74,8 @@ def test_a_critic_is_trained_as_a_plain_loop_trains_the_models_own_head(
         engine.train_batch([sequences], VALUE)
     engine.export(tmp_path / "critic")
     twin = load_critic(critic_dir)
-    twin_steps(twin, [sequences] * 2, VALUE, OPTIMIZER, score_of(twin))
+    twin_steps(twin, [sequences] * 2, VALUE, OPTIMIZER)
     assert_same_weights(load_critic(tmp_path / "critic"), twin, 1e-4)
-
-
-def test_a_shared_backbone_is_trained_by_both_heads_losses(
-    any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path
-):
-    sequences = sequences_with_returns()
-    engine = make_engine(any_model_dir, optimizer=OPTIMIZER, head="policy_and_value", max_tokens_per_microbatch=30)
-    metrics = [engine.train_batch([sequences], BOTH) for _ in range(2)]
-    assert metrics[1]["critic/value_error"] > 0
-    engine.export(tmp_path / "policy")
-    twin, score = load_twin(any_model_dir), torch.nn.Linear(32, 1, bias=False)
-    torch.nn.init.zeros_(score.weight)
-    twin_steps(twin, [sequences] * 2, BOTH, OPTIMIZER, score)
-    assert_same_weights(load_twin(tmp_path / "policy"), twin, 1e-4)
-    head = cast("DTensor", engine._policy.get_parameter("value_head.weight")).full_tensor()
-    torch.testing.assert_close(head, score.weight, rtol=1e-4, atol=1e-5)
 
 
 def test_values_of_bfloat16_are_near_and_not_rounded_to_it(critic_dir: Path, make_engine: MakeEngine):
@@ -142,15 +117,9 @@ def test_losses_see_zeros_where_there_is_no_such_head(make_engine: MakeEngine):
     assert not value.entropy.any()
 
 
-def test_a_loss_without_values_leaves_the_value_head_alone(make_engine: MakeEngine):
-    engine = make_engine(head="policy_and_value")
-    engine.train_batch([random_sequences(4)], SFTLoss())
-    assert not any(values.any() for values in engine.forward(random_sequences(3), "values"))
-
-
 def test_a_checkpoint_of_one_head_is_refused_by_another(make_engine: MakeEngine, tmp_path: Path):
-    make_engine(head="policy_and_value").save(tmp_path / "saved").wait()
-    with pytest.raises(CheckpointError, match=r"only the checkpoint has the parameter value_head\.weight"):
+    make_engine(head="value").save(tmp_path / "saved").wait()
+    with pytest.raises(CheckpointError, match=r"only the model has the parameter model\.lm_head\.weight"):
         make_engine().load(tmp_path / "saved")
 
 
@@ -167,16 +136,12 @@ def test_sharding_finds_the_tensors_in_what_a_model_says():
 # Directories
 
 
-def reloaded(auto_class: Any, directory: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """By transformers alone, with its report of what was missing or left over."""
-    return auto_class.from_pretrained(directory, output_loading_info=True)
-
-
 def test_a_critics_directory_holds_its_weights_to_the_bit(model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine(model_dir, head="value")
     engine.train_batch([sequences_with_returns()], VALUE)
     engine.export(tmp_path / "critic")
-    twin, report = reloaded(AutoModelForSequenceClassification, tmp_path / "critic")
+    load: Any = AutoModelForSequenceClassification.from_pretrained
+    twin, report = load(tmp_path / "critic", output_loading_info=True)
     assert not any(report.values())
     assert twin.config.architectures == ["Qwen3ForSequenceClassification"]
     assert twin.config.num_labels == 1
@@ -186,19 +151,6 @@ def test_a_critics_directory_holds_its_weights_to_the_bit(model_dir: Path, make_
     again = make_engine(tmp_path / "critic", head="value")
     sequences = random_sequences(4)
     assert same(again.forward(sequences, "values"), engine.forward(sequences, "values"))
-
-
-def test_servers_get_the_language_model_alone(any_model_dir: Path, make_engine: MakeEngine, tmp_path: Path):
-    engine = make_engine(any_model_dir, head="policy_and_value")
-    engine.train_batch([sequences_with_returns()], BOTH)
-    specs = [spec.name for spec in engine.snapshot().specs]
-    assert specs == [spec.name for spec in make_engine(any_model_dir).snapshot().specs]
-    engine.export(tmp_path / "policy")
-    _, report = reloaded(AutoModelForCausalLM, tmp_path / "policy")
-    assert not any(report.values())
-    sequences = random_sequences(3)
-    policy = make_engine(tmp_path / "policy")
-    assert same(policy.forward(sequences), engine.forward(sequences))
 
 
 def with_pads(directory: Path, *, pad: str | None, vocab_size: int) -> Path:
@@ -255,6 +207,5 @@ def test_missing_and_foreign_tensors_of_a_value_model_are_refused(
 
 def test_a_critic_is_no_policy(make_engine: MakeEngine, tmp_path: Path):
     make_engine(write_model(tmp_path / "tied", tied=True), head="value").export(tmp_path / "critic")
-    for head in ("policy", "policy_and_value"):
-        with pytest.raises(ModelError, match=r"has a value head \(score\.weight\)"):
-            make_engine(tmp_path / "critic", head=head)
+    with pytest.raises(ModelError, match=r"has a value head \(score\.weight\)"):
+        make_engine(tmp_path / "critic")

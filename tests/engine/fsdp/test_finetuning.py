@@ -154,8 +154,6 @@ def test_the_loss_is_the_mean_over_pairs_which_are_whole_in_every_microbatch(mak
 
 
 def test_a_policy_has_no_scores_to_train(make_engine: MakeEngine):
-    with pytest.raises(ConfigError, match="a reward model has a value head alone"):
-        train_reward_model(make_engine(head="policy_and_value"), TEXTS)
     with pytest.raises(ConfigError, match="head=policy"):
         train_reward_model(make_engine(), TEXTS)
 

@@ -20,8 +20,7 @@ from arl.assembly import _learner
 from arl.training.learner import Learner
 
 Make = Callable[..., Learner]
-CRITIC = {"value_clip": None}
-SEPARATE, SHARED = {"lr": 3e-3}, {"backbone": "shared"}
+CRITIC = {"value_clip": None, "lr": 3e-3}
 DIVIDED = ("microbatches", "packing_efficiency", "forwarded_tokens", "forwarded_share")
 """Metrics that depend on how a batch is divided."""
 
@@ -32,7 +31,7 @@ def make_learner(model_dir: Path) -> Iterator[Make]:
     learners: list[Learner] = []
 
     def make(critic: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Learner:
-        learners.append(_learner(config(model_dir, SEPARATE if critic is None else critic, train or {}), OneTurn()))
+        learners.append(_learner(config(model_dir, critic or {}, train or {}), OneTurn()))
         return learners[-1]
 
     yield make
@@ -78,19 +77,17 @@ def trajectory(prompt: list[int], answer: list[int]) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize("critic", [SEPARATE, SHARED], ids=["separate", "shared"])
-def test_the_critic_learns_beside_the_policy(make_learner: Make, critic: dict[str, Any]):
-    learner = make_learner(critic, {"optimizer": {"lr": 5e-3, "eps": 1e-3}})
+def test_the_critic_learns_beside_the_policy(make_learner: Make):
+    learner = make_learner(train={"optimizer": {"lr": 5e-3, "eps": 1e-3}})
     metrics = [learner.train(learner.prepare(groups())) for _ in range(10)]
     assert learner.version == 10
     assert metrics[-1]["critic/value_error"] < 0.8 * metrics[0]["critic/value_error"]
     assert metrics[0]["lr"] == pytest.approx(5e-3)
-    assert metrics[0].get("critic/lr") == (pytest.approx(3e-3) if critic == SEPARATE else None)
+    assert metrics[0]["critic/lr"] == pytest.approx(3e-3)
 
 
-@pytest.mark.parametrize("critic", [SEPARATE, SHARED], ids=["separate", "shared"])
-def test_what_was_saved_goes_on_to_the_bit(make_learner: Make, tmp_path: Path, critic: dict[str, Any]):
-    learner, again = make_learner(critic), make_learner(critic)
+def test_what_was_saved_goes_on_to_the_bit(make_learner: Make, tmp_path: Path):
+    learner, again = make_learner(), make_learner()
     for _ in range(2):
         learner.train(learner.prepare(groups()))
     learner.save(tmp_path / "saved").wait()
@@ -116,8 +113,7 @@ def test_the_policy_is_closed_where_the_critic_cannot_be_built(make_learner: Mak
 
 def test_gpus_for_the_policy_alone_are_not_enough(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    expected = r"num_ranks is 2 for the policy, and as many for the critic, and this machine has 3 GPU\(s\); .*=shared"
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match=r"2 for the policy, and as many for the critic, .* has 3 GPU\(s\); set it"):
         _learner(config(model_dir, {}, {"device": "cuda", "num_ranks": 2}), OneTurn())
 
 

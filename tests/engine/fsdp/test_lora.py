@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from train_models import MakeEngine, load_twin, write_experts, write_model
 from train_sequences import LOSS, random_sequences, same, twin_logprobs, twin_steps
-from train_variants import BOTH, VALUE, assert_same_tensors, weights_of
+from train_variants import VALUE, assert_same_tensors, weights_of
 from transformers import (
     AutoModelForSequenceClassification,
 )
@@ -39,9 +39,8 @@ def write_adapter(engine: FSDPTrainEngine, directory: Path) -> Path:
 # Training
 
 
-@pytest.mark.parametrize("head", ["policy", "policy_and_value"])
-def test_before_its_first_step_it_is_the_model(any_model_dir: Path, make_engine: MakeEngine, head: str):
-    engine, plain = make_engine(any_model_dir, head=head, lora=LORA), make_engine(any_model_dir)
+def test_before_its_first_step_it_is_the_model(any_model_dir: Path, make_engine: MakeEngine):
+    engine, plain = make_engine(any_model_dir, lora=LORA), make_engine(any_model_dir)
     assert same(engine.forward(MINIBATCHES[0]), plain.forward(MINIBATCHES[0]))
 
 
@@ -62,7 +61,7 @@ def test_steps_equal_those_of_peft_one_sequence_at_a_time(any_model_dir: Path, m
         torch.testing.assert_close(logprobs[sequence.loss_mask], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("head", "loss"), [("policy", LOSS), ("policy_and_value", BOTH)])
+@pytest.mark.parametrize(("head", "loss"), [("policy", LOSS), ("value", VALUE)])
 def test_adapters_and_a_value_head_move_and_the_model_stays_to_the_bit(
     make_engine: MakeEngine, head: Head, loss: TokenLoss
 ):
@@ -71,7 +70,7 @@ def test_adapters_and_a_value_head_move_and_the_model_stays_to_the_bit(
     engine.train_batch(RETURNS, loss)
     assert not [n for n, tensor in weights_of(engine, trained=False).items() if not torch.equal(tensor, before[n])]
     assert not [n for n, tensor in weights_of(engine).items() if torch.equal(tensor, adapters[n])]
-    assert ("value_head.weight" in adapters) is (head == "policy_and_value")
+    assert ("model.score.weight" in adapters) is (head == "value")
     assert set(engine._optimizer.state) == {p for p in engine._policy.parameters() if p.requires_grad}
 
 

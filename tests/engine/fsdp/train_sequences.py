@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from train_models import score_of
 from transformers import PreTrainedModel
 
 from arl.algorithm.batch import weigh_tokens
@@ -77,19 +77,17 @@ def twin_logprobs(model: PreTrainedModel, sequence: TrainSequence) -> tuple[torc
     return chosen[trained], entropy[trained]
 
 
-def twin_loss(
-    model: PreTrainedModel, sequences: Sequence[TrainSequence], loss: TokenLoss, score: nn.Linear | None = None
-) -> torch.Tensor:
-    """The minibatch's loss, one sequence after another. score: a value head."""
+def twin_loss(model: PreTrainedModel, sequences: Sequence[TrainSequence], loss: TokenLoss) -> torch.Tensor:
+    """The minibatch's loss, one sequence after another."""
     total = torch.zeros(())
     for sequence in sequences:
         mask = sequence.loss_mask
         logprobs = entropy = values = torch.zeros(int(mask.sum()))
         if model.get_output_embeddings() is not None:
             logprobs, entropy = twin_logprobs(model, sequence)
-        if score is not None:
+        else:
             hidden = model.get_decoder()(input_ids=sequence.token_ids[None, :-1]).last_hidden_state[0]
-            values = score(hidden)[mask[1:], 0]
+            values = score_of(model)(hidden)[mask[1:], 0]
         tokens = PackedTokens(
             **{name: getattr(sequence, name)[mask] for name in TOKEN_FIELDS},
             sequence_ids=torch.zeros(int(mask.sum()), dtype=torch.int64),
@@ -104,11 +102,9 @@ def twin_steps(
     minibatches: Sequence[Sequence[TrainSequence]],
     loss: TokenLoss,
     config: OptimizerConfig,
-    score: nn.Linear | None = None,
 ) -> list[float]:
     """A plain loop with torch's own AdamW and clipping; the gradient norms before clipping."""
-    modules = [model] if score is None else [model, score]
-    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
@@ -118,7 +114,7 @@ def twin_steps(
     for step, minibatch in enumerate(minibatches):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
-        twin_loss(model, minibatch, loss, score).backward()
+        twin_loss(model, minibatch, loss).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item())
         optimizer.step()
         optimizer.zero_grad()

@@ -10,10 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from train_sequences import LOSS, family_sequences, random_sequences
 
-from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.reinforcement import ActorCriticLoss, ValueLoss
+from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.algorithm.losses.supervised import PreferenceLoss, paired
-from arl.api.algorithm import preset
 from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import Head, Output, TokenLoss
 from arl.api.types import TrainSequence
@@ -26,14 +24,7 @@ LORA = LoRAConfig(rank=3, alpha=6)
 NOT_COMPARED = {"forwarded_tokens", "forwarded_share"}
 """Metrics that say how the work was split."""
 PAIRS = PreferenceLoss(beta=0.2)
-
-
 VALUE = ValueLoss(value_clip=0.2)
-BOTH = ActorCriticLoss(
-    policy=PolicyLoss.of(preset("decoupled_ppo", correction={"upper": 2.0}, minibatches=2)),
-    value=VALUE,
-    coefficient=0.5,
-)
 
 
 def sequences_with_returns(count: int = 9, seed: int = 1) -> list[TrainSequence]:
@@ -83,7 +74,6 @@ VARIANTS = {
     "shared prefixes": Variant(minibatch=partial(family_sequences, 4)),
     "adapters": Variant(minibatch=partial(random_sequences, 9, seed=1), options={"lora": LORA}),
     "value": Variant(minibatch=sequences_with_returns, loss=VALUE, head="value"),
-    "policy and value": Variant(minibatch=sequences_with_returns, loss=BOTH, head="policy_and_value"),
     "pairs": Variant(minibatch=pairs, loss=PAIRS),
 }
 
