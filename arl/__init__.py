@@ -11,8 +11,9 @@ from arl.lazy import lazy_names
 if TYPE_CHECKING:
     from arl import rewards, sandbox
     from arl.api.algorithm import preset
-    from arl.api.config import Config, OptimizerConfig, TrainConfig
+    from arl.api.config import Config
     from arl.api.engine import Sampler
+    from arl.api.engine_config import OptimizerConfig, TrainConfig
     from arl.api.errors import ArlError, DatasetError, PromptTooLongError, ToolError
     from arl.api.scripted import ScriptedEngine
     from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from arl.workflow.call_formats import parse_tool_calls
     from arl.workflow.conversation import Conversation
     from arl.workflow.mcp_tools import MCPTools
-    from arl.workflow.proxy import OpenAIProxy
+    from arl.workflow.proxy.openai_proxy import OpenAIProxy
     from arl.workflow.sdk_agent import Command, SDKWorkflow
     from arl.workflow.teachers import DistillationWorkflow, RewardModelClient, TeacherClient
     from arl.workflow.team import DebateWorkflow, Member, SolverCheckerWorkflow, Team, TeamSettings
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "arl.api.algorithm": "preset",
-    "arl.api.config": "Config OptimizerConfig TrainConfig",
+    "arl.api.config": "Config",
     "arl.api.engine": "Sampler",
+    "arl.api.engine_config": "OptimizerConfig TrainConfig",
     "arl.api.errors": "ArlError DatasetError PromptTooLongError ToolError",
     "arl.api.scripted": "ScriptedEngine",
     "arl.api.types": "Example ModelRequest SamplingParams Trajectory",
@@ -61,7 +63,7 @@ _HOMES = {
     "arl.workflow.call_formats": "parse_tool_calls",
     "arl.workflow.conversation": "Conversation",
     "arl.workflow.mcp_tools": "MCPTools",
-    "arl.workflow.proxy": "OpenAIProxy",
+    "arl.workflow.proxy.openai_proxy": "OpenAIProxy",
     "arl.workflow.sdk_agent": "Command SDKWorkflow",
     "arl.workflow.teachers": "DistillationWorkflow RewardModelClient TeacherClient",
     "arl.workflow.team": "DebateWorkflow Member SolverCheckerWorkflow Team TeamSettings",

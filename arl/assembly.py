@@ -16,16 +16,16 @@ from pathlib import Path
 from rich.console import Console
 
 from arl.api.algorithm import AlgorithmConfig
-from arl.api.config import (
+from arl.api.config import Config
+from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
+from arl.api.engine_config import (
     AdapterWeightsConfig,
-    Config,
     DeltaWeightsConfig,
     DistributedWeightsConfig,
     LocalEngineConfig,
     SGLangEngineConfig,
     TrainConfig,
 )
-from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
 from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.types import Group

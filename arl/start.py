@@ -14,14 +14,16 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 from pydantic import ValidationError
 
 from arl.api.algorithm import AlgorithmConfig
-from arl.api.config import Config, LocalEngineConfig
+from arl.api.config import Config
+from arl.api.engine_config import LocalEngineConfig
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.settings import config_error, laid_over
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
 from arl.data import load_dataset
 from arl.experiment import Experiment, Setup, TrainingResult
-from arl.rewards.adapt import RewardLike, ThreadReward, WeightedReward, check_signature
+from arl.rewards.adapt import RewardLike, WeightedReward, check_signature
+from arl.rewards.threads import ThreadReward
 from arl.rollout.controller import Dataset
 from arl.workflow.agent import PromptFunction, SingleTurnWorkflow
 

@@ -39,8 +39,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import Sampler
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ArlError
 from arl.api.presets import PRESETS
 from arl.api.types import Example, Group, SamplingParams, Trajectory

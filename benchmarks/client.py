@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from arl.api.config import ClientConfig
+from arl.api.engine_config import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 

@@ -40,9 +40,9 @@ from safetensors.torch import load_file, save_file
 from warm_start import demonstrated
 
 from arl.algorithm.batch import weigh_tokens
-from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.api.algorithm import preset
-from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.model import load_tokenizer
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -41,10 +41,16 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.api.algorithm import preset
-from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import WeightTransport
+from arl.api.engine_config import (
+    DiskWeightsConfig,
+    DistributedWeightsConfig,
+    LocalEngineConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from arl.api.types import ModelRequest, SamplingParams, TrainSequence
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.policy import token_logprobs

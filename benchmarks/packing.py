@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from arl.algorithm.batch import weigh_tokens
-from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.prefix_tree import prefix_order
 from arl.api.algorithm import preset
-from arl.api.config import TrainConfig
+from arl.api.engine_config import TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model

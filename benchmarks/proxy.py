@@ -27,12 +27,12 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from arl.api.config import ClientConfig
+from arl.api.engine_config import ClientConfig
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.tiny import tiny_tokenizer
 from arl.web.server import allow_many_connections
 from arl.workflow.chat_template import ChatTemplate
-from arl.workflow.proxy import OpenAIProxy
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
 
 SAID = "The answer to this is forty-two, as far as I can tell."
 NUM_TURNS = 4

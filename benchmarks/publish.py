@@ -24,7 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arl.api.config import (
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightTransport
+from arl.api.engine_config import (
     ClientConfig,
     DiskWeightsConfig,
     DistributedWeightsConfig,
@@ -32,7 +33,6 @@ from arl.api.config import (
     SGLangProcessesConfig,
     TrainConfig,
 )
-from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightTransport
 from arl.api.types import ModelRequest, SamplingParams, TrainSequence
 from arl.engine.client.processes import local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine

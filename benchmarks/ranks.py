@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from arl.algorithm.batch import weigh_tokens
-from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.api.algorithm import preset
-from arl.api.config import TrainConfig
+from arl.api.engine_config import TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.minibatch import PackedSequences, divide
 from arl.engine.fsdp.ray_cluster import RayLease

@@ -13,11 +13,8 @@ import yaml
 
 from arl.__main__ import main
 from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import (
-    Config,
-    LoRAConfig,
-    SGLangEngineConfig,
-)
+from arl.api.config import Config
+from arl.api.engine_config import LoRAConfig, SGLangEngineConfig
 from arl.api.errors import ConfigError
 from arl.api.presets import PRESETS
 from arl.cli import load_config

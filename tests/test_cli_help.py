@@ -10,7 +10,8 @@ import pytest
 from pydantic import model_validator
 
 from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import Config, EngineConfig, SGLangEngineConfig
+from arl.api.config import Config
+from arl.api.engine_config import EngineConfig, SGLangEngineConfig
 from arl.api.settings import settings_of
 from arl.cli import load_config
 

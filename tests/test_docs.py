@@ -17,8 +17,7 @@ from guides import python_blocks
 from scripted_launch import use_fakes
 
 from arl.__main__ import main as arl_main
-from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.reinforcement import ValueLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.config import Config, LogConfig, RolloutConfig
 from arl.api.engine import PackedTokens, Sampler, TokenLosses, TokenOutputs

@@ -120,6 +120,18 @@ def test_only_the_composition_root_names_concrete_engines() -> None:
     assert {m for m in named if not is_in(m, "arl.engine")} == {"arl.assembly", "arl", "arl.start"}
 
 
+def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
+    names = [
+        (module, node.module, alias.name)
+        for module, source in SOURCES.items()
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    borrowed = {(m, name) for m, home, name in names if home in SOURCES and f"{home}.{name}" not in SOURCES}
+    assert [f"{module} imports {name} from {home}" for module, home, name in names if (home, name) in borrowed] == []
+
+
 def test_a_file_name_and_a_class_name_occur_once() -> None:
     stems = Counter(source.stem for source in SOURCES.values() if not source.stem.startswith("__"))
     classes = Counter(

@@ -19,15 +19,10 @@ from pydantic import (
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine_config import (
     AdapterWeightsConfig,
-    ClientConfig,
     DeltaWeightsConfig,
     DiskWeightsConfig,
-    DistributedWeightsConfig,
     EngineConfig,
     LocalEngineConfig,
-    LoRAConfig,
-    OptimizerConfig,
-    PauseMode,
     SGLangEngineConfig,
     SGLangProcessesConfig,
     TrainConfig,
@@ -36,27 +31,6 @@ from arl.api.engine_config import (
 )
 from arl.api.objective import PassAtKAdvantage
 from arl.api.settings import Section, laid_over
-
-__all__ = [
-    "AdapterWeightsConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClientConfig",
-    "Config",
-    "DeltaWeightsConfig",
-    "DiskWeightsConfig",
-    "DistributedWeightsConfig",
-    "EvaluationConfig",
-    "LoRAConfig",
-    "LocalEngineConfig",
-    "LogConfig",
-    "OptimizerConfig",
-    "PauseMode",
-    "RolloutConfig",
-    "SGLangEngineConfig",
-    "SGLangProcessesConfig",
-    "TrainConfig",
-]
 
 
 class RolloutConfig(Section):

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from arl.api.config import Config, SGLangEngineConfig
+from arl.api.config import Config
 from arl.api.engine import Sampler
+from arl.api.engine_config import SGLangEngineConfig
 from arl.api.errors import ConfigError, first_error
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow

@@ -24,7 +24,7 @@ from arl.api.workflow import Shared
 from arl.rewards import examiner
 from arl.rewards.score import Score
 from arl.rewards.threads import together
-from arl.sandbox import Limits, ProgramOutcome, Sandbox
+from arl.sandbox.contract import Limits, ProgramOutcome, Sandbox
 
 _EXAMINER = Path(examiner.__file__).read_text(encoding="utf-8")
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from arl.algorithm.batch import weigh_tokens
-from arl.algorithm.losses import SFTLoss
-from arl.algorithm.losses.supervised import Pair, PreferenceLoss, RewardModelLoss, paired
+from arl.algorithm.losses.supervised import Pair, PreferenceLoss, RewardModelLoss, SFTLoss, paired
 from arl.api.engine import ModelLimits, TokenLoss, TrainEngine
 from arl.api.errors import DatasetError
 from arl.api.types import NOT_SAMPLED, TrainSequence

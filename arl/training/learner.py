@@ -19,8 +19,7 @@ import torch
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch, loss_weights
-from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.reinforcement import ValueLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import Saving, TrainEngine

@@ -19,7 +19,8 @@ from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.threads import CallThreads
-from arl.workflow.proxy import EpisodeSession, OpenAIProxy
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.proxy.session import EpisodeSession
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

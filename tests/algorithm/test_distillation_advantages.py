@@ -9,7 +9,7 @@ from advantage_cases import group, trajectory
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch
-from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.api.algorithm import preset
 from arl.api.engine import PackedTokens, TokenOutputs
 

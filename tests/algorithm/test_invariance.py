@@ -14,8 +14,7 @@ from random_groups import MAX_STALENESS, VERSION, random_groups, reordered, seen
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import loss_weights
-from arl.algorithm.losses import PolicyLoss
-from arl.algorithm.losses.reinforcement import ValueLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.algorithm.losses.selection import selected_tokens
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine import PackedTokens, TokenLoss, TokenLosses, TokenOutputs

@@ -9,7 +9,8 @@ import pytest
 import torch
 from loss_references import Tokens, gradient, joined, packed, policy_loss, random_batch
 
-from arl.algorithm.losses import PolicyLoss, SFTLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss
+from arl.algorithm.losses.supervised import SFTLoss
 from arl.api.algorithm import preset
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.objective import KLCovSelection

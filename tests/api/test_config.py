@@ -5,17 +5,16 @@ from typing import Any
 import pytest
 from pydantic import Field, ValidationError
 
-from arl.api.config import (
-    Config,
+from arl.api.config import Config, RolloutConfig
+from arl.api.engine_config import (
     DeltaWeightsConfig,
     DiskWeightsConfig,
     EngineConfig,
     OptimizerConfig,
-    RolloutConfig,
     SGLangEngineConfig,
     TrainConfig,
+    WeightsConfig,
 )
-from arl.api.engine_config import WeightsConfig
 
 IMPOSSIBLE = [
     ({"rollout": {"batch_size": 0}}, "rollout.batch_size", "greater than 0"),

@@ -16,7 +16,7 @@ from reference import Reference
 from servers import Server, sglang, sglang_python
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from arl.api.config import TrainConfig
+from arl.api.engine_config import TrainConfig
 from arl.engine.tiny import TinyShape, tiny_tokenizer, write_tiny_model
 
 CONTEXT_LENGTH = 8192

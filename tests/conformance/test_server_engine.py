@@ -11,8 +11,8 @@ from protocol_client import Client
 from reference import close, logprobs_across
 from servers import Server
 
-from arl.api.config import ClientConfig, PauseMode
 from arl.api.engine import DiskWeights
+from arl.api.engine_config import ClientConfig, PauseMode
 from arl.api.errors import PromptTooLongError
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine

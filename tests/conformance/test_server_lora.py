@@ -17,8 +17,9 @@ from protocol_client import Client, spans
 from reference import Reference, close
 from servers import Server
 
-from arl.api.config import ClientConfig, Config
+from arl.api.config import Config
 from arl.api.engine import DiskWeights
+from arl.api.engine_config import ClientConfig
 from arl.api.types import ModelRequest, SamplingParams
 from arl.assembly import launch
 from arl.engine.client.sglang import RemoteSGLangEngine

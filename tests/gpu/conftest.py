@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine.fsdp.train_models import MakeEngine, write_model
 
-from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 HERE = Path(__file__).parent

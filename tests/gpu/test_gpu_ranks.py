@@ -12,7 +12,7 @@ import torch.distributed as dist
 from engine.fsdp.train_models import MakeEngine
 from engine.fsdp.train_sequences import LOSS, random_sequences
 
-from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)

@@ -9,8 +9,8 @@ from embedded_server import server_process
 from engine.fsdp.train_models import MakeEngine
 from engine.fsdp.train_sequences import LOSS, random_sequences
 
-from arl.api.config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
 from arl.api.engine import WeightTransport
+from arl.api.engine_config import DiskWeightsConfig, DistributedWeightsConfig, LocalEngineConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

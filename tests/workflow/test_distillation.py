@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from arl.api.config import Config, LogConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from arl.api.config import Config, LogConfig, RolloutConfig
 from arl.api.engine import Sampler
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, ServerError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory, TurnSpan

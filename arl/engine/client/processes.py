@@ -20,7 +20,8 @@ from pathlib import Path
 
 import aiohttp
 
-from arl.api.config import AdapterWeightsConfig, Config, LocalEngineConfig, SGLangProcessesConfig
+from arl.api.config import Config
+from arl.api.engine_config import AdapterWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
 from arl.web.server import allow_many_connections
 

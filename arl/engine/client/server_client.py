@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import aiohttp
 
-from arl.api.config import PauseMode
 from arl.api.engine import TensorSpec, WeightGroup
+from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
 from arl.web.client import JsonClient, Reply
 

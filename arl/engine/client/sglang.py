@@ -27,8 +27,8 @@ from typing import Self
 import aiohttp
 from yarl import URL
 
-from arl.api.config import ClientConfig
 from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.engine_config import ClientConfig
 from arl.api.errors import (
     ArlError,
     ConfigError,

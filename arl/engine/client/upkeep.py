@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from arl.api.config import ClientConfig
 from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.engine_config import ClientConfig
 from arl.api.errors import ArlError, ServerError, ServerFailedError, TransportError, first_error
 from arl.engine.client.server_client import Greeting, ServerClient, difference, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState

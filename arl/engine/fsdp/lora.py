@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from arl.api.config import LoRAConfig
+from arl.api.engine_config import LoRAConfig
 from arl.api.errors import ConfigError, ModelError, TransportError
 from arl.engine.fsdp.model import LoadedModel, whole_directory
 from arl.engine.fsdp.parallel import whole_tensor

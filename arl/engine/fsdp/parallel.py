@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from arl.api.config import TrainConfig
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, packed_attention
 from arl.engine.fsdp.policy import TokenModel, transformer_layers

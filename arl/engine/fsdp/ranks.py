@@ -30,13 +30,14 @@ import torch.distributed as dist
 from ray.exceptions import RayError, RayTaskError
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
 
-from arl.api.config import TrainConfig
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import ArlError, EngineClosedError, TrainingError
+from arl.engine.fsdp.lora import RankAdapter
 from arl.engine.fsdp.minibatch import PackedSequences
 from arl.engine.fsdp.ray_cluster import Placement
 from arl.engine.fsdp.saving import RankSaving
-from arl.engine.fsdp.snapshot import RankAdapter, RankSnapshot
+from arl.engine.fsdp.snapshot import RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 _THREADS = {"training": 1, "beside": 64, "leaving": 4}

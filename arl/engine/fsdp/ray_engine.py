@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arl.api.config import TrainConfig
 from arl.api.engine import Head, ModelLimits, Output, TensorSpec, TokenLoss, WeightGroup
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence, new_id
 from arl.engine.fsdp.minibatch import PackedSequences, divide

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from arl.algorithm.packing import pack
 from arl.algorithm.prefix_tree import prefix_order
-from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, EngineClosedError
 from arl.api.types import TrainSequence
-from arl.engine.fsdp.lora import Adapters
+from arl.engine.fsdp.lora import Adapters, RankAdapter
 from arl.engine.fsdp.minibatch import (
     Microbatch,
     MinibatchTally,
@@ -40,7 +40,7 @@ from arl.engine.fsdp.model import ModelWriter, load_model, model_limits
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
 from arl.engine.fsdp.policy import Critic, Policy, Reference, local_shard
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
-from arl.engine.fsdp.snapshot import RankAdapter, RankSnapshot, SnapshotTaker
+from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
 
 _OUTPUTS: dict[Head, tuple[Output, ...]] = {
     "policy": ("logprobs", "reference_logprobs"),

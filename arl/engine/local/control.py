@@ -12,8 +12,8 @@ import torch
 from aiohttp import web
 from pydantic import Field, NonNegativeInt
 
-from arl.api.config import PauseMode
 from arl.api.engine import WeightGroup
+from arl.api.engine_config import PauseMode
 from arl.engine.local.received_weights import WeightReceiver, WeightsError, named, read_directory
 from arl.engine.local.scheduler import Scheduler
 from arl.web.bodies import RequestBody, RequestError

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from arl.api.config import PauseMode
+from arl.api.engine_config import PauseMode
 from arl.api.errors import EngineClosedError
 from arl.engine.local.adapters import Adapter
 from arl.engine.local.runner import ModelRunner

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from arl.api.config import DeltaWeightsConfig
 from arl.api.engine import Snapshot, TrainEngine, WeightServer
+from arl.api.engine_config import DeltaWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights.disk import DiskTransport, WrittenWeights
 from arl.engine.weights.package import Replica, WrongBaseError, delta_package, survey, whole_package

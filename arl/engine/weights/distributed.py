@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
-from arl.api.config import DistributedWeightsConfig
 from arl.api.engine import (
     InferenceEngine,
     Snapshot,
@@ -26,6 +25,7 @@ from arl.api.engine import (
     WeightServer,
     WeightUpdate,
 )
+from arl.api.engine_config import DistributedWeightsConfig
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
 from arl.engine.weights.disk import submitted
 from arl.engine.weights.sender import byte_size, ranges

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
-from arl.api.config import ClientConfig
+from arl.api.engine_config import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
 

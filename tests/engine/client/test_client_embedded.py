@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from embedded_server import server_here
 
-from arl.api.config import ClientConfig, PauseMode
 from arl.api.engine import DiskWeights
+from arl.api.engine_config import ClientConfig, PauseMode
 from arl.api.errors import PromptTooLongError
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from protocol_server import Server, ask, assert_seamless, outcome, over
 
-from arl.api.config import ClientConfig
 from arl.api.engine import DiskWeights
+from arl.api.engine_config import ClientConfig
 from arl.api.errors import ConfigError, EngineClosedError, PromptTooLongError, ServerError
 from arl.api.types import ModelRequest, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine

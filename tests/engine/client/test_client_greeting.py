@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from protocol_server import Server, ask, over
 
-from arl.api.config import ClientConfig
+from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError
 from arl.engine.client.sglang import RemoteSGLangEngine
 

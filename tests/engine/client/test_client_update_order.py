@@ -6,8 +6,8 @@ import pytest
 from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import ScriptedWeights, raising, waiting, weights
 
-from arl.api.config import ClientConfig
 from arl.api.engine import WeightServer
+from arl.api.engine_config import ClientConfig
 from arl.api.errors import ConfigError, ServerError, TrainingError, TransportError
 from arl.engine.client.sglang import RemoteSGLangEngine
 

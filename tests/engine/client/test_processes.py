@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from arl.api.config import Config, LocalEngineConfig, SGLangProcessesConfig
+from arl.api.config import Config
+from arl.api.engine_config import LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError
 from arl.engine.client import processes
 from arl.engine.client.processes import adapter_options, local_servers, sglang_servers
@@ -212,7 +213,7 @@ async def test_errors_and_cancellation_of_the_block_stop_the_servers_and_pass(pl
 RUN = """
 import asyncio, signal, sys
 from pathlib import Path
-from arl.api.config import LocalEngineConfig, SGLangProcessesConfig
+from arl.api.engine_config import LocalEngineConfig, SGLangProcessesConfig
 from arl.engine.client import processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that it is ignored
 notes, tmp, script = sys.argv[1:]

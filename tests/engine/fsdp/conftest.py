@@ -7,8 +7,8 @@ import pytest
 from train_models import MakeEngine, write_critic, write_model
 from train_ranks import Ranks
 
-from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import Head
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 

@@ -12,8 +12,8 @@ from train_models import MakeEngine, write_model
 from train_sequences import LOSS, random_sequences, same
 from train_variants import VARIANTS
 
-from arl.api.config import OptimizerConfig
 from arl.api.engine import Output
+from arl.api.engine_config import OptimizerConfig
 from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.engine.fsdp import saving as checkpoint
 

@@ -15,7 +15,7 @@ from transformers import (
     Glm4MoeForCausalLM,
 )
 
-from arl.algorithm.losses import SFTLoss
+from arl.algorithm.losses.supervised import SFTLoss
 from arl.engine.fsdp import model as module
 from arl.engine.tiny import tiny_tokenizer
 

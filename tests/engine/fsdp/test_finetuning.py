@@ -14,8 +14,8 @@ from train_variants import PAIRS, pairs
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from arl.algorithm.losses.supervised import PreferenceLoss
-from arl.api.config import OptimizerConfig
 from arl.api.engine import ModelLimits, PackedTokens, TokenLosses, TokenOutputs
+from arl.api.engine_config import OptimizerConfig
 from arl.api.errors import ConfigError, DatasetError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import TrainSequence

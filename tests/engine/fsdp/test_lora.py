@@ -18,8 +18,8 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import Head, TokenLoss
+from arl.api.engine_config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, ModelError, TransportError
 from arl.engine.fsdp.lora import LoRAOrigin
 from arl.engine.fsdp.saving import _check_origin

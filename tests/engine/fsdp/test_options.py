@@ -12,8 +12,8 @@ from train_models import MakeEngine
 from train_sequences import LOSS, random_sequences
 from train_variants import OPTIMIZER, weights_of
 
-from arl.api.config import TrainConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError
 from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -15,8 +15,8 @@ from train_variants import NOT_COMPARED, assert_same_tensors, weights_of
 
 from arl.algorithm.batch import Batch
 from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import OptimizerConfig, TrainConfig
 from arl.api.engine import Head, TokenLoss
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.presets import PRESETS
 from arl.api.types import NOT_SAMPLED, Group, TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -14,7 +14,7 @@ from train_ranks import Ranks, Report
 from train_sequences import LOSS, assert_same_metrics, assert_same_rows, random_sequences, share_of
 from train_variants import LORA, NOT_COMPARED, OPTIMIZER, VARIANTS, Variant, assert_same_tensors
 
-from arl.api.config import TrainConfig
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.parallel import loading_turn

@@ -15,8 +15,8 @@ from train_sequences import LOSS, assert_same_metrics, assert_same_rows, assert_
 from train_variants import LORA, OPTIMIZER, assert_same_tensors
 from transformers import AutoConfig
 
-from arl.api.config import TrainConfig
 from arl.api.engine import TokenLoss
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.model import model_limits

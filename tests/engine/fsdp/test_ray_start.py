@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from arl.api.config import TrainConfig
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError, TrainingError
 from arl.engine.fsdp.ray_cluster import Placement, RayLease, _as_ray_starts
 from arl.engine.fsdp.ray_engine import RayTrainEngine

@@ -9,7 +9,7 @@ from train_models import MakeEngine, load_twin
 from train_sequences import LOSS, random_sequences, same, twin_logprobs
 from train_variants import weights_of
 
-from arl.api.config import LoRAConfig, OptimizerConfig
+from arl.api.engine_config import LoRAConfig, OptimizerConfig
 from arl.api.errors import CheckpointError, ConfigError
 from arl.engine.fsdp.policy import transformer_layers
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -10,8 +10,8 @@ import torch
 from train_models import MakeEngine, load_twin
 from train_sequences import LOSS, assert_same_weights, random_sequences, same, twin_steps
 
-from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+from arl.api.engine_config import OptimizerConfig
 from arl.api.errors import ConfigError, EngineClosedError
 from arl.engine.fsdp.policy import transformer_layers
 from arl.engine.fsdp.train_engine import learning_rate

@@ -23,7 +23,7 @@ from train_variants import OPTIMIZER
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from arl.api.config import TrainConfig
+from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError, ModelError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.parallel import split_layers

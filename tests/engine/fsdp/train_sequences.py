@@ -9,11 +9,11 @@ from train_models import score_of
 from transformers import PreTrainedModel
 
 from arl.algorithm.batch import weigh_tokens
-from arl.algorithm.losses import PolicyLoss
+from arl.algorithm.losses.reinforcement import PolicyLoss
 from arl.algorithm.packing import balanced_shares
 from arl.api.algorithm import Aggregation, preset
-from arl.api.config import OptimizerConfig
 from arl.api.engine import PackedTokens, TokenLoss, TokenOutputs
+from arl.api.engine_config import OptimizerConfig
 from arl.api.types import TOKEN_FIELDS, TrainSequence
 from arl.engine.fsdp.train_engine import learning_rate
 

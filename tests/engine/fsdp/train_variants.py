@@ -12,8 +12,8 @@ from train_sequences import LOSS, family_sequences, random_sequences
 
 from arl.algorithm.losses.reinforcement import ValueLoss
 from arl.algorithm.losses.supervised import PreferenceLoss, paired
-from arl.api.config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import Head, Output, TokenLoss
+from arl.api.engine_config import LoRAConfig, OptimizerConfig, TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 

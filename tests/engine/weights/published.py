@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arl.api.config import ClientConfig, OptimizerConfig, TrainConfig
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightGroup
+from arl.api.engine_config import ClientConfig, OptimizerConfig, TrainConfig
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, TrainSequence
 from arl.engine.client.sglang import RemoteSGLangEngine

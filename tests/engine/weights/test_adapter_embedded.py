@@ -13,7 +13,8 @@ from agent_script import SayDigits
 from embedded_server import server_here
 from published import Trainee, request
 
-from arl.api.config import AdapterWeightsConfig, ClientConfig, Config, LoRAConfig, OptimizerConfig, TrainConfig
+from arl.api.config import Config
+from arl.api.engine_config import AdapterWeightsConfig, ClientConfig, LoRAConfig, OptimizerConfig, TrainConfig
 from arl.assembly import launch
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine

@@ -15,7 +15,7 @@ from loaders import Loader, Servers
 from mirrors import Mirror, mirror_here
 from safetensors.torch import load, save_file
 
-from arl.api.config import DeltaWeightsConfig
+from arl.api.engine_config import DeltaWeightsConfig
 from arl.api.errors import ServerFailedError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights, Held, MirrorClient

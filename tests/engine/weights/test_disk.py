@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from loaders import AdapterExporter, Exporter, Loader, Servers, Weights
 
-from arl.api.config import AdapterWeightsConfig, Config, DiskWeightsConfig
+from arl.api.config import Config
+from arl.api.engine_config import AdapterWeightsConfig, DiskWeightsConfig
 from arl.api.errors import ServerError, TransportError
 from arl.engine.weights import disk as module
 from arl.engine.weights.disk import DiskTransport
@@ -240,7 +241,7 @@ def test_directories_of_a_host_with_a_longer_name_are_left_alone(tmp_path: Path)
 
 def test_leftovers_of_a_killed_run_are_removed_and_a_living_ones_are_not(tmp_path: Path):
     script = (
-        "import os, sys, pathlib; from arl.api.config import DiskWeightsConfig; "
+        "import os, sys, pathlib; from arl.api.engine_config import DiskWeightsConfig; "
         "from arl.engine.weights.disk import DiskTransport; "
         "t = DiskTransport(DiskWeightsConfig(directory=pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[1])); "
         "print(t.directory, flush=True); sys.stdin.read()"

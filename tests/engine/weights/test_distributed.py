@@ -21,8 +21,8 @@ from loaders import Servers
 from published import HookedEngine, Trainee, trainee
 from safetensors.torch import load_file
 
-from arl.api.config import DistributedWeightsConfig
 from arl.api.engine import TensorSpec, WeightGroup, WeightUpdate
+from arl.api.engine_config import DistributedWeightsConfig
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.engine.weights import distributed

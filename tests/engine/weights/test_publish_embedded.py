@@ -12,8 +12,8 @@ import torch
 from mirrors import mirror_here
 from published import EmbeddedServer, Trainee, client, prompt, request, sequence
 
-from arl.api.config import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
 from arl.api.engine import WeightTransport
+from arl.api.engine_config import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
 from arl.api.types import ModelResponse
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from published import EmbeddedServer, HookedEngine, Trainee, client, request
 
-from arl.api.config import DistributedWeightsConfig
+from arl.api.engine_config import DistributedWeightsConfig
 from arl.api.types import ModelResponse
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.weights.distributed import DistributedTransport

@@ -12,7 +12,7 @@ from published import sequence, towards_advantage, write_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from arl.api.config import OptimizerConfig, TrainConfig
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.engine.fsdp import snapshot as module
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 

@@ -14,7 +14,8 @@ from workflow.scripted_answers import TOKENIZER, calling, decode, ended
 
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, Trajectory
-from arl.workflow.proxy import EpisodeSession, OpenAIProxy
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.proxy.session import EpisodeSession
 
 ASK: list[Any] = [{"role": "user", "content": "Why?"}]
 ADD: dict[str, Any] = {

@@ -13,7 +13,8 @@ from workflow.scripted_answers import calling
 
 from arl.api.scripted import ScriptedEngine
 from arl.engine.tiny import tiny_tokenizer
-from arl.workflow.proxy import EpisodeSession, OpenAIProxy
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.proxy.session import EpisodeSession
 
 ADD: Any = {
     "name": "add",

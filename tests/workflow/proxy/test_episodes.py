@@ -13,8 +13,8 @@ from workflow.scripted_answers import TOKENIZER, decode
 from arl.api.errors import ArlError, TrajectoryError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest
-from arl.workflow.proxy import EpisodeSession, OpenAIProxy
-from arl.workflow.proxy.session import CallCounts
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.proxy.session import CallCounts, EpisodeSession
 
 BODY = {"model": "m", "messages": ASK}
 

@@ -15,7 +15,8 @@ from workflow.scripted_answers import TOKENIZER
 from arl.api.errors import ServerError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
-from arl.workflow.proxy import EpisodeSession, OpenAIProxy
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
+from arl.workflow.proxy.session import EpisodeSession
 
 HI: Any = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]

@@ -18,7 +18,7 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, SamplingParams
 from arl.rewards import InlineReward
 from arl.workflow import sdk_agent
-from arl.workflow.proxy import OpenAIProxy
+from arl.workflow.proxy.openai_proxy import OpenAIProxy
 from arl.workflow.sdk_agent import Command, SDKWorkflow
 
 PROGRAM = Command(arguments=[sys.executable, str(Path(__file__).with_name("chat_program.py"))], env={"MODEL": "mine"})

@@ -22,8 +22,7 @@ from workflow.scripted_answers import TOKENIZER, calling, encode, ended
 from arl.api.errors import ArlError, ServerError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajectory
-from arl.workflow.proxy import OpenAIProxy
-from arl.workflow.proxy.openai_proxy import KEY_HEADER
+from arl.workflow.proxy.openai_proxy import KEY_HEADER, OpenAIProxy
 from arl.workflow.verifiers_workflow import EnvironmentFailedError, VerifiersWorkflow, local_environment
 
 

@@ -22,8 +22,9 @@ from protocol_client import DEADLINE_S, Client
 from weight_trainer import joining as joining_body
 
 from arl.api.errors import ArlError, ConfigError, ModelError
-from arl.engine.local.__main__ import bind, check_arguments, main, parse_arguments, run
+from arl.engine.local.__main__ import check_arguments, main, parse_arguments, run
 from arl.engine.local.running_batch import RunningBatch
+from arl.web.server import bind
 
 PROMPT = [10, 11, 12, 13]
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
