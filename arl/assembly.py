@@ -19,6 +19,7 @@ from arl.api.algorithm import AlgorithmConfig
 from arl.api.config import Config
 from arl.api.engine import Head, InferenceEngine, TrainEngine, WeightTransport
 from arl.api.engine_config import (
+    DEFAULT_CONTEXT_LENGTH,
     AdapterWeightsConfig,
     DeltaWeightsConfig,
     DistributedWeightsConfig,
@@ -303,7 +304,7 @@ def _check_room(config: Config, workflow: RolloutWorkflow, of_model: int | None)
     of_model: the model's context in tokens, if it has a limit.
     """
     engine = config.engine
-    of_server = engine.context_length or 4096 if isinstance(engine, LocalEngineConfig) else None  # see its docstring
+    of_server = (engine.context_length or DEFAULT_CONTEXT_LENGTH) if isinstance(engine, LocalEngineConfig) else None
     limit = min((length for length in (of_model, of_server) if length is not None), default=None)
     if isinstance(workflow, AgentWorkflow) and limit is not None and workflow.sampling.max_new_tokens >= limit:
         raise ConfigError(

@@ -13,6 +13,9 @@ from arl.api.settings import Section
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
+DEFAULT_CONTEXT_LENGTH = 4096
+"""The most tokens of prompt plus response that the embedded server takes unless it is told otherwise."""
+
 # Inference servers.
 
 

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from arl.api.engine_config import DEFAULT_CONTEXT_LENGTH
 from arl.api.errors import ConfigError, ModelError
 from arl.engine.local.adapters import LoadedAdapters
 from arl.engine.local.received_weights import StoredForm, check_fit
 from arl.engine.local.slot_attention import SLOT_ATTENTION, CacheShape, Chunk, SlotBatch, SlotCache
 
-_DEFAULT_CONTEXT = 4096
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
 _HEAD_ROWS = 256
@@ -217,7 +217,7 @@ def _dtype(name: str) -> torch.dtype:
 def _context_length(config: Any, wanted: int | None) -> int:
     limit = config.max_position_embeddings
     if wanted is None:
-        return min(limit, _DEFAULT_CONTEXT)
+        return min(limit, DEFAULT_CONTEXT_LENGTH)
     if wanted > limit:
         raise ModelError(f"context_length is {wanted}; the model has positions for {limit} tokens at most")
     return wanted
