@@ -46,7 +46,8 @@ from arl.rollout.group import GroupRules
 from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display
 from arl.training.learner import Learner, TrainThread
-from arl.training.metrics import Evaluator, RunLog, RunTotals, make_run_dir
+from arl.training.metrics import Evaluator, RunTotals
+from arl.training.run_files import RunLog, make_run_dir
 from arl.training.trainer import Trainer
 from arl.workflow.agent import AgentWorkflow
 from arl.workflow.teachers import DistillationWorkflow

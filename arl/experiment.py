@@ -21,7 +21,8 @@ from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
-from arl.training.metrics import Evaluation, make_run_dir, plot_run, read_jsonl, write_atomically
+from arl.training.metrics import Evaluation
+from arl.training.run_files import make_run_dir, plot_run, read_jsonl, write_atomically
 
 if TYPE_CHECKING:
     from arl.training.trainer import Trainer

@@ -49,7 +49,7 @@ from arl.cli import load_config
 from arl.engine.fsdp.model import load_tokenizer
 from arl.rewards import InlineReward
 from arl.rollout.buffer import ReplayBuffer
-from arl.training.metrics import read_jsonl, write_atomically
+from arl.training.run_files import read_jsonl, write_atomically
 from arl.training.trainer import Trainer
 from arl.workflow.teachers import DistillationWorkflow
 

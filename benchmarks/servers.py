@@ -35,7 +35,7 @@ from arl.assembly import launch
 from arl.cli import load_config
 from arl.engine.fsdp.model import load_tokenizer
 from arl.rewards import InlineReward
-from arl.training.metrics import read_jsonl, write_atomically
+from arl.training.run_files import read_jsonl, write_atomically
 
 WINDOW = 5
 ROOT = Path(__file__).parents[1]

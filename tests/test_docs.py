@@ -28,7 +28,7 @@ from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
-from arl.training.metrics import read_jsonl
+from arl.training.run_files import read_jsonl
 from arl.workflow.proxy import anthropic, chat, responses
 from arl.workflow.teachers import ModelServer, TeacherClient
 

@@ -20,7 +20,7 @@ from arl.api.types import SamplingParams
 from arl.assembly import _check_critics_tokens, _check_room, launch, load_train_engine
 from arl.engine.tiny import write_tiny_model
 from arl.rewards import NumericMatch
-from arl.training.metrics import read_jsonl
+from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.teachers import DistillationWorkflow
 from tests.agent_script import TOKENIZER, SayDigits

@@ -18,7 +18,7 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, ModelRequest, SamplingParams, StepStats, Trajectory, TurnSpan
 from arl.api.workflow import ExampleRecord, RolloutWorkflow
 from arl.assembly import launch
-from arl.training.metrics import read_jsonl
+from arl.training.run_files import read_jsonl
 
 EXAMPLES = [{"number": number} for number in range(12)]
 

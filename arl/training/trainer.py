@@ -40,13 +40,13 @@ from arl.training.learner import Learner, TrainThread
 from arl.training.metrics import (
     Evaluation,
     Evaluator,
-    RunLog,
     RunTotals,
     batch_metrics,
     episode_rewards,
     publish_metrics,
     reward_metrics,
 )
+from arl.training.run_files import RunLog
 
 log = logging.getLogger(__name__)
 

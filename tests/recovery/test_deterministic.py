@@ -18,7 +18,7 @@ from arl.api.engine import Sampler, UpdateStats, WeightUpdate
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.engine.tiny import TinyShape, write_tiny_model
-from arl.training.metrics import read_jsonl
+from arl.training.run_files import read_jsonl
 
 STEPS, GROUP_SIZE = 7, 3
 

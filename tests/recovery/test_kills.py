@@ -14,7 +14,7 @@ import pytest
 
 from arl.api.types import Group
 from arl.training.checkpoint import Checkpoints, read_groups
-from arl.training.metrics import read_jsonl
+from arl.training.run_files import read_jsonl
 
 HERE = Path(__file__).parent
 NUM_EXAMPLES, BATCH_SIZE = 17, 2

@@ -15,7 +15,7 @@ from test_kills import check_ledger
 
 from arl.engine.tiny import write_tiny_model
 from arl.training.checkpoint import Checkpoints, read_groups
-from arl.training.metrics import read_jsonl
+from arl.training.run_files import read_jsonl
 
 HERE = Path(__file__).parent
 MARK = "ARL_TEST_RUN"

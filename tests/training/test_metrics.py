@@ -9,15 +9,8 @@ from training.records import group, stats, trajectory
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
 from arl.api.types import Group, Trajectory, TurnSpan
-from arl.training.metrics import (
-    Evaluation,
-    RunLog,
-    batch_metrics,
-    episode_rewards,
-    plot_run,
-    read_jsonl,
-    reward_metrics,
-)
+from arl.training.metrics import Evaluation, batch_metrics, episode_rewards, reward_metrics
+from arl.training.run_files import RunLog, plot_run, read_jsonl
 
 QUIET = LogConfig(console=False, trajectories=3)
 

@@ -17,7 +17,7 @@ from arl.api.types import Group, StepStats
 from arl.rollout.ledger import GroupOutcome
 from arl.training.checkpoint import Checkpoints
 from arl.training.learner import Learner, PreparedBatch
-from arl.training.metrics import read_jsonl
+from arl.training.run_files import read_jsonl
 
 
 async def test_each_iteration_trains_and_publishes_one_batch(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
 from arl.training.checkpoint import Checkpoints
 from arl.training.learner import Learner, TrainThread
-from arl.training.metrics import Evaluator, RunLog, RunTotals
+from arl.training.metrics import Evaluator, RunTotals
+from arl.training.run_files import RunLog
 from arl.training.trainer import Trainer
 
 EXAMPLES = [{"number": n} for n in range(64)]

@@ -1,0 +1,168 @@
+"""The files of a run: RunLog writes metrics, trajectories and evaluations as JSONL, and plot_run draws them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from arl.api.config import LogConfig
+from arl.api.errors import ConfigError, RunFileError
+from arl.api.types import Group, StepStats
+from arl.training.display import Display
+from arl.training.metrics import Evaluation
+
+
+class RunLog:
+    """Writes a run's files, and shows its steps and evaluations. Not thread-safe. Raises RunFileError.
+
+    A resumed run cuts the files back to the checkpoint's version, so each version has one line.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        *,
+        display: Display | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """display: None shows nothing. decode: token ids -> text; None: trajectories are written without text."""
+        with _usable(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+        self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
+        self._config = config
+        self._decode = decode
+        self.display = display or Display(console=Console(quiet=True))
+
+    def resume(self, version: int) -> None:
+        """Delete lines of later versions, and torn lines."""
+        for path in self._paths.values():
+            with _usable(path):
+                rows = [row for row in read_jsonl(path) if row["version"] <= version]
+                write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def evaluations(self) -> dict[int, Evaluation]:
+        """By version."""
+        return {row["version"]: Evaluation(**row) for row in read_jsonl(self._paths["evaluations"])}
+
+    def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
+        """advantages: each trajectory's mean over its trained tokens; None without trained tokens."""
+        self._append("metrics", [dict(stats.metrics)])
+        self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages))
+        self.display.step(stats)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._append("evaluations", [asdict(evaluation)])
+        self.display.say(
+            f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
+            f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
+        )
+
+    def _trajectory_rows(
+        self, version: int, groups: Sequence[Group], advantages: Sequence[float | None]
+    ) -> Iterator[dict[str, Any]]:
+        members = [(group, i) for group in groups for i in range(len(group.trajectories))]
+        pairs = zip(members, advantages, strict=True)
+        for (group, i), advantage in islice(pairs, self._config.trajectories):
+            trajectory = group.trajectories[i]
+            row = {
+                "version": version,
+                "group_id": group.group_id,
+                "example_id": group.example_id,
+                "episode": group.episode_indices[i],
+                **asdict(trajectory),
+                "greedy_rewards": dict(group.greedy_rewards),
+                "advantage": advantage,
+            }
+            yield row | ({"text": self._decode(trajectory.token_ids)} if self._decode else {})
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        with _usable(self._paths[name]), self._paths[name].open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Create the directory if needed. Raises ConfigError if it is not writable."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        raise ConfigError(
+            f"run_dir is {run_dir}, where a run cannot write its files: {reason}; set run_dir to a directory that can "
+            "be made or written to"
+        ) from error
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFileError(
+            f"{path} cannot be written or read: {error.strerror or error}; the same command continues from the last "
+            "checkpoint once it can be"
+        ) from error
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of `path`, without a last line that a kill cut short. A missing file has no rows."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file's text in one step: a reader, or a rerun after a kill, finds the whole old or new file."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text)
+    aside.replace(path)
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draw reward, staleness and throughput over wall time from metrics.jsonl into reward.png; return its path.
+
+    Raises ImportError without matplotlib, and names the extra to install.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("plot_run draws with matplotlib; install it with: pip install 'arl[examples]'") from None
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    evaluations = read_jsonl(run_dir / "evaluations.jsonl")
+    seconds_by_version = {0: 0.0, **{row["version"]: row["time_s"] for row in rows}}
+    seconds = [row["time_s"] for row in rows]
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    reward, staleness, throughput = figure.subplots(3, 1, sharex=True)
+    reward.plot(seconds, [row["reward"] for row in rows], label="training batch")
+    at = [seconds_by_version.get(row["version"], 0.0) for row in evaluations]
+    reward.plot(at, [row["reward"] for row in evaluations], "o", label="held out")
+    shown = [row["reward"] for row in (*rows, *evaluations)]
+    if shown and min(shown) >= 0 and max(shown) <= 1:
+        reward.set(ylim=(-0.02, 1.02))
+    reward.set(ylabel="reward", title="arl: reward, staleness and throughput over wall time")
+    reward.legend(loc="lower right")
+    staleness.plot(seconds, [row["staleness/max"] for row in rows], label="oldest token")
+    staleness.plot(seconds, [row["staleness/mean"] for row in rows], label="mean")
+    staleness.set(ylabel="staleness (versions)", ylim=(-0.1, None))
+    staleness.legend(loc="lower right")
+    throughput.plot(seconds, [row["samples_per_s"] for row in rows])
+    throughput.set(ylabel="episodes trained per second", xlabel="wall time (s)", ylim=(0, None))
+    path = run_dir / "reward.png"
+    figure.savefig(path, dpi=120)
+    return path
