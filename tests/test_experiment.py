@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -304,3 +305,12 @@ async def test_an_object_that_is_not_a_workflow_is_refused_before_anything_start
         async with launch(settings(tmp_path / "run"), workflow=workflow, dataset=EXAMPLES):
             pass
     assert not (tmp_path / "run").exists()
+
+
+def test_a_decorator_may_make_a_workflow_async() -> None:
+    class Threaded(Numbers):
+        @wraps(Blocking.arun_episode)
+        async def arun_episode(self, engine: Any, data: Any) -> Any:
+            return await asyncio.to_thread(Blocking.arun_episode, self, engine, data)
+
+    setup(workflow=Threaded())

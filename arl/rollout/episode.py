@@ -218,7 +218,7 @@ def check_workflow(workflow: object) -> None:
         raise ConfigError(
             f"workflow is a {type(workflow).__name__}; pass an instance of a subclass of arl.RolloutWorkflow"
         )
-    if not inspect.iscoroutinefunction(inspect.unwrap(workflow.arun_episode)):
+    if not inspect.iscoroutinefunction(inspect.unwrap(workflow.arun_episode, stop=inspect.iscoroutinefunction)):
         raise ConfigError(
             f"{type(workflow).__name__}.arun_episode is not a coroutine function; declare it with `async def`"
         )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import compress
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, Self
+from weakref import WeakKeyDictionary
 
 from arl.api.engine import Sampler
 from arl.api.errors import (
@@ -156,7 +157,7 @@ class ModelServer(JsonClient):
     ) -> None:
         super().__init__(url, api_key=api_key, max_concurrent=max_concurrent, timeout_s=timeout_s, retries=retries)
         self._tokenizer = tokenizer
-        self._greeting = asyncio.Lock()
+        self._greetings: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self._failure: ArlError | None = None
         """The last one of a greeting."""
         self._info: Mapping[str, Any] | None = None
@@ -174,11 +175,6 @@ class ModelServer(JsonClient):
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    async def aclose(self) -> None:
-        """Close this event loop's connections. Idempotent; a later call opens others."""
-        self._greeting = asyncio.Lock()  # a lock stays with the event loop in which someone waited for it
-        await super().aclose()
-
     async def info(self) -> Mapping[str, Any]:
         """The server's description of its model, requested once. Raises ServerError; ModelError if the model is of the
         wrong kind, or its vocabulary is not the tokenizer's.
@@ -188,7 +184,7 @@ class ModelServer(JsonClient):
         if self._info is not None:
             return self._info
         before = self._failure
-        async with self._greeting:
+        async with self._greetings.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             if self._info is not None:
                 return self._info
             if (failure := self._failure) and failure is not before:  # of a call for which this one waited

@@ -208,6 +208,19 @@ def test_a_client_serves_one_event_loop_after_another() -> None:
     asyncio.run(once(teacher))
 
 
+def test_calls_wait_for_a_greeting_in_one_event_loop_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def greet(_: TeacherClient) -> None:
+        await asyncio.sleep(0)
+        raise ServerError("starting")
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(teacher.info(), teacher.info(), return_exceptions=True)
+
+    monkeypatch.setattr(TeacherClient, "_greet", greet)
+    teacher = TeacherClient("http://nowhere")
+    assert [type(answer) for _ in range(2) for answer in asyncio.run(both())] == [ServerError] * 4
+
+
 async def test_calls_that_wait_for_the_greeting_share_its_failure() -> None:
     async with language_model() as served:
         teacher = TeacherClient(served.url, retries=0)
