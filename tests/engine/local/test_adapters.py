@@ -84,8 +84,9 @@ def test_a_name_that_was_given_anew_finds_nothing_of_the_adapter_before(
         batch._runner.adapters.remove("same")
 
 
+@pytest.mark.parametrize("is_retracted", [False, True])
 def test_requests_under_way_and_waiting_keep_an_adapter_that_is_unloaded(
-    make_batch: Callable[..., RunningBatch], adapters: Path, references: dict[str, Reference]
+    make_batch: Callable[..., RunningBatch], adapters: Path, references: dict[str, Reference], is_retracted: bool
 ) -> None:
     batch = make_batch(max_rows=1)
     load(batch, "one", adapters / "one")
@@ -94,6 +95,8 @@ def test_requests_under_way_and_waiting_keep_an_adapter_that_is_unloaded(
     batch.add(waiting)
     step_until_sampled(batch, running, 3)
     batch._runner.adapters.remove("one")
+    if is_retracted:
+        batch.retract()
     run_all(batch)
     for job in (running, waiting):
         references["one"].check(job)

@@ -29,7 +29,7 @@ def test_a_prompt_that_was_half_computed_when_the_weights_changed_goes_on_with_w
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_no_cache_of_old_weights_serves_a_later_request(
+def test_no_cache_of_old_weights_serves_a_later_request_and_that_of_new_ones_does(
     batch: RunningBatch, other_reference: Reference, other_weights: Weights, is_running: bool
 ) -> None:
     first = make_job(prompt_of(40, 1), max_new_tokens=20)
@@ -40,8 +40,11 @@ def test_no_cache_of_old_weights_serves_a_later_request(
     run_all(batch, [same_prompt])
     next_turn = make_job([*first.input_ids, *first.output_ids, 7], max_new_tokens=20)
     run_all(batch, [next_turn])
-    other_reference.check(same_prompt)
-    other_reference.check(next_turn)
+    last_turn = make_job([*next_turn.input_ids, *next_turn.output_ids, 7])
+    run_all(batch, [last_turn])
+    assert last_turn.cached_tokens == len(last_turn.input_ids) - 2
+    for job in (same_prompt, next_turn, last_turn):
+        other_reference.check(job)
 
 
 @pytest.mark.parametrize(

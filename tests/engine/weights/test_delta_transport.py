@@ -16,7 +16,7 @@ from mirrors import Mirror, mirror_here
 from safetensors.torch import load, save_file
 
 from arl.api.engine_config import DeltaWeightsConfig
-from arl.api.errors import ServerFailedError, TransportError
+from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.engine.weights.delta import Compared, DeltaTransport, DeltaWeights, Held, MirrorClient
 from arl.engine.weights.package import PackageHeader, WrongBaseError
@@ -172,16 +172,23 @@ async def test_a_base_that_was_lost_between_question_and_delta_costs_all_of_it(
     assert (await publish(setup, model, 0)).num_bytes > FULL
 
 
-async def test_a_whole_package_that_a_mirror_refuses_may_be_taken_later(
+async def test_a_whole_package_that_a_mirror_refuses_or_loses_may_be_taken_later(
     setup: Setup, model: Model, monkeypatch: pytest.MonkeyPatch
 ):
     async def refuse(self: MirrorClient, num_bytes: int, pieces: object) -> Held:
         raise WrongBaseError("version 0 came out with another checksum than the package has")
 
+    async def take_anothers(self: MirrorClient, num_bytes: int, pieces: object) -> Held:
+        return Held(checksum="a" * 64, directory=setup.mirrors[0].directory)
+
     update = setup.transport.snapshot(model)
-    monkeypatch.setattr(MirrorClient, "put", refuse)
-    with pytest.raises(ServerFailedError, match="another checksum"):
-        await update.prepare(setup.servers[0])  # type: ignore[arg-type]
+    for put, kind, sentence in (
+        (refuse, ServerFailedError, "another checksum"),
+        (take_anothers, ServerError, "is it shared"),
+    ):
+        monkeypatch.setattr(MirrorClient, "put", put)
+        with pytest.raises(kind, match=sentence):
+            await update.prepare(setup.servers[0])  # type: ignore[arg-type]
     monkeypatch.undo()
     await update.prepare(setup.servers[0])  # type: ignore[arg-type]
     assert setup.mirrors[0].versions == [0]
