@@ -103,7 +103,10 @@ class Exporter(ScriptedTrainEngine):
 
 
 class AdapterExporter(Exporter):
-    """Has adapters too."""
+    """Has adapters, and no model that anyone may ask for."""
 
     def snapshot_adapter(self) -> Weights:
-        return self.snapshot()
+        return super().snapshot()
+
+    def snapshot(self) -> Weights:
+        raise NotImplementedError
