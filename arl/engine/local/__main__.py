@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("arl.engine.local")
 
-_DIED = 1
-
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m arl.engine.local", description="Serve a model to arl.")
@@ -62,13 +60,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Check the arguments before any heavy import. Raises ConfigError or ModelError."""
     model = Path(args.model)
     if not model.is_dir():
-        raise ModelError(
-            f"--model is {args.model!r}, which is not a directory; give a local Hugging Face model directory"
-        )
+        raise ModelError(f"--model is {args.model!r}, which is not a directory; give a Hugging Face model directory")
     if not (model / "config.json").is_file():
-        raise ModelError(
-            f"--model is {args.model!r}, which holds no config.json; it is not a Hugging Face model directory"
-        )
+        raise ModelError(f"--model is {args.model!r}, which holds no config.json; give a Hugging Face model directory")
     for name in ("num_threads", "max_running_requests", "context_length", "update_timeout_s"):
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -121,7 +115,7 @@ async def run(args: argparse.Namespace, sock: socket.socket) -> int:
                 scheduler.abort(None)
     finally:
         scheduler.close()
-    return _DIED if died.is_set() else 0
+    return int(died.is_set())
 
 
 def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflight) -> web.Application:

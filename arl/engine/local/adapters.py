@@ -67,6 +67,7 @@ class LoadedAdapters:
         }
         self._loaded: dict[str, Adapter] = {}
         self._groups: list[tuple[Adapter, torch.Tensor | None]] = []
+        """The adapters of the next step, each with the indices of its tokens; None for all of them."""
         self._is_installed = False
 
     @property
@@ -82,7 +83,10 @@ class LoadedAdapters:
         if not os.path.isabs(directory) or not Path(directory).is_dir():
             raise WeightsError(f"lora_path is {directory!r}, which is not an absolute path of a directory here")
         scale = _scale(Path(directory, _CONFIG))
-        tensors = _tensors(Path(directory, _WEIGHTS))
+        try:
+            tensors = load_file(file := Path(directory, _WEIGHTS))
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"cannot read {file}: {error}") from error
         layers = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
         factors = {layer.removeprefix(_PREFIX): self._factors(layer, tensors, scale) for layer in sorted(layers)}
         if unknown := sorted(tensors):
@@ -120,14 +124,12 @@ class LoadedAdapters:
 
     def use(self, tokens: Tokens, device: torch.device) -> None:
         """Set the adapters of the next step's tokens."""
-        self._groups = []
-        present = dict.fromkeys(adapter for adapter, _ in tokens)
-        if None not in present and len(present) == 1:
-            self._groups = [(adapter, None) for adapter in present if adapter is not None]
-            return
-        for adapter in present:
-            if adapter is not None:
-                self._groups.append((adapter, torch.tensor(list(_places(adapter, tokens)), device=device)))
+        owners = dict.fromkeys(owner for owner, _ in tokens)
+        self._groups = [
+            (owner, None if len(owners) == 1 else torch.tensor(list(_places(owner, tokens)), device=device))
+            for owner in owners
+            if owner is not None
+        ]
 
     def _adapted(
         self, name: str, own: Callable[[torch.Tensor], torch.Tensor]
@@ -169,14 +171,5 @@ def _scale(file: Path) -> float:
     if asked := [name for name in _UNSUPPORTED if config.get(name)]:
         raise WeightsError(f"{file.parent} needs {named(asked)}, which this server does not support")
     if config.get("bias", "none") != "none":
-        raise WeightsError(
-            f"{file.parent} trains biases (bias is {config['bias']}), which this server does not support"
-        )
+        raise WeightsError(f"{file.parent} trains biases (bias={config['bias']}), which this server does not support")
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-
-
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"cannot read {file}: {error}") from error

@@ -34,8 +34,6 @@ B = TypeVar("B", bound=RequestBody)
 
 
 class Info:
-    """The endpoints that only read. settings: what the server was started with."""
-
     def __init__(self, scheduler: Scheduler, settings: Mapping[str, Any]) -> None:
         self._scheduler = scheduler
         self._settings = settings
@@ -75,11 +73,7 @@ class Info:
 def build_app(
     scheduler: Scheduler, inflight: Inflight, settings: Mapping[str, Any], api_key: str | None
 ) -> web.Application:
-    """The application over one scheduler.
-
-    settings: what the server was started with, for /server_info; the application uses `device`, `model_path` and
-    `update_timeout_s`.
-    """
+    """The application over one scheduler. settings: what the server was started with, for /server_info."""
     info, control, generation = Info(scheduler, settings), Control(scheduler), Generation(scheduler, inflight)
     weights = Weights(scheduler, settings["device"], settings["update_timeout_s"])
     key = [require_key(api_key)] if api_key else []

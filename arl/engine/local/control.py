@@ -33,8 +33,6 @@ class PauseBody(RequestBody):
 
 
 class Control:
-    """The endpoints that act on requests."""
-
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
@@ -103,9 +101,7 @@ class JoinBody(GroupBody):
     def group(self) -> WeightGroup:
         """Raises RequestError for a rank that the group does not have."""
         if not 0 < self.rank_offset < self.world_size:
-            raise RequestError(
-                f"rank_offset is {self.rank_offset}; it must be between 1 and world_size - 1 = {self.world_size - 1}"
-            )
+            raise RequestError(f"rank_offset is {self.rank_offset}; it must be between 1 and {self.world_size - 1}")
         return WeightGroup(
             name=self.group_name,
             address=self.master_address,
@@ -124,10 +120,7 @@ class LoadAdapterBody(UnloadAdapterBody, takes_empty=True):
 
 
 class Weights:
-    """The endpoints that change weights and adapters. One thread does the work with files and trainers, in their order.
-
-    So a client that goes away during a call does not stop its work, and the event loop never blocks.
-    """
+    """The endpoints of weights and adapters. One thread does the work, in order: a client that leaves stops nothing."""
 
     def __init__(self, scheduler: Scheduler, device: str, update_timeout_s: float) -> None:
         self._scheduler = scheduler
@@ -140,7 +133,6 @@ class Weights:
         return asyncio.get_running_loop().run_in_executor(self._working, work)
 
     async def _do(self, message: str, work: Callable[[], None]) -> Any:
-        """Run `work` on the weights' thread and answer with its message of success."""
         try:
             await self._start(work)
         except WeightsError as error:

@@ -18,16 +18,8 @@ from arl.engine.local.scheduler import Scheduler
 from arl.engine.local.sequences import Job
 from arl.web.bodies import Integers, RequestBody, RequestError, Strings
 
-_NO_LANGUAGE_MODEL = "this server has a reward model, which scores sequences and generates none; ask POST /classify"
-_NO_REWARD_MODEL = (
-    "this server has a language model; /classify is for reward models, that is, model directories whose architecture "
-    "is one ForSequenceClassification"
-)
-
 
 class SamplingBody(RequestBody):
-    """A sampling_params object."""
-
     max_new_tokens: int
     """0 computes the prompt alone."""
     temperature: float = 1.0
@@ -118,8 +110,6 @@ class Inflight:
 
 
 class Generation:
-    """The handlers."""
-
     def __init__(self, scheduler: Scheduler, inflight: Inflight) -> None:
         self._scheduler = scheduler
         self._inflight = inflight
@@ -129,7 +119,7 @@ class Generation:
 
     async def generate(self, body: GenerateBody) -> Any:
         if self._model.is_scorer:
-            raise RequestError(_NO_LANGUAGE_MODEL)
+            raise RequestError("this server has a reward model, which scores and generates nothing; ask POST /classify")
         job = self._job(body)
         await self._inflight.run(self._scheduler, job)
         answer = {"output_ids": job.output_ids, "meta_info": self._meta_info(job, body.return_logprob)}
@@ -200,7 +190,7 @@ class Generation:
 
     async def classify(self, body: ClassifyBody) -> Any:
         if not self._model.is_scorer:
-            raise RequestError(_NO_REWARD_MODEL)
+            raise RequestError("this server has a language model; /classify is for reward models")
         self._check_prompt(body.input_ids)
         job = Job(rid=body.rid, input_ids=body.input_ids, sampling=SamplingParams(max_new_tokens=1))
         await self._inflight.run(self._scheduler, job)

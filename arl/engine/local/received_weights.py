@@ -70,10 +70,7 @@ class StoredForm:
 
 
 def read_directory(directory: str, shapes: Shapes, is_tied: bool) -> dict[str, torch.Tensor]:
-    """The weights of a Hugging Face model directory (safetensors, one file or sharded).
-
-    shapes and is_tied: the served model's. Raises WeightsError unless the weights have exactly these shapes.
-    """
+    """A model directory's safetensors. Raises WeightsError unless their shapes are the served model's, exactly."""
     if not os.path.isabs(directory):
         raise WeightsError(f"model_path is {directory!r}; send the absolute path of a directory this server can read")
     tensors: dict[str, torch.Tensor] = {}
@@ -132,18 +129,13 @@ Expected = tuple[str, str, Sequence[int]]
 
 @dataclass(slots=True)
 class _Transaction:
-    """The tensors received since begin_weight_update."""
-
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     weight_version: str = ""
     failure: str | None = None
 
 
 def join_group(group: WeightGroup, rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Join a trainer's group, beside any other group of this process; returns when all ranks have joined.
-
-    Raises RuntimeError when the group does not gather in time.
-    """
+    """Join a trainer's group, beside others of this process, once all ranks have. Raises RuntimeError if they don't."""
     gathering = rendezvous(f"tcp://{group.address}:{group.port}", rank, group.world_size, timeout=timeout)
     store, _, _ = next(gathering)
     return form_group(store, group, rank, timeout)
@@ -211,14 +203,9 @@ class WeightReceiver:
         self._open = _Transaction()
 
     def receive(self, group_name: str, expected: Sequence[Expected], weight_version: str) -> None:
-        """Receive rank 0's broadcast of bytes, in which the expected tensors lie end to end, into the transaction.
-
-        weight_version: the weights' version once they are loaded, unless a later call sets another.
-        """
+        """Receive rank 0's broadcast, in which the expected tensors lie end to end. The last call's version counts."""
         if self._open is None:
-            raise WeightsError(
-                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
-            )
+            raise WeightsError("no weight-update session is open; call begin_weight_update() first")
         try:
             buffer, tensors = _buffer(expected, self._device)
             self._fill(buffer, group_name)
@@ -240,10 +227,7 @@ class WeightReceiver:
             raise WeightsError(f"receiving from the group {group_name!r} failed: {first_line(error)}") from error
 
     def end(self) -> tuple[dict[str, torch.Tensor], str]:
-        """Close the transaction: the tensors to load and their version.
-
-        Raises WeightsError, with nothing to apply, if any part of it failed.
-        """
+        """Close the transaction; returns its tensors and their version. Raises WeightsError if a part of it failed."""
         if self._open is None:
             raise WeightsError("no weight-update session is open; call begin_weight_update() first")
         ended, self._open = self._open, None

@@ -54,6 +54,7 @@ class ModelRunner:
     def __init__(self, model_dir: str, *, device: str, dtype: str, max_rows: int, context_length: int | None) -> None:
         self.device = _device(device)
         self.config = _read_config(model_dir)
+        self.vocab_size: int = self.config.vocab_size
         self.tokenizer = _read_tokenizer(model_dir)
         self.context_length = _context_length(self.config, context_length)
         self.is_scorer = any(name.endswith("ForSequenceClassification") for name in self.config.architectures or ())
@@ -70,15 +71,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _try(self) -> None:
-        """Compute a few tokens; refuse a model that does not fit the slot cache. If the shorter way agrees, take it.
-
-        Raises ModelError.
-        """
+        """Compute a few tokens; refuse a model that does not fit the slot cache. If the shorter way agrees, take it."""
         if getattr(getattr(self.model.get_decoder(), "rotary_emb", None), "rope_type", None) == "longrope":
             raise ModelError("the model's rotary embedding (longrope) depends on how long its batch is; use another")
         quicken_norms(self.model)
-        length = min(4, self.context_length)
-        tokens = list(range(min(length, self.vocab_size)))
+        tokens = list(range(min(4, self.context_length, self.vocab_size)))
         whole = StepInput(token_ids=tokens, positions=tokens, chunks=[Chunk(row=0, start=0, length=len(tokens))])
         try:
             wanted, _ = self.forward(whole)
@@ -92,10 +89,6 @@ class ModelRunner:
             agrees = False
         if not agrees:
             self._stack = None
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> tuple[torch.Tensor, list[float]]:
@@ -135,22 +128,15 @@ class ModelRunner:
             logits_to_keep=0 if kept is None else kept,
             slot_batch=batch,
         ).logits[0]
-        return logits, _as_they_are
+        return logits, lambda logits: logits
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into the parameters of their names. Raises WeightsError, and copies none, if one does not fit.
-
-        Parameters without a new tensor stay as they are.
-        """
+        """Copy tensors into parameters by name; others stay. Raises WeightsError, copying none, if one does not fit."""
         parameters = self.model.state_dict()
         check_fit(tensors, {name: parameter.shape for name, parameter in parameters.items()})
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
-
-
-def _as_they_are(logits: torch.Tensor) -> torch.Tensor:
-    return logits
 
 
 def _read_config(model_dir: str) -> Any:
@@ -234,11 +220,10 @@ def _eos_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _cache_shape(config: Any, model: nn.Module) -> CacheShape:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return CacheShape(
         num_layers=config.num_hidden_layers,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=head_dim,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         dtype=next(model.parameters()).dtype,
     )
 

@@ -41,13 +41,7 @@ class RunningBatch:
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        max_rows: int,
-        prefill_tokens: int,
-        prefix_cache_bytes: int,
-        weight_version: str,
+        self, runner: ModelRunner, *, max_rows: int, prefill_tokens: int, prefix_cache_bytes: int, weight_version: str
     ) -> None:
         self._runner = runner
         self._max_rows = max_rows
@@ -97,16 +91,12 @@ class RunningBatch:
     # ---- a step: plan, run, take ------------------------------------------------------------------------------
 
     def step(self) -> list[Job]:
-        """Compute one step; returns the jobs that finished in it.
-
-        Whatever it raises, `fail` brings the batch back to a sound state.
-        """
+        """Compute one step; returns the jobs that finished. If it raises, `fail` makes the batch sound again."""
         plan = self._plan()
         computed = self._run(plan)
         return self._take(plan, computed)
 
     def _plan(self) -> StepPlan:
-        """Admit waiting jobs while there is room, and choose each row's tokens to compute."""
         self._admit()
         while self._num_decoding < len(self._rows) and self._rows[self._num_decoding].num_pending == 1:
             self._num_decoding += 1
@@ -140,7 +130,6 @@ class RunningBatch:
         return self._sampler
 
     def _take(self, plan: StepPlan, computed: Computed) -> list[Job]:
-        """Give the jobs their results, and take out the rows that have ended."""
         for row, length in zip(plan.rows, plan.lengths, strict=True):
             row.num_computed += length
         self._num_decoding = plan.num_sampled
@@ -195,10 +184,7 @@ class RunningBatch:
     # ---- who is in the batch ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give places to waiting sequences, and to each the keys and values of its longest known prefix.
-
-        A sequence whose prefix another row is computing waits for that row.
-        """
+        """Give places, and the longest known prefixes, to waiting rows; one whose prefix is being computed waits."""
         deferred: list[Row] = []
         try:
             while self._waiting and len(self._rows) < self._max_rows:

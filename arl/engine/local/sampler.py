@@ -127,11 +127,8 @@ class BatchSampler:
         return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)
 
 
-# Stop strings: found in the text of the last tokens, wherever the token boundaries fall.
-
-
 class StopStrings:
-    """Finds stop strings that end within the newest token."""
+    """Finds stop strings that end within the newest token, wherever token boundaries fall."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -151,10 +148,9 @@ class StopStrings:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _piece(self, token_id: int) -> str:
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._decode([token_id])
-        return piece
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._decode([token_id])
+        return self._pieces[token_id]
 
 
 def _may_end_in(piece: str, string: str) -> bool:

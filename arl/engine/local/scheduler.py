@@ -198,7 +198,9 @@ class Scheduler:
         self._set_threads(self._num_threads)
         try:
             while not self._is_closing:
-                self._obey()
+                if self._is_paused or self._batch.is_idle:  # nothing to generate: wait for a command
+                    self._commands.get()()
+                self._drain()
                 if not self._is_paused and not self._batch.is_idle:
                     self._step()
         finally:
@@ -207,12 +209,6 @@ class Scheduler:
                 self._has_ended = True
             self._drain()
             self._send(self._batch.abort(None, _SHUTTING_DOWN))
-
-    def _obey(self) -> None:
-        """Run the queued commands; wait for one if there is nothing to generate."""
-        if self._is_paused or self._batch.is_idle:
-            self._commands.get()()
-        self._drain()
 
     def _drain(self) -> None:
         while not self._commands.empty():

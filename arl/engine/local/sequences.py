@@ -86,10 +86,8 @@ class Job:
 
     def abort(self, message: str, status_code: int | None = None) -> None:
         """Finish with the tokens so far. A status_code means that the job failed; without one it was cancelled."""
-        reason: dict[str, Any] = {"type": "abort", "message": message}
-        if status_code is not None:
-            reason["status_code"] = status_code
-        self.finish_reason = reason
+        status = {} if status_code is None else {"status_code": status_code}
+        self.finish_reason = {"type": "abort", "message": message, **status}
 
 
 @dataclass(slots=True, eq=False)
@@ -116,17 +114,12 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Retained(Prefix):
-    """The retained part of a finished sequence."""
-
     kv: torch.Tensor = field(kw_only=True)
     """Its exported cache row [2, layers, kv heads, num_computed, head dim]."""
 
 
 class PrefixIndex:
-    """Running and retained prefixes by their tokens.
-
-    Retained ones hold at most `max_bytes` of keys and values; the least recently used are evicted first.
-    """
+    """Running and retained prefixes by tokens; retained ones hold at most max_bytes, least recently used go first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

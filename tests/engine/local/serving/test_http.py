@@ -108,7 +108,7 @@ BAD_CONTROL: list[tuple[str, dict[str, Any], str]] = [
     (SENT, {**ONE, "names": ["a", "b"]}, "names, dtypes and shapes have 2, 1 and 1 entries"),
     (SENT, {**ONE, "shapes": [[-1]]}, "shapes[0][0] is -1; it must be at least 0"),
     (SENT, {**ONE, "load_format": "auto"}, 'load_format is "auto"; it must be'),
-    (GROUP, {**AT, "rank_offset": 0}, "rank_offset is 0; it must be between 1 and world_size - 1 = 1"),
+    (GROUP, {**AT, "rank_offset": 0}, "rank_offset is 0; it must be between 1 and 1"),
     (GROUP, {**AT, "backend": "carrier"}, "backend 'carrier' is not available here"),
     ("/load_lora_adapter", {"lora_name": "", "lora_path": "/x"}, 'lora_name is ""; it must be'),
 ]
