@@ -37,10 +37,7 @@ class Held:
 
 
 class MirrorClient(JsonClient):
-    """The calls to one mirror. They raise ServerFailedError if it may answer later, ServerError if it will not.
-
-    Timeouts are the caller's.
-    """
+    """The calls to one mirror: ServerFailedError if it may answer later, ServerError if not. Timeouts: the caller's."""
 
     key_hint = "set weights.api_key to the key that it was started with"
     path_hint = "is it a mirror of this version of arl?"
@@ -97,7 +94,6 @@ class DeltaTransport(DiskTransport):
         self._last: Replica | None = None
 
     def snapshot(self, engine: TrainEngine) -> DeltaWeights:
-        """Copy the weights aside; nothing is written yet."""
         return self._kept(DeltaWeights(self, engine.snapshot()))
 
     def close(self) -> None:

@@ -21,15 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
-from arl.api.engine import (
-    DiskWeights,
-    InferenceEngine,
-    Snapshot,
-    TrainEngine,
-    UpdateStats,
-    WeightServer,
-    WeightUpdate,
-)
+from arl.api.engine import DiskWeights, InferenceEngine, Snapshot, TrainEngine, UpdateStats, WeightServer, WeightUpdate
 from arl.api.engine_config import AdapterWeightsConfig, WeightFilesConfig
 from arl.api.errors import TransportError
 from arl.api.types import new_id
@@ -85,10 +77,8 @@ class DiskTransport:
         if self._adapters is None:
             return self._kept(WrittenWeights(self, engine.snapshot()))
         if not isinstance(engine, AdapterEngine):
-            raise TransportError(
-                f"{type(engine).__name__} has no adapters to publish; train with train.lora, or use "
-                "weights.transport=disk"
-            )
+            what = type(engine).__name__
+            raise TransportError(f"{what} has no adapters to publish; set train.lora, or weights.transport=disk")
         snapshot = engine.snapshot_adapter()
         return self._kept(WrittenWeights(self, snapshot, adapter=f"{self._adapters}-v{snapshot.version}"))
 
@@ -211,7 +201,6 @@ class WrittenWeights:
         await self.written.load(server, flush_cache=flush_cache)
 
     def discard(self) -> None:
-        """Free the memory, and remove the directory."""
         self._snapshot.release()
         if (written := self._result()) is not None:
             shutil.rmtree(written.directory, ignore_errors=True)
@@ -239,9 +228,7 @@ class _Home:
             _remove_leftovers(base, prefix)
             self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
         except OSError as error:
-            raise TransportError(
-                f"weights can't be written to {base}: {error}; set weights.directory to a writable place"
-            ) from error
+            raise TransportError(f"weights can't be written to {base}: {error}; set weights.directory") from error
         self.path.chmod(0o755)  # servers may run as someone else
         # Locked before it has its name: nobody ever sees a lock that is still to be taken.
         unnamed = self.path / f"{_LOCK}.new"

@@ -60,7 +60,7 @@ class SendableSnapshot(Snapshot, Protocol):
 
     @property
     def backend(self) -> str:
-        """The backend that suits the trainer's device: nccl or gloo."""
+        """nccl or gloo, by the trainer's device."""
         ...
 
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
@@ -109,9 +109,7 @@ class DistributedTransport:
         """Copy the weights aside. Raises TransportError if the engine cannot send them."""
         snapshot = engine.snapshot()
         if not isinstance(snapshot, SendableSnapshot):
-            raise TransportError(
-                f"weights.transport is distributed, but {type(engine).__name__} cannot send tensors; use transport=disk"
-            )
+            raise TransportError(f"{type(engine).__name__} cannot send tensors to servers; use weights.transport=disk")
         update = DistributedWeights(self, snapshot)
         self._updates.append(update)
         return update
@@ -235,8 +233,7 @@ async def _begin(server: WeightServer) -> None:
         await server.begin_update()
     except NoSuchPathError as error:
         raise ServerError(
-            f"{server.address} takes no weights over a process group ({error}): it must be SGLang 0.5.23 or newer. Use "
-            "weights.transport=disk"
+            f"{server.address} is older than SGLang 0.5.23 ({error}); use that, or weights.transport=disk"
         ) from error
     except ServerFailedError:
         raise

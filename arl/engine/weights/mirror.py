@@ -38,22 +38,13 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from aiohttp import StreamReader, web
 
 from arl.api.errors import ConfigError
 from arl.engine.weights import package as delta
-from arl.engine.weights.package import (
-    DeltaError,
-    FilePart,
-    PackageHeader,
-    Replica,
-    WrongBaseError,
-    patched_block,
-    spans,
-)
+from arl.engine.weights.package import DeltaError, FilePart, PackageHeader, Replica, WrongBaseError
 from arl.web.bodies import RequestError
 from arl.web.server import (
     answer_until,
@@ -71,7 +62,7 @@ _STALL_S = 60.0
 _NAME = re.compile(r"version-(\d+)-([0-9a-f]{64})")
 _ASIDE = ".writing-"
 _LOCK = ".lock"
-
+_RAM = Path("/dev/shm")
 
 Read = Callable[[int], Awaitable[bytes]]
 """Exactly so many bytes of a package."""
@@ -98,9 +89,7 @@ class MirrorStore:
         self._remove_own()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pool.shutdown()
         self._remove_own()
         (self.home / _LOCK).unlink(missing_ok=True)
@@ -135,7 +124,6 @@ class MirrorStore:
             return replica
 
     def _prune(self, base: Replica | None) -> None:
-        """Remove all versions but the newest and the base of the next."""
         for old in self._held[:-1]:
             if old is not base:
                 self._held.remove(old)
@@ -163,7 +151,7 @@ class MirrorStore:
             return theirs
         digests: list[bytes] = []
         loop = asyncio.get_running_loop()
-        blocks = spans(part.block_sizes)
+        blocks = delta.spans(part.num_bytes)
         with (aside / part.name).open("wb") as file:
             # As many blocks at a time as there are threads: little memory, and the next ones wait in the socket.
             for i in range(0, len(blocks), self._num_threads):
@@ -200,7 +188,7 @@ async def _block_work(
     if length > 4 * delta.BLOCK_BYTES:
         raise DeltaError(f"a block of {part.name} claims to have {length} bytes")
     encoded = header + await read(length)
-    return partial(patched_block, base.directory, start, size, part, encoded)
+    return partial(delta.patched_block, base.directory, start, size, part, encoded)
 
 
 def _with_digest(block: bytes) -> tuple[bytes, bytes]:
@@ -223,9 +211,6 @@ def _lock_directory(path: Path) -> int:
         os.close(lock)
         raise ConfigError(f"another mirror keeps its model in {path}; give another --directory") from None
     return lock
-
-
-_RAM = Path("/dev/shm")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

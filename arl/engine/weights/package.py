@@ -39,10 +39,9 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -87,11 +86,6 @@ class FilePart:
             raise DeltaError(f"{self.name} is given as {self.how!r} with width {self.width!r}")
         if not isinstance(self.num_bytes, int) or self.num_bytes < 0 or self.num_bytes % self.width:
             raise DeltaError(f"{self.name} has {self.num_bytes!r} bytes, in integers of {self.width}")
-
-    @property
-    def block_sizes(self) -> list[int]:
-        """Bytes of each of the file's blocks."""
-        return block_sizes(self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +133,12 @@ def header_bytes(preamble: bytes) -> int:
     return length
 
 
-def block_sizes(num_bytes: int) -> list[int]:
-    return [min(BLOCK_BYTES, num_bytes - start) for start in range(0, num_bytes, BLOCK_BYTES)]
-
-
 # Blocks
+
+
+def spans(num_bytes: int) -> list[tuple[int, int]]:
+    """(start, size) of each block of a file."""
+    return [(start, min(BLOCK_BYTES, num_bytes - start)) for start in range(0, num_bytes, BLOCK_BYTES)]
 
 
 def encode_block(base: NDArray[np.unsignedinteger], new: NDArray[np.unsignedinteger]) -> bytes:
@@ -253,19 +248,10 @@ def block_digest(block: bytes | bytearray) -> bytes:
 
 
 def file_digest(block_digests: Iterable[bytes]) -> str:
-    """The digest of a file with these blocks."""
     return hashlib.sha256(b"".join(block_digests)).hexdigest()
 
 
-def directory_checksum(files: Mapping[str, tuple[int, str]]) -> str:
-    """files: name -> (bytes, digest)."""
-    lines = "".join(f"{name} {num_bytes} {digest}\n" for name, (num_bytes, digest) in sorted(files.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 # Directories
-
-_SAFETENSORS = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +264,8 @@ class Replica:
 
     @property
     def checksum(self) -> str:
-        return directory_checksum(self.files)
+        lines = "".join(f"{name} {num_bytes} {digest}\n" for name, (num_bytes, digest) in sorted(self.files.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
 
     @property
     def num_bytes(self) -> int:
@@ -290,7 +277,7 @@ class Replica:
         theirs = None if base is None else base.files.get(name)
         if theirs == summary:
             return FilePart(name=name, num_bytes=num_bytes, how="kept")
-        if theirs is not None and theirs[0] == num_bytes and name.endswith(_SAFETENSORS):
+        if theirs is not None and theirs[0] == num_bytes and name.endswith(".safetensors"):
             width = element_width(self.directory / name)
             return FilePart(name=name, num_bytes=num_bytes, how="patched", width=width)
         return FilePart(name=name, num_bytes=num_bytes, how="whole")
@@ -300,9 +287,9 @@ def survey(directory: Path, pool: Executor) -> Replica:
     """Read and hash every file of `directory`, block by block on the pool's threads."""
     files = {}
     for path in sorted(path for path in directory.iterdir() if path.is_file()):
-        sizes = block_sizes(path.stat().st_size)
-        digests = pool.map(lambda block, path=path: block_digest(_read(path, *block)), spans(sizes))
-        files[path.name] = (sum(sizes), file_digest(digests))
+        num_bytes = path.stat().st_size
+        digests = pool.map(lambda block, path=path: block_digest(_read(path, *block)), spans(num_bytes))
+        files[path.name] = (num_bytes, file_digest(digests))
     return Replica(directory=directory, files=files)
 
 
@@ -314,7 +301,7 @@ def whole_package(new: Replica, version: int) -> tuple[int, Iterator[bytes]]:
     def pieces() -> Iterator[bytes]:
         yield header
         for part in parts:
-            for block in spans(part.block_sizes):
+            for block in spans(part.num_bytes):
                 yield _read(new.directory / part.name, *block)
 
     return len(header) + new.num_bytes, pieces()
@@ -335,19 +322,15 @@ def delta_package(base: Replica, new: Replica, version: int, pool: Executor, max
 
 
 def _pieces(part: FilePart, base: Path, new: Path, pool: Executor) -> Iterator[bytes]:
-    def encode(block: tuple[int, int]) -> bytes:
-        return encode_block(
-            np.frombuffer(_read(base / part.name, *block), f"<u{part.width}"),
-            np.frombuffer(_read(new / part.name, *block), f"<u{part.width}"),
-        )
+    def piece(block: tuple[int, int]) -> bytes:
+        ours = _read(new / part.name, *block)
+        if part.how == "whole":
+            return ours
+        theirs = _read(base / part.name, *block)
+        return encode_block(np.frombuffer(theirs, f"<u{part.width}"), np.frombuffer(ours, f"<u{part.width}"))
 
-    def read(block: tuple[int, int]) -> bytes:
-        return _read(new / part.name, *block)
-
-    if part.how == "kept":
-        return
-    work: Callable[[tuple[int, int]], bytes] = encode if part.how == "patched" else read
-    yield from pool.map(work, spans(part.block_sizes))
+    if part.how != "kept":
+        yield from pool.map(piece, spans(part.num_bytes))
 
 
 def patched_block(base: Path, start: int, size: int, part: FilePart, encoded: bytes) -> tuple[bytearray, bytes]:
@@ -367,11 +350,6 @@ def element_width(path: Path) -> int:
         totals[(end - start) // max(1, prod(tensor["shape"]))] += end - start
     ((width, _),) = totals.most_common(1) or [(1, 0)]
     return next(w for w in (8, 4, 2, 1) if w <= max(1, width) and path.stat().st_size % w == 0)
-
-
-def spans(sizes: list[int]) -> list[tuple[int, int]]:
-    """(start, size) of each block."""
-    return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
 
 def _read(path: Path, start: int, size: int) -> bytes:

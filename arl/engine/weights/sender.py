@@ -84,20 +84,13 @@ class _Link:
 
 
 class WeightSender:
-    """Opens groups, waits for servers to join, and broadcasts to them as rank 0. Calls come from any thread.
-
-    Each group has one server: a slow or dead one costs the others nothing.
-    """
+    """Broadcasts to servers as rank 0, from any thread. One group each: a slow or dead server costs others nothing."""
 
     def __init__(self, device: torch.device) -> None:
         """device: where the weights are computed, and where nccl sends from."""
         self._device = device
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[str, _Link] = {}
-
-    @property
-    def backend(self) -> str:
-        """The backend that suits the device."""
-        return "nccl" if self._device.type == "cuda" else "gloo"
 
     def open(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         """Listen for `num_ranks` ranks of the server at this base URL; see SendableSnapshot.open_group."""
@@ -118,9 +111,7 @@ class WeightSender:
             timeout = _NEVER if link.is_nccl else timedelta(seconds=_SEND_TIMEOUT_S)
             link.group = form_group(link.store, group, 0, timeout)
         except (RuntimeError, ValueError) as error:
-            raise ServerFailedError(
-                f"the group at {group.address}:{group.port} did not form: {first_line(error)}"
-            ) from error
+            raise ServerFailedError(f"no group formed at {group.address}:{group.port}: {first_line(error)}") from error
         if link.left.is_set():
             _destroy(link)
 
@@ -174,10 +165,8 @@ def _await_arrival(link: _Link, group: WeightGroup) -> None:
         if link.left.wait(_POLL_S):
             raise ServerFailedError(f"the group {group.name} was left before it had gathered")
         if time.monotonic() > deadline:
-            raise ServerFailedError(
-                f"the server did not connect to {group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s; if it can't "
-                "reach the trainer there, set weights.address"
-            )
+            where = f"{group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s"
+            raise ServerFailedError(f"the server did not connect to {where}; set weights.address to what it reaches")
 
 
 def _destroy(link: _Link) -> None:
@@ -216,10 +205,8 @@ def _open_store(address: str, world_size: int) -> TCPStore:
             master_listen_fd=listening.detach(),
         )
     except (OSError, RuntimeError) as error:  # it reaches itself under its address, or raises torch's RuntimeError
-        raise TransportError(
-            f"servers cannot meet the trainer at {address}: {first_line(error)}; set weights.address to an address of "
-            "the trainer's machine"
-        ) from error
+        what = f"servers cannot meet the trainer at {address}: {first_line(error)}"
+        raise TransportError(f"{what}; set weights.address to an address of the trainer's machine") from error
 
 
 def _listen(address: str) -> socket.socket:

@@ -71,7 +71,7 @@ async def test_each_version_of_each_run_is_an_adapter_of_its_own_name(tmp_path: 
 
 def test_an_engine_without_adapters_is_an_error_that_names_the_setting(tmp_path: Path):
     transport = DiskTransport(AdapterWeightsConfig(directory=tmp_path), tmp_path)
-    with pytest.raises(TransportError, match=r"Exporter has no adapters to publish; train with train\.lora"):
+    with pytest.raises(TransportError, match=r"Exporter has no adapters to publish; set train\.lora"):
         transport.snapshot(Exporter())
     transport.close()
 
