@@ -42,10 +42,7 @@ class Attempt:
             self.scope.reschedule(asyncio.get_running_loop().time())
 
     def foreign_label(self, answer: Answer) -> str | None:
-        """A label of weights that the server cannot have held since the request was sent, if the answer has one.
-
-        The server was then restarted, or given weights, behind this engine's back.
-        """
+        """A label in the answer that only a server restarted, or given weights, behind our back can have."""
         labels = [label for label, _, _ in answer.spans] or [answer.label] * bool(answer.label)
         return next((label for label in labels if not self._is_known(label)), None)
 
@@ -105,10 +102,7 @@ class PartialResponse:
         return len(self._output_ids)
 
     def payload(self, rid: str, cache_key: str, adapter: str | None = None) -> dict[str, Any]:
-        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone.
-
-        adapter: the adapter to sample under, by name; None for the server's own weights.
-        """
+        """The body of the next /generate call. Prefixes are shared among requests of one `cache_key` alone."""
         budget = self._sampling.max_new_tokens - self.num_tokens
         if _ends_with_beginning_of(self._sampling.stop, self._tail):
             budget = 1
@@ -125,10 +119,7 @@ class PartialResponse:
         }
 
     def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
-        """Add an answer's tokens and their versions, and decide whether it was the last.
-
-        eos_token_ids: the model's own, which end a response unless the request ignores them.
-        """
+        """Add an answer's tokens and versions; decide whether it was the last. eos_token_ids: the model's own."""
         self._output_ids += answer.output_ids
         self._logprobs += answer.output_logprobs
         self._versions += versions

@@ -207,7 +207,7 @@ class _Server:
 
 
 async def _stop(servers: Sequence[_Server]) -> None:
-    """End what still runs: SIGTERM first, then SIGKILL; SIGKILL at once if this is cancelled."""
+    """SIGTERM first, then SIGKILL; SIGKILL at once if this is cancelled."""
     processes = [server.process for server in servers if server.process is not None]
     for server in servers:
         server.terminate()
@@ -235,17 +235,17 @@ if os.getppid() == int(parent):
 
 
 def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> AbstractAsyncContextManager[Sequence[str]]:
-    """Start config.num_servers embedded servers of the model directory `model`; gives their base URLs.
+    """Embedded servers of the directory `model`, logging to log_dir/server-K.log; gives base URLs. See `running`."""
 
-    The output of server K is appended to log_dir/server-K.log. See `running` for what happens when a server dies.
-    """
+    # Torch reads its thread counts when it is imported, so they have to be set from outside.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.num_threads))
 
     def program(index: int, port: int) -> Program:
         return Program(
             argv=_local_command(model, config, port),
             port=port,
             log=log_dir / f"server-{index}.log",
-            environment=_local_environment(config.num_threads),
+            environment={**os.environ, **threads, "PYTHONUNBUFFERED": "1"},
         )
 
     return running(program, config)
@@ -280,12 +280,6 @@ def _local_command(model: str, config: LocalEngineConfig, port: int) -> list[str
     if config.context_length is not None:
         command += ["--context-length", str(config.context_length)]
     return [*command, "--parent-pid", str(os.getpid())]
-
-
-def _local_environment(num_threads: int) -> dict[str, str]:
-    """Torch reads its thread counts when it is imported, so they have to be set from outside."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
-    return {**os.environ, **threads, "PYTHONUNBUFFERED": "1"}
 
 
 def _sglang_command(python: str, model: str, config: SGLangProcessesConfig, port: int) -> list[str]:

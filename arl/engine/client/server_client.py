@@ -69,15 +69,12 @@ class ServerClient(JsonClient):
         """Until `greet` has asked."""
 
     async def generate(self, payload: dict[str, Any]) -> Answer:
-        """POST /generate. Raises ServerFailedError, ServerError or PromptTooLongError."""
         reply = await self.call("POST", "/generate", payload)
         try:
             return _parse_answer(reply.json_object())
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(
-                f"{self.address} answered /generate without what training needs ({type(error).__name__}: {error}); "
-                "it must be an SGLang server that returns output_token_logprobs"
-            ) from error
+            what = f"{self.address} answered /generate without what training needs ({type(error).__name__}: {error})"
+            raise ServerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
 
     async def abort(self, rid: str) -> None:
         await self._post("abort_request", {"rid": rid})
@@ -140,10 +137,8 @@ class ServerClient(JsonClient):
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter beside the model, unless it is there already; see WeightServer.load_adapter."""
         if (label := await self.weight_label()).isdecimal() or label == _MIXTURE:
-            raise ServerError(
-                f"{self.address} serves weights {label!r}, which another run loaded; adapters need the model that the "
-                "server was started with: start it again"
-            )
+            what = f"{self.address} serves weights {label!r}, which another run loaded"
+            raise ServerError(f"{what}; adapters need the model that the server was started with: start it again")
         if name not in await self.adapters():
             body = {"lora_name": name, "lora_path": str(directory), "pinned": False}
             await self._do("load_lora_adapter", body)
@@ -158,7 +153,6 @@ class ServerClient(JsonClient):
         return Holding(label=await self.weight_label(), adapters=adapters)
 
     async def adapters(self) -> frozenset[str]:
-        """The names of the adapters that it has loaded."""
         cards = (await self.look_up("v1/models")).get("data") or []
         return frozenset(card["id"] for card in cards if card.get("parent"))
 
@@ -166,13 +160,10 @@ class ServerClient(JsonClient):
         """What the server serves, also while it is paused. Raises ServerError if it is no SGLang server."""
         info = (await self.call("GET", "/model_info")).json_object()
         if "model_path" not in info:
-            raise ServerError(
-                f"{self.address} answers, but not as an SGLang server does: GET /model_info gave no model_path"
-            )
+            raise ServerError(f"{self.address} is no SGLang server: GET /model_info gave no model_path")
         return info
 
     async def weight_label(self) -> str:
-        """The label of the weights that it holds."""
         return str((await self.model_info()).get("weight_version", "default"))
 
     async def check_health(self) -> None:
@@ -280,9 +271,7 @@ async def _probe_tokens(client: ServerClient) -> list[int] | None:
 def difference(greetings: Sequence[Greeting]) -> str | None:
     """A sentence about the first trait in which two servers differ; None if all serve the same model."""
     for name in greetings[0].traits if greetings else ():
-        told = [
-            (greeting.traits[name], greeting.address) for greeting in greetings if greeting.traits[name] is not None
-        ]
+        told = [(one.traits[name], one.address) for one in greetings if one.traits[name] is not None]
         for trait, address in told[1:]:
             first, first_address = told[0]
             if trait != first:

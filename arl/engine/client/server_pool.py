@@ -40,8 +40,6 @@ _MAX_SESSIONS = 65_536
 
 
 class ServerState(StrEnum):
-    """Where a server stands; see the table above."""
-
     JOINING = "joining"
     SERVING = "serving"
     PAUSED = "paused"
@@ -109,7 +107,6 @@ class Server:
     adapters: list[str] = field(default_factory=list[str])
     """All adapters that this engine began to load and did not unload, the newest last; some may not be there."""
     attempts: set[Attempt] = field(default_factory=set[Attempt])
-    """The calls in flight."""
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the task that pauses, loads and resumes it."""
 
@@ -132,10 +129,7 @@ class Server:
         return self.state in _IN_SERVICE
 
     def holds(self, version: int, told: Holding) -> bool:
-        """Whether it holds this version.
-
-        Its own word proves nothing: a load that broke off may have set the label, and so may another run.
-        """
+        """Whether it holds this version. Its label proves nothing: a broken load or another run may have set it."""
         return self.weights.is_whole and self.version == version and self.keeps(told)
 
     def keeps(self, told: Holding) -> bool:
@@ -196,7 +190,9 @@ class ServerPool:
             ready = [server for server in self.servers if server.state is _SERVING]
             server = min(ready, key=lambda s: (s is avoid, len(s.attempts)), default=None)
             if server is not None and session_id is not None:
-                self._bind(session_id, server)
+                self._sessions[session_id] = (server, server.weights.load_number)
+                if len(self._sessions) > _MAX_SESSIONS:
+                    self._sessions.popitem(last=False)
         return server
 
     def cache_key(self, server: Server) -> str:
@@ -220,7 +216,6 @@ class ServerPool:
         return attempt
 
     def end(self, server: Server, attempt: Attempt) -> None:
-        """The call has ended, in whatever way."""
         server.attempts.discard(attempt)
         if server.is_leaving and not server.attempts:
             self.wake_all()
@@ -238,7 +233,6 @@ class ServerPool:
         return server
 
     def admit(self, server: Server) -> None:
-        """The server holds current weights and may serve."""
         self._move(server, "admit")
 
     def pause(self, server: Server) -> None:
@@ -290,7 +284,6 @@ class ServerPool:
         server.greeting = greeting
 
     def note_reason(self, server: Server, reason: str) -> None:
-        """Why it is still fenced."""
         server.reason = reason
 
     def note_adapter(self, server: Server, adapter: str) -> None:
@@ -333,8 +326,3 @@ class ServerPool:
             return None
         self._sessions.move_to_end(session_id)
         return server
-
-    def _bind(self, session_id: str, server: Server) -> None:
-        self._sessions[session_id] = (server, server.weights.load_number)
-        if len(self._sessions) > _MAX_SESSIONS:
-            self._sessions.popitem(last=False)

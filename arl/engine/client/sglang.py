@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -99,9 +98,7 @@ class RemoteSGLangEngine:
         self._session = session
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             await self.aclose()
         finally:
@@ -280,10 +277,8 @@ class RemoteSGLangEngine:
 
     async def _back_off(self, request: ModelRequest, fault: str, faults: int) -> None:
         if faults > self._config.max_retries:
-            raise ServerError(
-                f"request {request.rid} failed {faults} times (engine.max_retries is {self._config.max_retries}); "
-                f"the last error: {fault}"
-            )
+            what = f"request {request.rid} failed {faults} times (engine.max_retries is {self._config.max_retries})"
+            raise ServerError(f"{what}; the last error: {fault}")
         await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
 
     def _check_open(self) -> aiohttp.ClientSession:

@@ -94,13 +94,9 @@ class Upkeep:
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(_greet(client)) for client in clients]
         answers = {client: call.result() for client, call in zip(clients, calls, strict=True)}
-        missing = [
-            f"{client.address} ({answer})" for client, answer in answers.items() if isinstance(answer, ServerError)
-        ]
-        if missing:
-            raise ServerError(
-                f"no inference server answers at {'; '.join(missing)}. Start it, or correct engine.addresses"
-            )
+        if missing := [f"{client.address} ({e})" for client, e in answers.items() if isinstance(e, ServerError)]:
+            where = "; ".join(missing)
+            raise ServerError(f"no inference server answers at {where}. Start it, or correct engine.addresses")
         for client, answer in answers.items():
             if isinstance(answer, Greeting):
                 server = self._pool.join(client)
@@ -313,10 +309,7 @@ class Upkeep:
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
     async def _restore(self, server: Server) -> bool:
-        """Admit the server if it is healthy and holds the newest weights, after loading them if need be.
-
-        False if still newer weights were published meanwhile.
-        """
+        """Admit the server if healthy and up to date, loading if need be. False if newer weights came meanwhile."""
         async with server.busy:
             target = self._target
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
