@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,7 +145,6 @@ def _runs(values: Array) -> tuple[Array, Array]:
 
 
 def _smallest(integers: Array) -> Array:
-    """Convert to the smallest integer type that holds all of them."""
     if not integers.size:
         return integers
     return integers.astype(np.result_type(np.min_scalar_type(integers.min()), np.min_scalar_type(integers.max())))
@@ -173,8 +173,6 @@ class RunState:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
-
     def __init__(self, directory: Path, keep: int, identity: dict[str, Any]) -> None:
         """keep: how many stay on the disk. identity: settings that must not change for a run to continue."""
         self._directory = directory
@@ -194,9 +192,9 @@ class Checkpoints:
         except (OSError, ArlError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise _unwritten(version, self._directory, error) from error
-        return CheckpointSaving(version=version, aside=aside, engine=engine, state=state, checkpoints=self)
+        return CheckpointSaving(partial(self._complete, version, aside, engine, state))
 
-    def complete(self, version: int, aside: Path, engine: Saving, state: RunState) -> None:
+    def _complete(self, version: int, aside: Path, engine: Saving, state: RunState) -> None:
         """Write what `begin` took, rename the directory, and delete the oldest checkpoints past `keep`."""
         try:
             engine.wait()
@@ -216,10 +214,7 @@ class Checkpoints:
             self._delete(old)
 
     def load_newest(self, load_engine: Callable[[Path], None]) -> RunState | None:
-        """Load the newest checkpoint and return its state; None if there is none. Raises CheckpointError.
-
-        Removes what a kill left half written.
-        """
+        """Load the newest checkpoint, if any; return its state. Removes half-written ones. Raises CheckpointError."""
         for pattern in (f"{_ASIDE}*", f"{_RETIRED}*"):
             for left_by_a_kill in self._directory.glob(pattern):
                 shutil.rmtree(left_by_a_kill, ignore_errors=True)
@@ -278,19 +273,15 @@ class Checkpoints:
         return [int(match[1]) for match in matches if match]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckpointSaving:
     """The Saving of a whole checkpoint, whose parts are copied aside."""
 
-    version: int
-    aside: Path
-    engine: Saving
-    state: RunState
-    checkpoints: Checkpoints
+    complete: Callable[[], None]
 
     def wait(self) -> None:
         """Block until it is on the disk. Call it once. Raises CheckpointError."""
-        self.checkpoints.complete(self.version, self.aside, self.engine, self.state)
+        self.complete()
 
 
 def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointError:
@@ -301,7 +292,6 @@ def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointErr
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -89,7 +89,6 @@ class Display:
                 self.say(lines.at_the_end())
 
     def step(self, stats: StepStats) -> None:
-        """Show a finished training step."""
         self._rows.append(_row(stats, self._num_steps))
         if not self._is_live:
             cells = (f"{name} {cell}" for name, cell in zip(COLUMNS, self._rows[-1], strict=True))

@@ -79,38 +79,27 @@ def to_sequence(name: str, example: Demonstration, limits: ModelLimits) -> Train
         raise DatasetError(f"{name} is a {type(example).__name__}; it must be a pair (token_ids, loss_mask)")
     token_ids, loss_mask = to_tokens(name, example[0], limits), _integers(name, "loss_mask", example[1])
     if len(token_ids) != len(loss_mask):
-        raise DatasetError(
-            f"{name} has {len(token_ids)} token_ids and {len(loss_mask)} loss_mask entries; give each one"
-        )
+        raise DatasetError(f"{name} has {len(token_ids)} token_ids and {len(loss_mask)} loss_mask entries")
     if (place := _first((loss_mask != 0) & (loss_mask != 1))) is not None:
-        raise DatasetError(
-            f"{name} has {int(loss_mask[place])} in its loss_mask at position {place}; 1 marks a token to learn, and 0 "
-            "any other"
-        )
+        wrong = f"{int(loss_mask[place])} in its loss_mask at position {place}"
+        raise DatasetError(f"{name} has {wrong}; 1 marks a token to learn, and 0 any other")
     if not loss_mask.any():
         raise DatasetError(f"{name} has nothing to learn: its loss_mask is 0 throughout; leave it out, or mark tokens")
     if loss_mask[0]:
         raise DatasetError(f"{name} cannot learn its first token, which has no context; set loss_mask[0] to 0")
-    return TrainSequence(
-        token_ids=token_ids,
-        loss_mask=loss_mask.bool(),
-        versions=torch.full((len(token_ids),), NOT_SAMPLED),
-    )
+    versions = torch.full((len(token_ids),), NOT_SAMPLED)
+    return TrainSequence(token_ids=token_ids, loss_mask=loss_mask.bool(), versions=versions)
 
 
 def to_tokens(name: str, token_ids: Sequence[int], limits: ModelLimits) -> torch.Tensor:
     """int64[T], at least one. Raises DatasetError for tokens that the model cannot take."""
     tokens = _integers(name, "token_ids", token_ids)
     if limits.context_length is not None and len(tokens) > limits.context_length:
-        raise DatasetError(
-            f"{name} has {len(tokens)} tokens, more than the model's context of {limits.context_length}; shorten it, "
-            "or leave it out"
-        )
+        limit = f"the model's context of {limits.context_length}"
+        raise DatasetError(f"{name} has {len(tokens)} tokens, more than {limit}; shorten it, or leave it out")
     if (place := _first((tokens < 0) | (tokens >= limits.vocab_size))) is not None:
-        raise DatasetError(
-            f"{name} has token {int(tokens[place])} at position {place}, but the model's tokens are 0 to "
-            f"{limits.vocab_size - 1}; use the model's own tokenizer"
-        )
+        known = f"the model's tokens are 0 to {limits.vocab_size - 1}; use its own tokenizer"
+        raise DatasetError(f"{name} has token {int(tokens[place])} at position {place}, but {known}")
     return tokens
 
 
@@ -213,9 +202,8 @@ def _preference(index: int, preference: Preference, limits: ModelLimits) -> Pair
 
 def _texts(index: int, texts: tuple[Sequence[int], Sequence[int]], limits: ModelLimits) -> Pair:
     if not is_pair(texts):
-        raise DatasetError(
-            f"pair {index} is a {type(texts).__name__}; it must be a pair (chosen token_ids, rejected token_ids)"
-        )
+        kind = type(texts).__name__
+        raise DatasetError(f"pair {index} is a {kind}; it must be a pair (chosen token_ids, rejected token_ids)")
     return (
         _scored(to_tokens(f"the chosen text of pair {index}", texts[0], limits)),
         _scored(to_tokens(f"the rejected text of pair {index}", texts[1], limits)),

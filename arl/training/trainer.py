@@ -71,8 +71,6 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Snapshot:
-    """Weights that wait for their delivery."""
-
     update: WeightUpdate
     taken: float
     """When the snapshot was complete."""
@@ -137,7 +135,9 @@ class Trainer:
         if self.version >= self.config.steps:
             await self.stop()
             raise StopAsyncIteration
-        self._start()
+        if self._started_at is None:
+            self._started_at = self._recorded_at = time.monotonic()
+            self._rollout_task = self._tasks.create_task(self.rollout.run())
         return await self._step()
 
     async def _step(self) -> StepStats:
@@ -209,11 +209,6 @@ class Trainer:
 
     # Beside the loop --------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        if self._started_at is None:
-            self._started_at = self._recorded_at = time.monotonic()
-            self._rollout_task = self._tasks.create_task(self.rollout.run())
-
     async def stop(self) -> None:
         """Stop sampling for training. Wait for an open delivery and a due evaluation. Idempotent."""
         if self._rollout_task:
@@ -262,10 +257,7 @@ class Trainer:
             await _written(saving)
 
     async def export(self, directory: Path) -> None:
-        """Write the trained model, adapters merged, as a complete Hugging Face directory. Call it between steps.
-
-        Raises TransportError.
-        """
+        """Write the trained model, adapters merged, in Hugging Face's format, between steps. Raises TransportError."""
         snapshot = await self.thread(self.learner.engine.snapshot)
         try:
             await asyncio.to_thread(snapshot.write, directory)
@@ -273,10 +265,7 @@ class Trainer:
             snapshot.release()
 
     async def _begin_saving(self) -> Saving | None:
-        """Copy the state of this moment for a checkpoint; None if there is nothing to write.
-
-        One checkpoint is written at a time, so training waits here for a disk that is slower than `checkpoint.every`.
-        """
+        """Copy the state for a checkpoint, once the one before is written; None if there is nothing to write."""
         if self._saving:
             await asyncio.wait([self._saving])  # its error ends the TaskGroup; do not raise it twice
         await self.thread(lambda: None)  # a call whose waiter was cancelled may still run on the thread
