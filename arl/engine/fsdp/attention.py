@@ -113,10 +113,7 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 def block_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], scaling: float | None
 ) -> torch.Tensor:
-    """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
-
-    The first blocks are causal and hold each query once.
-    """
+    """query [1, H, T, D], key, value [1, H_kv, T, D] -> [1, T, H, D]. Causal blocks come first, each query in one."""
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     output = _BlockAttention.apply(query, key, value, blocks, scaling)
     return output.transpose(1, 2)  # pyright: ignore[reportOptionalMemberAccess]

@@ -36,8 +36,6 @@ _VALUE_HEAD = "score"
 
 
 class Adapters:
-    """A model's adapters, one for each targeted layer."""
-
     def __init__(self, loaded: LoadedModel, base: str | Path, config: LoRAConfig, dtype: str, seed: int) -> None:
         """Freeze the model and inject adapters, in place, before it is sharded. A seed fixes them.
 

@@ -32,6 +32,7 @@ from arl.api.engine import Head, ModelLimits, TensorSpec
 from arl.api.errors import ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
+from arl.engine.local.received_weights import first_line
 from arl.engine.weights.sender import spec_of
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -63,9 +64,7 @@ def load_model(name: str | Path, head: Head = "policy") -> LoadedModel:
     policy: a causal language model. The model is in evaluation mode, as dropout would make logprobs random.
     """
     if (directory := Path(name)).is_dir() and not (directory / "config.json").is_file():
-        raise ModelError(
-            f"{name} has no config.json; a model directory needs config.json, *.safetensors and a tokenizer"
-        )
+        raise ModelError(f"{name} has no config.json; a model directory has that, *.safetensors and a tokenizer")
     config = _load(AutoConfig, name, "its config")
     tokenizer = load_tokenizer(name)
     options = {"dtype": torch.float32, "attn_implementation": PACKED_ATTENTION, "output_loading_info": True}
@@ -120,9 +119,7 @@ def local_directory(name: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"])
     except Exception as error:
-        raise ModelError(
-            f"{name} is neither a local model directory nor a model that can be downloaded: {_first_line(error)}"
-        ) from error
+        raise ModelError(f"{name} is no directory here, and cannot be downloaded: {first_line(error)}") from error
 
 
 def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:
@@ -130,8 +127,8 @@ def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> An
         return auto_class.from_pretrained(str(name), **options)
     except Exception as error:
         raise ModelError(
-            f"cannot load {what} from {name}: {_first_line(error)}. Name a directory written by save_pretrained "
-            "(config.json, *.safetensors and the tokenizer's files), or a model's name on the hub"
+            f"cannot load {what} from {name}: {first_line(error).rstrip('.')}. Name a directory that save_pretrained "
+            "wrote (config.json, *.safetensors and the tokenizer's files), or a model on the hub"
         ) from error
 
 
@@ -145,10 +142,6 @@ def _unreported() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:

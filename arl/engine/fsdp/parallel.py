@@ -77,9 +77,8 @@ class ProcessGroupLease(Lease):
     def __init__(self, device_type: str) -> None:
         backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, but not in __all__)
-        super().__init__(
-            dist.is_initialized(), lambda: dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        )
+        start = functools.partial(dist.init_process_group, backend, store=store, rank=0, world_size=1)
+        super().__init__(dist.is_initialized(), start)
 
     def _end(self) -> None:
         dist.destroy_process_group()
@@ -93,19 +92,14 @@ def rank_device(device: str) -> torch.device:
         raise ConfigError(f"train.device is {device}, but this torch has no CUDA; set it to cpu")
     named, rank = torch.device(device).index, os.environ.get("LOCAL_RANK")
     if named is not None and rank is not None and named != int(rank):
-        raise ConfigError(
-            f"train.device is {device}, but this process is local rank {rank}; set it to cuda, without a number"
-        )
+        raise ConfigError(f"train.device is {device}, but this process is local rank {rank}; set it to plain cuda")
     index = named if named is not None else int(rank or 0)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
-    """All ranks as "dp", or as "dp" x "tp", where neighbours split their layers. Raises ConfigError.
-
-    Rank r trains share r // tensor_parallel of the data.
-    """
+    """All ranks as "dp", or "dp" x "tp" of neighbours; rank r trains share r // tensor_parallel. Raises ConfigError."""
     world_size = dist.get_world_size()
     if world_size % tensor_parallel:
         raise ConfigError(f"train.tensor_parallel is {tensor_parallel}, which does not divide the {world_size} rank(s)")
@@ -117,10 +111,7 @@ def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def loading_turn() -> Iterator[None]:
-    """Let the ranks of one machine load one after another, so that its memory holds one whole model at a time.
-
-    The lock ends with its process: a rank that dies blocks nobody.
-    """
+    """Let a machine's ranks load in turn: its memory holds one whole model. The lock ends with its process."""
     if dist.get_world_size() == 1:
         yield
         return
@@ -130,10 +121,7 @@ def loading_turn() -> Iterator[None]:
 
 
 def shard(module: TokenModel, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """Split, compile and checkpoint the layers as `config` says; shard them, and the rest at the root, over "dp".
-
-    Nothing is sent: each rank holds the whole model and keeps its part.
-    """
+    """Split, compile, checkpoint and shard the layers by `config`, and the rest at the root. Nothing is sent."""
     layers = list(transformer_layers(module.model))
     if config.tensor_parallel > 1:
         split_layers(module.model, mesh["tp"])
@@ -168,10 +156,7 @@ def _wrap_forward(layers: list[nn.Module], wrap: Callable[[Callable[..., Any]], 
 
 
 def _compile(layers: list[nn.Module]) -> None:
-    """Compile the layers at the first step, once for any number of tokens, except attention.
-
-    Attention depends on the lengths of the row's sequences, which differ each time.
-    """
+    """Compile the layers once for any number of tokens, except attention, which depends on the sequences' lengths."""
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     _wrap_forward(layers, functools.partial(torch.compile, dynamic=True))
 
@@ -192,10 +177,8 @@ def _check_compiler(device_type: str, what: str) -> None:
     variable, names = ("CXX", ("g++", "clang++", "c++")) if device_type == "cpu" else ("CC", ("gcc", "clang", "cc"))
     wanted = [named] if (named := os.environ.get(variable)) else list(names)
     if not any(shutil.which(name.split()[0]) for name in wanted):
-        raise ConfigError(
-            f"{what} needs a compiler, and none is installed under the name {' or '.join(wanted)}; install one (g++ "
-            f"will do) or name it in ${variable}"
-        )
+        names = " or ".join(wanted)
+        raise ConfigError(f"{what} needs a compiler, and none is named {names}; install one, or set ${variable} to it")
     if device_type != "cpu" and importlib.util.find_spec("triton") is None:
         raise ConfigError(f"{what} needs the package triton; install it")
 
@@ -208,10 +191,7 @@ _FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Replace the layers' parameters by this rank's parts, in place, by DTensor plans. `mesh` has one dimension.
-
-    Raises ModelError for layers without a plan, and for sizes that the ranks cannot share equally.
-    """
+    """Split the layers' parameters in place by DTensor plans. Raises ModelError without a plan, or for uneven sizes."""
     _check_divisible(model, mesh.size())
     has_head_norms = model.config.model_type == "qwen3"
     for layer in transformer_layers(model):
@@ -229,10 +209,7 @@ def whole_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
-    """Styles by module name within a layer.
-
-    Inputs become DTensors where a block begins, so that their gradients are summed over the ranks once for the block.
-    """
+    """Styles by module name. Inputs become DTensors where a block begins: gradients are summed over ranks once."""
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {
         "self_attn": PrepareModuleInput(
@@ -255,17 +232,14 @@ def _plan(*, has_head_norms: bool) -> dict[str, ParallelStyle]:
 def _check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
     config = model.config
     if config.model_type not in _FAMILIES:
-        raise ModelError(
-            f"train.tensor_parallel is {num_ranks}, but there is no plan for splitting the layers of a "
-            f"{config.model_type} ({type(model).__name__}), only for {', '.join(_FAMILIES)}; leave it at 1"
-        )
+        why = f"no plan for splitting the layers of a {config.model_type}, only of {', '.join(_FAMILIES)}"
+        raise ModelError(f"train.tensor_parallel is {num_ranks}, but there is {why}; leave it at 1")
     sizes = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
         "intermediate features": config.intermediate_size,
     }
     if uneven := [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]:
-        raise ModelError(
-            f"train.tensor_parallel is {num_ranks}, which does not divide this model's {' and '.join(uneven)}; choose "
-            f"a common divisor of {', '.join(f'{size} {what}' for what, size in sizes.items())}"
-        )
+        what = f"train.tensor_parallel is {num_ranks}, which does not divide this model's {' and '.join(uneven)}"
+        counts = ", ".join(f"{size} {what}" for what, size in sizes.items())
+        raise ModelError(f"{what}; choose a common divisor of {counts}")

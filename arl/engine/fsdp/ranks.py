@@ -52,8 +52,6 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A warning or an error that a rank logged."""
-
     logger: str
     level: int
     text: str
@@ -69,7 +67,6 @@ class CallOutcome:
     messages: tuple[Message, ...] = ()
     """Logged on the rank since its last call."""
     is_dead: bool = False
-    """Whether the rank is gone."""
 
 
 class _Messages(logging.Handler):
@@ -113,12 +110,10 @@ class RankActor:
     def open_store(self, address: str) -> int:
         """Open the store through which the ranks meet, listening at `address` alone; returns its port."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-        port = listener.getsockname()[1]
+        sock = socket.create_server((address, 0), family=family)
+        port = sock.getsockname()[1]
         # Handed over open, so that nobody else takes the port.
-        self._store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
         return port
 
     @reported
@@ -180,9 +175,7 @@ class RankActor:
 
 @contextmanager
 def _gloo_at(address: str) -> Iterator[None]:
-    """Let the gloo groups made in this block listen at loopback, if the ranks meet there. Later ones may have to reach
-    servers on other machines.
-    """
+    """Gloo groups made in this block listen at loopback if ranks meet there; later ones may go to other machines."""
     is_local = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ
     if is_local:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -239,10 +232,7 @@ class Ranks:
         return ray.put(value)
 
     def train(self, method: str, arguments: Sequence[tuple[Any, ...]], *, deadline: float | None = None) -> list[Any]:
-        """Call `method` on the first ranks, each with its own arguments; returns what each returns.
-
-        deadline: on the monotonic clock, for calls of the start.
-        """
+        """Call `method` on the first ranks, each with its arguments; returns their values. deadline: monotonic time."""
         self._check()
         try:
             refs = [self._submit(rank, "training", method, own) for rank, own in enumerate(arguments)]
@@ -333,22 +323,16 @@ class Ranks:
         if not failed:
             late = [rank for rank in range(len(self)) if rank not in outcomes]
             self.end(reason := f"{method} took too long on ranks {late} of {len(self)}")
-            raise TrainingError(
-                f"{reason}: longer than train.startup_timeout_s for each rank, as ranks of one machine load the model "
-                "one after another. Set it higher if the model is large or its storage slow"
-            )
+            raise TrainingError(f"{reason}; set train.startup_timeout_s higher for a large model or slow storage")
         # A dead rank is the cause of the others' broken connections.
         rank, first = min(failed.items(), key=lambda item: not item[1].is_dead)
         cause = RankTracebackError(f"on rank {rank}:\n{first.traceback}")
-        if isinstance(first.error, ArlError) and _are_all_alike(failed, len(self)):
+        kinds = {type(outcome.error) for outcome in failed.values()}
+        if isinstance(first.error, ArlError) and len(failed) == len(self) and len(kinds) == 1:
             raise first.error from cause
         what = "died" if first.is_dead else f"failed: {type(first.error).__name__}: {first.error}"
         self.end(reason := f"in {method}, rank {rank} of {len(self)} {what}")
         raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint") from cause
-
-
-def _are_all_alike(failed: Mapping[int, CallOutcome], count: int) -> bool:
-    return len(failed) == count and len({type(outcome.error) for outcome in failed.values()}) == 1
 
 
 def _outcome(ref: Any) -> CallOutcome:

@@ -89,10 +89,8 @@ class RayLease(Lease):
             self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             self._ray.shutdown()
-            raise ConfigError(
-                f"there is no Ray cluster at train.ray_address={address}: {error}; start one with `ray start --head`, "
-                "or leave ray_address unset to use this machine alone"
-            ) from error
+            what = f"there is no Ray cluster at train.ray_address={address}: {error}"
+            raise ConfigError(f"{what}; start one with `ray start --head`, or leave ray_address unset") from error
 
 
 @contextmanager
@@ -129,10 +127,7 @@ def _token() -> str:
 
 
 class Placement:
-    """A place on the cluster for each rank, with num_cpus and num_gpus, on as few nodes as possible.
-
-    Rank 0's is on this node if there is room, and ranks of one node follow one another.
-    """
+    """A place for each rank on as few nodes as possible: rank 0's here if there is room, ranks of a node in a row."""
 
     def __init__(self, num_ranks: int, *, num_cpus: int, num_gpus: int, deadline: float) -> None:
         """deadline: on the monotonic clock. Raises TrainingError if the cluster has no room by then."""
@@ -148,7 +143,6 @@ class Placement:
         """The address of rank 0's node."""
 
     def strategy(self, rank: int) -> Any:
-        """The scheduling strategy that puts an actor into the rank's place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
@@ -173,10 +167,7 @@ class Placement:
         logger.warning("%s: waiting for room until train.startup_timeout_s", shortage)
         if group := self._try(bundles, deadline):
             return group
-        raise TrainingError(
-            f"{shortage}; no room came free within train.startup_timeout_s. Make room, or set train.num_ranks or "
-            "train.num_threads lower"
-        )
+        raise TrainingError(f"{shortage}; make room, or set train.num_ranks or train.num_threads lower")
 
     def _try(self, bundles: list[dict[str, float]], deadline: float) -> Any | None:
         group = self._ray.util.placement_group(bundles, strategy="PACK")

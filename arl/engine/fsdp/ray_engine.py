@@ -47,6 +47,7 @@ class RayTrainEngine:
         or building takes longer than that for each rank.
         """
         self._config = config
+        self._num_shares = config.num_ranks // config.tensor_parallel
         self._version = 0
         with ExitStack() as stack:
             deadline = time.monotonic() + config.startup_timeout_s
@@ -102,7 +103,6 @@ class RayTrainEngine:
         return RankZeroSnapshot(self._ranks, self._kept("snapshot_adapter"), self._version)
 
     def export(self, directory: Path) -> int:
-        """As FSDPTrainEngine's."""
         snapshot = self.snapshot()
         try:
             return snapshot.write(directory)
@@ -119,10 +119,6 @@ class RayTrainEngine:
     def close(self) -> None:
         """End the ranks and the Ray that was started for them. Idempotent; later calls raise EngineClosedError."""
         self._stack.close()
-
-    @property
-    def _num_shares(self) -> int:
-        return self._config.num_ranks // self._config.tensor_parallel
 
     def _kept(self, method: str, *args: Any) -> str:
         """Call `method` on all ranks; returns the key under which they keep the results."""
@@ -142,7 +138,8 @@ class RayTrainEngine:
         """Rank 0's metrics, which all ranks must report alike."""
         for rank, others in enumerate(metrics):
             for name, value in metrics[0].items():
-                if not _is_same(value, others[name]):
+                are_nan = math.isnan(value) and math.isnan(others[name])
+                if not (are_nan or math.isclose(value, others[name], rel_tol=1e-5)):
                     reason = f"rank {rank} reports {name} {others[name]}, rank 0 {value}: their weights differ"
                     self._ranks.end(reason)
                     raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint")
@@ -244,7 +241,3 @@ def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tupl
     ranks = Ranks(count, placement, num_threads=num_threads, num_gpus=num_gpus)
     stack.callback(ranks.close)
     return ranks, placement.address
-
-
-def _is_same(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-5) or (math.isnan(a) and math.isnan(b))

@@ -126,7 +126,6 @@ class CheckpointWriter:
             raise CheckpointError(f"cannot write the checkpoint {directory}: {_cause(error)}") from error
 
     def _agree(self, value: str) -> str:
-        """Broadcast rank 0's value."""
         values = [value]
         dist.broadcast_object_list(values, group=self._group)
         return values[0]
@@ -144,11 +143,7 @@ class CheckpointWriter:
 
 
 def load_checkpoint(
-    directory: Path,
-    module: nn.Module,
-    optimizer: torch.optim.AdamW,
-    adapters: Adapters | None,
-    reference: Reference,
+    directory: Path, module: nn.Module, optimizer: torch.optim.AdamW, adapters: Adapters | None, reference: Reference
 ) -> Progress:
     """Read weights, optimizer state, reference and random state in place, on any number of ranks.
 
@@ -160,8 +155,7 @@ def load_checkpoint(
     _check_parameters(directory, progress, _shapes(module))
     if reference.is_held and not progress.has_reference:
         raise CheckpointError(
-            f"{directory} has no reference policy, and this run needs one: it was written with "
-            "algorithm.kl.coefficient at 0, say. Leave it at that, or begin another run from the model itself"
+            f"{directory} has no reference policy, and this run needs one; leave algorithm.kl.coefficient as it was"
         )
     if progress.has_reference and not reference.is_held:
         reference.update(1.0)
@@ -240,10 +234,7 @@ def _complete(aside: Path, directory: Path, progress: Progress) -> None:
     written = FileSystemReader(aside).read_metadata().storage_data
     files = {info.relative_path for info in written.values()}
     if missing := sorted(name for name in files if not (aside / name).exists()):
-        raise CheckpointError(
-            f"rank 0 does not see {', '.join(missing)}, which another rank wrote; set run_dir to storage that all "
-            "ranks share"
-        )
+        raise CheckpointError(f"rank 0 does not see {', '.join(missing)}; set run_dir to storage that all ranks share")
     (aside / _PROGRESS_FILE).write_text(json.dumps(asdict(progress)))
     _sync(aside / _PROGRESS_FILE)
     _sync(aside)
@@ -274,22 +265,16 @@ def _check_origin(directory: Path, stored: LoRAOrigin | None, expected: LoRAOrig
             raise CheckpointError(f"{directory} was written with train.lora.{name}={there}, and here it is {here}")
     for name in sorted(stored.frozen.keys() | expected.frozen.keys()):
         if stored.frozen.get(name) != expected.frozen.get(name):
-            raise CheckpointError(
-                f"{directory} holds adapters of another model: its {name} differs from this one's; load the model that "
-                "they were trained on"
-            )
+            what = f"{directory} holds adapters of another model: its {name} differs from this one's"
+            raise CheckpointError(f"{what}; load the model that they were trained on")
 
 
 def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str, list[int]]) -> None:
     stored = progress.parameters
     for name in sorted(stored.keys() | expected.keys()):
-        if name not in stored or name not in expected:
-            where = "the checkpoint" if name in stored else "the model"
-            raise CheckpointError(f"{directory} was written with another model: only {where} has the parameter {name}")
-        if stored[name] != expected[name]:
-            raise CheckpointError(
-                f"{directory} was written with another model: {name} is {stored[name]} there, {expected[name]} here"
-            )
+        there, here = stored.get(name, "absent"), expected.get(name, "absent")
+        if there != here:
+            raise CheckpointError(f"{directory} was written with another model: {name} is {there} there, {here} here")
 
 
 def _cause(error: BaseException) -> str:
@@ -300,7 +285,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

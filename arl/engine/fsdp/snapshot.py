@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -30,24 +31,17 @@ from arl.engine.weights.sender import WeightSender, byte_size, ranges, rows_of, 
 
 _CHUNK_BYTES = 256 << 20
 """The size of a chunk: large enough to be quick, small enough that sending begins soon."""
-_TIMEOUT_S = 600.0
+_TIMEOUT = timedelta(minutes=10)
 """The longest wait of a rank for another's shards."""
 
 logger = logging.getLogger(__name__)
 
 
 class RankSnapshot:
-    """One rank's SendableSnapshot (weights/distributed.py).
-
-    Rank 0's has the tensors, with adapters the merged ones. The others' only release their memory.
-    """
+    """One rank's SendableSnapshot. Rank 0's has the tensors (adapters merged); others only release their memory."""
 
     def __init__(
-        self,
-        version: int,
-        writer: ModelWriter,
-        sender: WeightSender,
-        chunks: Sequence[Future[torch.Tensor]],
+        self, version: int, writer: ModelWriter, sender: WeightSender, chunks: Sequence[Future[torch.Tensor]]
     ) -> None:
         """chunks: the gathered bytes of writer.own_specs, in order."""
         self.version = version
@@ -135,23 +129,17 @@ class SnapshotTaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """Tensors that travel together."""
-
     specs: Sequence[TensorSpec]
     is_sharded: Sequence[bool]
     """For each tensor whether every rank has rows of it; if not, rank 0 has all."""
 
     def rows(self, rank: int) -> list[range]:
         """The rank's rows of each tensor. A tensor without dimensions is one row."""
-        num_ranks = dist.get_world_size()
+        num_ranks, sizes = dist.get_world_size(), [spec.shape[0] if spec.shape else 1 for spec in self.specs]
         return [
-            rows_of(num_rows, rank, num_ranks) if sharded else range(0 if rank else num_rows)
-            for num_rows, sharded in zip(self.num_rows, self.is_sharded, strict=True)
+            rows_of(size, rank, num_ranks) if sharded else range(0 if rank else size)
+            for size, sharded in zip(sizes, self.is_sharded, strict=True)
         ]
-
-    @property
-    def num_rows(self) -> list[int]:
-        return [spec.shape[0] if spec.shape else 1 for spec in self.specs]
 
     def part(self, rank: int) -> list[TensorSpec]:
         """The rank's rows, as tensors of their own."""
@@ -174,7 +162,9 @@ class ShardGatherer:
         self._ranges = ranges(specs, chunk_bytes)
         self._is_cuda = device.type == "cuda"
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._group = _group_of_all() if self._num_ranks > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if self._num_ranks > 1:
+            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=_TIMEOUT))
         # torch's thread count is a property of the thread; the other cores are training's.
         self._thread = ThreadPoolExecutor(1, "arl-gather", initializer=torch.set_num_threads, initargs=(1,))
         self._failure: TransportError | None = None
@@ -275,13 +265,6 @@ class ShardGatherer:
             if work is not None:
                 work.wait()
         return [mine, *others]
-
-
-def _group_of_all() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_TIMEOUT_S))
-    if not isinstance(group, dist.ProcessGroup):
-        raise RuntimeError("this rank is not in a group of all ranks")
-    return group
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

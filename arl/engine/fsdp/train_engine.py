@@ -151,10 +151,7 @@ class FSDPTrainEngine:
         return self._snapshots.take_adapter(self._version)
 
     def export(self, directory: Path) -> int:
-        """Write a complete model directory in the dtype of the one it was loaded from; returns its bytes.
-
-        A collective; rank 0 writes.
-        """
+        """Write a model directory in the dtype that was loaded; returns its bytes. A collective; rank 0 writes."""
         snapshot = self.snapshot()
         try:
             return snapshot.write(directory)
@@ -222,12 +219,8 @@ class FSDPTrainEngine:
         tally.grad_norm = clip_gradients(self._policy.parameters(), config.max_grad_norm, self._device)
         if not math.isfinite(tally.grad_norm):
             tally.nonfinite_grads = 1
-            logger.error(
-                "skipped an optimizer step: the gradient norm is %s in version %d (loss %s)",
-                tally.grad_norm,
-                self._version,
-                tally.loss,
-            )
+            what = "skipped an optimizer step: the gradient norm is %s in version %d (loss %s)"
+            logger.error(what, tally.grad_norm, self._version, tally.loss)
         else:
             for group in self._optimizer.param_groups:
                 group["lr"] = tally.lr
@@ -285,10 +278,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) with weight decay on matrices alone.
-
-    Its state exists from the start, so that a checkpoint can be read into it.
-    """
+    """AdamW (Loshchilov & Hutter 2019), weight decay on matrices alone; with its state, for checkpoints to fill."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
