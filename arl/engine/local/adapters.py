@@ -83,8 +83,9 @@ class LoadedAdapters:
         if not os.path.isabs(directory) or not Path(directory).is_dir():
             raise WeightsError(f"lora_path is {directory!r}, which is not an absolute path of a directory here")
         scale = _scale(Path(directory, _CONFIG))
+        file = Path(directory, _WEIGHTS)
         try:
-            tensors = load_file(file := Path(directory, _WEIGHTS))
+            tensors = load_file(file)
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"cannot read {file}: {error}") from error
         layers = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
