@@ -32,7 +32,6 @@ from arl.api.engine import Head, ModelLimits, TensorSpec
 from arl.api.errors import ModelError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
-from arl.engine.local.received_weights import first_line
 from arl.engine.weights.sender import spec_of
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -119,7 +118,7 @@ def local_directory(name: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"])
     except Exception as error:
-        raise ModelError(f"{name} is no directory here, and cannot be downloaded: {first_line(error)}") from error
+        raise ModelError(f"{name} is no directory here, and cannot be downloaded: {_first_line(error)}") from error
 
 
 def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:
@@ -127,7 +126,7 @@ def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> An
         return auto_class.from_pretrained(str(name), **options)
     except Exception as error:
         raise ModelError(
-            f"cannot load {what} from {name}: {first_line(error).rstrip('.')}. Name a directory that save_pretrained "
+            f"cannot load {what} from {name}: {_first_line(error)}. Name a directory that save_pretrained "
             "wrote (config.json, *.safetensors and the tokenizer's files), or a model on the hub"
         ) from error
 
@@ -142,6 +141,10 @@ def _unreported() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:
