@@ -82,10 +82,7 @@ class AgentWorkflow(Shared, RolloutWorkflow):
 
 
 def with_system(system: str | None, given: object) -> list[Message]:
-    """The system prompt, followed by a question or messages. Messages that have a system prompt keep theirs.
-
-    Raises DatasetError for anything else, and for messages that end with an assistant's.
-    """
+    """The system prompt, then a question or messages, unless these have one. Raises DatasetError for unusable ones."""
     messages: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else _checked(given)
     if system is None or messages[0]["role"] == "system":
         return messages
@@ -107,12 +104,11 @@ def _checked(given: object) -> list[Message]:
     messages: list[Any] = list(cast("Sequence[Any]", given)) if is_list else []
     if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise DatasetError(
-            f"an episode would begin with {str(given)[:200]!r}; it must be a question, or messages that each have a "
-            "role"
+            f"an episode would begin with {str(given)[:200]!r}; it must be a question, or messages with roles"
         )
     if messages[-1]["role"] == "assistant":
         raise DatasetError(
-            "an example's messages end with the assistant's, which would tell the model the answer; drop the last one"
+            "an example's messages end with the assistant's, which tells the model the answer; drop that one"
         )
     return messages
 
@@ -141,11 +137,6 @@ Feedback = Callable[[str, Example, int], "str | Awaitable[str | None] | None"]
 class MultiTurnWorkflow(AgentWorkflow):
     """Asks, says what is wrong, and asks again. Rewards the last answer.
 
-        async def feedback(answer, data, attempt):
-            return None if answer.strip() == data["answer"] else "That is not right. Try again."
-
-        workflow = MultiTurnWorkflow(tokenizer, exact_match, feedback=feedback, max_turns=3, discount=0.9)
-
     If the context is full, the episode ends truncated, and its last answer is rewarded. Metrics: turns, context_full.
     """
 
@@ -164,7 +155,7 @@ class MultiTurnWorkflow(AgentWorkflow):
             raise ConfigError(f"{type(self).__name__} has no feedback; pass feedback=, or override afeedback")
         if self.max_turns < 1 or not 0 <= self.discount <= 1:
             raise ConfigError(
-                f"max_turns is {self.max_turns} and discount {self.discount}; they must be at least 1, and in [0, 1]"
+                f"max_turns is {self.max_turns} and discount {self.discount}; needed: at least 1, and 0 to 1"
             )
         self._turn_score = None if self.turn_reward is None else as_reward(self.turn_reward)
         if self._turn_score is not None:

@@ -92,8 +92,7 @@ class _Llama:
         return "LLAMA"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Everything after the tag is read as calls. An answer without the tag has calls only if it consists of objects
-        with a name."""
+        """After the tag are calls. An answer without the tag has calls only if it consists of objects with a name."""
         before, _, after = text.partition("<|python_tag|>")
         for content, written in (("", text), (before, after)):
             calls = tuple(_joined(written))
@@ -125,10 +124,7 @@ _LLAMA_KEYS = ("parameters", "arguments")
 
 
 def call_format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
-    """The format that a tokenizer's chat template asks the model for.
-
-    Raises ModelError if the template asks for an unknown format; pass a CallFormat then.
-    """
+    """The format that a tokenizer's chat template asks for. Raises ModelError for others; pass a CallFormat then."""
     template: Any = tokenizer.chat_template or ""
     if isinstance(template, Mapping):
         template = template.get("tool_use") or template.get("default") or ""
@@ -165,7 +161,6 @@ def _end_of_object(text: str, start: int) -> int:
 
 
 def _joined(text: str) -> Iterator[ToolCall | MalformedCall]:
-    """Llama's calls, joined by semicolons."""
     at = 0
     while True:
         end = _end_of_object(text, at)
@@ -197,7 +192,6 @@ def _call(text: str, argument_keys: tuple[str, ...]) -> ToolCall | MalformedCall
 
 
 def _is_call(text: str) -> bool:
-    """Whether the text begins with an object that has the fields of a Llama call, in any order."""
     try:
         call = _DECODER.raw_decode(text)[0] if text.startswith("{") else None
     except (ValueError, RecursionError):
@@ -221,7 +215,6 @@ def _end_of_thought(text: str, start: int) -> int:
 
 
 def _end_of_thoughts(text: str) -> int:
-    """The end of the thinking at the beginning of the text."""
     at = _end_of_opened_thought(text)
     while text.startswith("<think>", begin := _after_space(text, at)):
         at = _end_of_thought(text, begin)

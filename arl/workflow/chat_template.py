@@ -17,10 +17,6 @@ from arl.api.types import StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# Chat messages: people and SDKs write them in several forms, and templates take one.
-
-
 Message = Mapping[str, Any]
 """A chat message as templates take it: `role`, `content`, and other fields of the role (`tool_calls`, for instance)."""
 
@@ -140,18 +136,13 @@ class ChatTemplate:
         self._special = _special_tokens(tokenizer)
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
-        """The messages as text. If the template refuses the messages or tools, raises ModelError with the template's
-        message."""
+        """The messages as text. If the template refuses them, raises ModelError with the template's message."""
         shown = [normalised(message) for message in messages]
         specs = [plain(tool) for tool in tools]
         self._check_shows(shown, specs)
         try:
             text = self.tokenizer.apply_chat_template(
-                shown,
-                tools=specs or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._options,
+                shown, tools=specs or None, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
             )
         except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
             raise ModelError(f"the model's chat template does not take these messages: {error}") from error
@@ -167,8 +158,7 @@ class ChatTemplate:
         return str(decoded)
 
     def ends_turn(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> bool:
-        """Whether the model itself ended its turn, with any special token. An answer cut off by a length limit may also
-        end with a special token, but that token does not end the turn."""
+        """Whether the model ended its turn with a special token. At a length limit, only the eos token ends it."""
         if not output_ids:
             return False
         is_end = output_ids[-1] == self.tokenizer.eos_token_id
@@ -195,10 +185,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text that the template writes after words that an assistant says between `before` and `messages`.
-
-        Raises ModelError if the template does not show an assistant's words as they are.
-        """
+        """What the template writes after words between `before` and `messages`. Raises ModelError if it alters them."""
         said = {"role": "assistant", "content": _MARKER}
         text = self.render([*before, said, *messages], tools, add_generation_prompt=add_generation_prompt)
         shown, marker, after = text.rpartition(_MARKER)
@@ -227,7 +214,6 @@ class ChatTemplate:
         return text.startswith(self.end_of_turn)
 
     def _first_special(self, text: str, besides: str) -> int | None:
-        """The position of the first special token that is not part of `besides`."""
         finds = self._special_pattern.finditer(text)
         return next((found.start() for found in finds if found.group() not in besides), None)
 
@@ -247,7 +233,7 @@ class ChatTemplate:
             raise ModelError("the model's chat template shows no tools; use a model or a template that knows them")
         if "tool_calls" not in source and any("tool_calls" in message for message in messages):
             raise ModelError(
-                "the model's chat template shows no tool_calls; use one that does, or leave calls in the content"
+                "the model's chat template shows no tool_calls; use one that does, or put calls into content"
             )
 
 

@@ -173,9 +173,7 @@ def trajectories(
         raise TrajectoryError("nothing was sampled, or a turn was demonstrated: there is no trajectory to train on")
     for name, given in (("turn_rewards", turn_rewards), ("states", states)):
         if given is not None and len(given) != len(turns):
-            raise TrajectoryError(
-                f"{name} has {len(given)} entries, but {len(turns)} turns were sampled; give one for each"
-            )
+            raise TrajectoryError(f"{name} has {len(given)} entries for {len(turns)} sampled turns; give one for each")
     spans = {
         id(turn): (r, state)
         for turn, r, state in zip(turns, turn_rewards or [0.0] * len(turns), states or [None] * len(turns), strict=True)
@@ -198,8 +196,7 @@ def trajectories(
 
 
 def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
-    """The paths, in the order in which their leaves were said. If a turn follows a forgotten one (not in `turns`), the
-    forgotten turn is part of its view but is not trained."""
+    """The paths, in the order of their leaves. Forgotten turns (not in `turns`) are seen by later ones, not trained."""
     untaken = set(map(id, turns))
     parents = {id(_nearest(turn.parent, untaken)) for turn in turns}
     for leaf in (turn for turn in turns if id(turn) not in parents):
@@ -212,7 +209,6 @@ def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
 
 
 def _nearest(turn: Turn | None, among: Container[int]) -> Turn | None:
-    """The turn, or the last turn before it, whose id is in `among`."""
     while turn is not None and id(turn) not in among:
         turn = turn.parent
     return turn

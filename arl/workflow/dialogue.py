@@ -21,8 +21,7 @@ from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs, history_key, normalised, plain, tools_key
 
 Rewriting = Literal["branch", "keep", "error"]
-"""What to do when the template rewrites an earlier turn: branch the dialogue, keep the sampled tokens in the model's
-view, or raise an error."""
+"""When the template rewrites an earlier turn: branch the dialogue, keep the sampled tokens in view, or raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,6 @@ class Turn:
 
     @property
     def parent(self) -> Turn | None:
-        """The turn before it in its view."""
         return self.prompt.parent
 
     @property
@@ -122,10 +120,7 @@ def unanswered(prompt: Prompt) -> Turn:
 
 
 class Dialogue:
-    """The tree. `prompt` changes nothing, so a failed call can be repeated; `record` adds a turn.
-
-    Messages and tools are copied, so the caller may change them afterwards.
-    """
+    """The tree. `prompt` changes nothing, so a call can be repeated; `record` adds a turn. Messages are copied."""
 
     def __init__(self, template: ChatTemplate, *, rewriting: Rewriting = "branch") -> None:
         self.template = template
@@ -205,11 +200,9 @@ class Dialogue:
         return turn
 
     def _continued(self, messages: Sequence[Message], tools: ToolSpecs) -> Turn | None:
-        """The turn with the longest history that `messages` begin with. If there are several, the turn that the
-        messages name, or else the last.
+        """The turn with the longest history that `messages` begin with; of several the one they name, or else the last.
 
-        Several answers may differ only in fields that clients need not send back: ids of calls, and the model's
-        thinking. If a client does send thinking back, it must match.
+        They differ in what clients need not send back: ids of calls, and thinking, which must match if sent.
         """
         found: list[Turn] = []
         key, length = tools_key(tools), 0
@@ -244,10 +237,7 @@ class Dialogue:
         return self._unless_ended(said, self.template.after_turn([first], new, tools))
 
     def _unless_ended(self, turn: Turn, after: str) -> tuple[int, ...]:
-        """The tokens of `after`, which begins with the end of the turn. The end is left out if the model sampled one.
-
-        The sampled end stays even if the template would have written a different one.
-        """
+        """The tokens of `after`, without the end of the turn at its beginning if the model sampled one of its own."""
         ids = self.template.encode(after)
         is_end = ids[:1] == turn.output_ids[-1:] or (
             self.template.ends_in_special and self.template.begins_with_special(ids)
@@ -266,7 +256,6 @@ def _rewritten(shown: Turn | None, said: Turn) -> ModelError:
 
 
 def _has_thoughts_of(turn: Turn, message: Message) -> bool:
-    """Whether the message has the turn's thoughts, or none."""
     given = str(message.get("reasoning_content") or "").strip()
     return not given or given == str(turn.message.get("reasoning_content") or "").strip()
 

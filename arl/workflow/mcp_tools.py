@@ -84,8 +84,8 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
     async def __aenter__(self) -> tuple[Tool, ...]:
         if self._connection is not None:
             raise ConfigError(f"{self.name} is open already; make another MCPTools for another connection")
-        self._connection = connection = await self._connected()
-        return connection.tools
+        self._connection = await self._connected()
+        return self._connection.tools
 
     async def __aexit__(self, *exc: object) -> None:
         connection, self._connection = self._connection, None
@@ -97,25 +97,21 @@ class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
         await connection.aopen(self._start_timeout_s)
         return connection
 
-    async def _acall(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        connection = await self._open_connection()
-        return await connection.acall(tool, arguments)
-
-    async def _open_connection(self) -> _Connection:
-        """The connection, or a new one if it broke."""
+    async def _acall(self, tool: str, /, **arguments: Any) -> str:
         async with self._connecting:
             if self._connection is None:
                 raise ServerError(f"{self.name} is not open; call its tools within `async with`")
             if self._connection.client is None:
                 log.warning("%s is gone; connecting anew", self.name)
                 self._connection = await self._connected()
-            return self._connection
+            connection = self._connection
+        return await connection.acall(tool, arguments)
 
 
 class _Connection:
     """client: None before the connection is open, and after it broke or was closed. error: why it broke."""
 
-    def __init__(self, name: str, connect: Connect, acall: Callable[[str, Mapping[str, Any]], Any]) -> None:
+    def __init__(self, name: str, connect: Connect, acall: Callable[..., Any]) -> None:
         self._name = name
         self._connect = connect
         self._call_of_tool = acall
@@ -185,7 +181,7 @@ class _Connection:
             page = await client.list_tools(cursor=cursor)
             tools += [
                 Tool.from_schema(
-                    _by_name(self._call_of_tool, tool.name),
+                    partial(self._call_of_tool, tool.name),
                     name=tool.name,
                     description=tool.description or tool.title or tool.name,
                     parameters=tool.input_schema,
@@ -212,13 +208,7 @@ class _Connection:
 
     async def _of_model_or_server(self, error: Any, tool: str) -> ArlError:
         """ToolError, which the model reads, for wrong arguments and a tool's own errors; else ServerError."""
-        from mcp_types import (
-            CONNECTION_CLOSED,
-            INTERNAL_ERROR,
-            INVALID_REQUEST,
-            METHOD_NOT_FOUND,
-            PARSE_ERROR,
-        )
+        from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR
 
         if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):  # it is dead, or has forgotten the session
             await self.aclose()
@@ -239,7 +229,6 @@ class _LastWords(asyncio.Protocol):
         self._tail = b""
 
     async def aopen(self, stack: AsyncExitStack) -> TextIO:
-        """The file that the process must write to."""
         read_fd, write_fd = os.pipe()
         pipe, errlog = stack.enter_context(os.fdopen(read_fd, "rb")), stack.enter_context(os.fdopen(write_fd, "w"))
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
@@ -268,15 +257,7 @@ async def _connect_http(url: str, headers: dict[str, str], _: _LastWords, stack:
     return streamable_http_client(url, http_client=client)
 
 
-def _by_name(acall: Callable[[str, Mapping[str, Any]], Any], tool: str) -> Callable[..., Any]:
-    async def call(**arguments: Any) -> str:
-        return await acall(tool, arguments)
-
-    return call
-
-
 def _text_of(result: CallToolResult) -> str:
-    """All parts as text. A note replaces each part that is not text."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(_text_of_part(part) for part in result.content)

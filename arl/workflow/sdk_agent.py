@@ -55,9 +55,7 @@ class Command:
 
     def __post_init__(self) -> None:
         if isinstance(self.arguments, str) or not self.arguments:
-            raise ConfigError(
-                f"arguments is {self.arguments!r}; give the command line as a list: ['python', 'agent.py']"
-            )
+            raise ConfigError(f"arguments is {self.arguments!r}; give it as a list, such as ['python', 'agent.py']")
 
     async def arun(self, session: EpisodeSession, data: Example) -> str:
         """Run the program and return its output. Raises ProgramError."""
@@ -95,8 +93,7 @@ class Command:
 
 
 class _Running(asyncio.SubprocessProtocol):
-    """A process and its output: slightly more than _MAX_OUTPUT_BYTES of its stdout at most, and the end of its
-    stderr."""
+    """A process, the beginning of its stdout, and the end of its stderr."""
 
     def __init__(self) -> None:
         self.printed = bytearray()
@@ -110,7 +107,6 @@ class _Running(asyncio.SubprocessProtocol):
         self._stdin = transport.get_pipe_transport(0)
 
     def feed(self, given: bytes) -> None:
-        """Write its standard input. It need not read it."""
         assert isinstance(self._stdin, asyncio.WriteTransport)
         self._stdin.write(given)
         self._stdin.write_eof()

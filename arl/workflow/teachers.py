@@ -47,11 +47,9 @@ class DistillationWorkflow(RolloutWorkflow):
     2306.13649, with lambda = 1; MiniLLM, Gu et al. 2023, 2306.08543, with no look ahead).
 
     keep_reward: keep the workflow's own rewards (of trajectories, turns and tokens), and add `coefficient` times the
-    teacher's. Otherwise the teacher's rewards replace them, and the metric `task_reward` keeps the trajectory's. The
-    metric `teacher_kl` is the mean of behavior - teacher logprobs over an episode's trained tokens of a role.
-
-    The student must sample at temperature 1, as the teacher's logprobs are: a trajectory of another temperature raises
-    ConfigError.
+    teacher's. Otherwise these replace them, and the metric `task_reward` keeps the trajectory's. `teacher_kl` is the
+    mean of behavior - teacher logprobs over an episode's trained tokens of a role. Raises ConfigError unless the
+    student samples at temperature 1, as the teacher's logprobs are.
     """
 
     def __init__(
@@ -87,13 +85,11 @@ class DistillationWorkflow(RolloutWorkflow):
         return judged[0] if isinstance(episode, Trajectory) else judged
 
     async def _gains(self, trajectory: Trajectory) -> list[float]:
-        """How much likelier the teacher finds each token; 0 for tokens that are not trained."""
         if not any(trajectory.loss_mask):
             return [0.0] * len(trajectory.token_ids)
         if trajectory.temperature != 1.0:
             raise ConfigError(
-                f"the student sampled at temperature {trajectory.temperature:g}, and the teacher's logprobs are at 1; "
-                "set SamplingParams(temperature=1.0) for distillation"
+                f"the student sampled at temperature {trajectory.temperature:g}, the teacher at 1; set temperature=1.0"
             )
         teacher = await self._teacher.logprobs(trajectory.token_ids, start=trajectory.loss_mask.index(1))
         pairs = zip(teacher, trajectory.behavior_logprobs, trajectory.loss_mask, strict=True)
@@ -127,10 +123,6 @@ class DistillationWorkflow(RolloutWorkflow):
         )
 
 
-# Clients: a teacher returns the logprobs of given tokens, a reward model scores sequences. Their servers speak SGLang's
-# protocol.
-
-
 _PROBE = "Agent 12345 said:\n\t'déjà vu' def f(x): return x**2  # 你好 🙂"
 """Text that hardly two tokenizers encode alike."""
 _GREETING_RETRIES = 4
@@ -138,11 +130,10 @@ _GREETING_RETRIES = 4
 
 
 class ModelServer(JsonClient):
-    """A client of one server. It checks the server's model before anything depends on it.
+    """A client of one server. `async with` checks its model at once, and closes at the end; else the first call checks.
 
-    `async with` checks at once, and closes the connections at the end. Without it, the first call checks. tokenizer:
-    makes the token ids, and is compared with the server's; needed unless the server reports the size of its vocabulary,
-    as the embedded server does. The other settings are JsonClient's.
+    tokenizer: makes the token ids, and is compared with the server's; needed unless the server reports the size of its
+    vocabulary, as the embedded server does. The other settings are JsonClient's.
     """
 
     def __init__(
@@ -164,7 +155,7 @@ class ModelServer(JsonClient):
         self._vocab_size = 0
 
     async def __aenter__(self) -> Self:
-        """Raises ServerError if the server does not answer, ModelError if its model is of the wrong kind or family."""
+        """Raises as `info` does."""
         try:
             await self.info()
         except BaseException:
@@ -201,8 +192,7 @@ class ModelServer(JsonClient):
         await self.info()
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise ModelError(
-                f"token ids go from {min(token_ids)} to {max(token_ids)}, but {self.url} knows only {self._vocab_size} "
-                "tokens"
+                f"token ids are {min(token_ids)} to {max(token_ids)}; {self.url} knows only {self._vocab_size} tokens"
             )
 
     async def _greet(self) -> Mapping[str, Any]:
@@ -220,7 +210,6 @@ class ModelServer(JsonClient):
         """Raise ModelError for a model of the wrong kind."""
 
     async def _check_vocabulary(self, told: int | None) -> int:
-        """The number of token ids that may be sent."""
         tokenizer: Any = self._tokenizer
         if tokenizer is None:
             if told is None:
@@ -233,13 +222,9 @@ class ModelServer(JsonClient):
         try:
             answer = await self.ask("/tokenize", {"prompt": probe, "add_special_tokens": False})
         except NoSuchPathError as error:
-            raise ModelError(
-                f"{self.url} has no /tokenize, so its tokens cannot be compared with the given tokenizer's"
-            ) from error
+            raise ModelError(f"{self.url} has no /tokenize to compare its tokens with the given tokenizer's") from error
         if answer.get("tokens") != tokenizer.encode(probe, add_special_tokens=False):
-            raise ModelError(
-                f"the model at {self.url} has another vocabulary than the given tokenizer; use one of the same family"
-            )
+            raise ModelError(f"{self.url} has another vocabulary than the given tokenizer; use one of the same family")
         return len(tokenizer) if told is None else told
 
 
@@ -247,15 +232,12 @@ _NOTHING_NEW = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class TeacherClient(ModelServer):
-    """Asks a language model for the logprobs of given tokens, at temperature 1. tokenizer: the student's; the teacher
-    must have the same tokens.
-    """
+    """Asks a language model for the logprobs of given tokens, at temperature 1. tokenizer: the student's."""
 
     async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
-        """ln p(token_ids[t] | token_ids[:t]) for each t >= start, and 0.0 before it. The first token always has 0.0.
+        """ln p(token_ids[t] | token_ids[:t]) for each t >= start, 0.0 before it. A later start costs less.
 
-        A later start costs less: the tokens before it may be in the server's cache. Raises ModelError if the teacher
-        has different tokens, ServerError, RequestTimeoutError.
+        Raises ModelError if the teacher has different tokens, ServerError, RequestTimeoutError.
         """
         if start < 1:
             raise ValueError(f"start is {start}; the first token has no context, so it must be at least 1")
@@ -281,10 +263,7 @@ class RewardModelClient(ModelServer):
     """Asks a reward model for the score of a whole sequence. tokenizer: makes the sequences' tokens."""
 
     async def score(self, token_ids: Sequence[int]) -> float:
-        """The reward model's score of prompt and answer together, at the last token.
-
-        Raises RewardError and RewardTimeoutError, with the server's URL and its answer.
-        """
+        """The score of prompt and answer together. Raises RewardError and RewardTimeoutError, with URL and answer."""
         ids = list(token_ids)
         if not ids:
             raise RewardError(f"there is nothing to score: no tokens for {self.url}")
@@ -306,21 +285,16 @@ class RewardModelClient(ModelServer):
 
 
 def _given_logprobs(answer: Any, ids: Sequence[int], url: str) -> tuple[float, ...]:
-    """The logprobs of ids[1:]. Raises ServerError unless the answer has exactly these tokens.
-
-    SGLang reports the vocabulary's last token as 0, with the right logprob.
-    """
+    """The logprobs of ids[1:]. Raises ServerError unless the answer has exactly these tokens."""
     try:
         entries = answer["meta_info"]["input_token_logprobs"]
         told = [entry[1] for entry in entries]
         logprobs = tuple(entry[0] for entry in entries[1:])
     except (KeyError, TypeError, IndexError) as error:
-        raise ServerError(
-            f"{url} answered /generate without input_token_logprobs, which a teacher must return"
-        ) from error
+        raise ServerError(f"{url} is no teacher: it answered /generate without input_token_logprobs") from error
     if len(told) != len(ids):
         raise ServerError(f"{url} gave logprobs of {len(told)} tokens for {len(ids)}; is its prompt cut off?")
-    last = max(ids)
+    last = max(ids)  # SGLang reports the vocabulary's last token as 0, with the right logprob
     other = [(sent, got) for sent, got in zip(ids, told, strict=True) if got != sent and (sent, got) != (last, 0)]
     if other:
         raise ServerError(f"{url} was sent token {other[0][0]} and gave the logprob of token {other[0][1]}")

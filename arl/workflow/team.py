@@ -75,9 +75,7 @@ class Team:
         self._members = {member.name: member for member in members}
         self._episodes: dict[str, ToolEpisode] = {}
         if len(self._members) < len(members):
-            raise ConfigError(
-                f"members are named {[m.name for m in members]}; their names must differ, but roles may be equal"
-            )
+            raise ConfigError(f"members are named {[m.name for m in members]}; their names must differ, unlike roles")
 
     async def ask(self, name: str, said: Said) -> str | None:
         """Say something to a member, and let it speak until it has answered. Returns the answer.
@@ -183,7 +181,7 @@ class DebateWorkflow(_TeamWorkflow):
         super().__post_init__()
         if self.debaters < 2 or self.rounds < 1:
             raise ConfigError(
-                f"debaters is {self.debaters} and rounds {self.rounds}; a debate needs 2 debaters and 1 round at least"
+                f"debaters is {self.debaters} and rounds {self.rounds}; give 2 debaters and 1 round at least"
             )
 
     def member(self, index: int) -> Member:

@@ -63,10 +63,7 @@ class ToolEpisode:
         max_turns: int,
         is_done: Callable[[ToolEpisode], bool] = lambda _: False,
     ) -> None:
-        """Let the model speak and call tools until it answers without a call, or something else ends the episode.
-
-        Sets `answer`. Raises the errors of Conversation.agenerate and arun_tools.
-        """
+        """Speak and call tools until an `answer` or another end. Raises as Conversation.agenerate and arun_tools do."""
         chat, self.answer = self.conversation, None
         for _ in range(max_turns):
             turn = await chat.agenerate(engine, sampling)
@@ -86,12 +83,6 @@ class ToolEpisode:
 @dataclass(kw_only=True, eq=False, repr=False)
 class ToolAgentWorkflow(AgentWorkflow):
     """Lets the model call tools until it answers without a call, and rewards the answer.
-
-        def divide(a: float, b: float) -> float:
-            \"\"\"Divide a by b.\"\"\"
-            return a / b
-
-        workflow = ToolAgentWorkflow(tokenizer, math_reward(), tools=[divide], max_turns=6)
 
     An episode that ends without an answer (at max_turns, by is_done, or because the context is full) is scored with the
     empty answer. The calls of the last turn run too. An answer that max_new_tokens cut off is scored as it stands, and
@@ -115,7 +106,7 @@ class ToolAgentWorkflow(AgentWorkflow):
             raise ConfigError(f"max_turns is {self.max_turns}; it must be at least 1")
         if not self.tools and self.open_tools is None and type(self).episode_tools is ToolAgentWorkflow.episode_tools:
             raise ConfigError(
-                f"{type(self).__name__} has no tools; pass tools=[...] or open_tools=, or use SingleTurnWorkflow"
+                f"{type(self).__name__} has no tools; pass tools= or open_tools=, or use SingleTurnWorkflow"
             )
         self._format = self.call_format or call_format_of(self.tokenizer)
         self._shared = [Tool.of(tool) for tool in self.tools if not isinstance(tool, AbstractAsyncContextManager)]
@@ -132,9 +123,7 @@ class ToolAgentWorkflow(AgentWorkflow):
     async def episode_tools(self, data: Example) -> AsyncIterator[list[Tool]]:
         """All tools of one episode, closed at its end."""
         if self._sources and not self.is_open:
-            raise ConfigError(
-                f"the tools of {type(self).__name__} are not open; run episodes within `async with workflow`"
-            )
+            raise ConfigError(f"the tools of {type(self).__name__} are not open; run episodes in `async with workflow`")
         shared = [*self._shared, *self._opened]
         if self.open_tools is None:
             yield shared

@@ -2,13 +2,7 @@
 
     answer --CallFormat.parse--> calls --arun_tools--> results --> messages of role `tool`
 
-| what happens | who is told |
-|---|---|
-| a call is unreadable, names an unknown tool, or has wrong arguments | the model: `error: ...` |
-| a tool raises ToolError, or takes longer than ToolLimits.timeout_s | the model: `error: ...` |
-| a tool returns more than ToolLimits.max_output_chars | the model: the beginning, and how much was cut |
-| a tool raises anything else | the model: `error: the tool failed: TYPE`; the log has the traceback |
-| a tool raises another of arl's errors (a server or a sandbox is gone) | the caller: the episode fails |
+docs/workflows.md says which failures the model reads, and which ones end the episode.
 """
 
 from __future__ import annotations
@@ -105,10 +99,7 @@ class Tool:
         return tool if isinstance(tool, Tool) else cls.from_function(tool)
 
     async def acall(self, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> str:
-        """Run the tool and return its result as text, cut to its limit.
-
-        Raises ToolError for wrong arguments and past the time limit, and the function's own errors.
-        """
+        """Run the tool: the result as text, cut. Raises ToolError (bad arguments, time limit) and the tool's errors."""
         if self.accept is None:
             args, kwargs = (), dict(arguments)
         else:
@@ -250,10 +241,7 @@ async def _within(call: Callable[[], Any], timeout_s: float) -> str:
 
 
 def text_of(result: object) -> str:
-    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)`.
-
-    Raises the errors of the result's own `__str__`.
-    """
+    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)` with its errors."""
     match result:
         case str():
             return result

@@ -173,7 +173,6 @@ def _trajectories(episode: vf.Episode, session: EpisodeSession) -> list[Trajecto
 
 
 def _why(episode: vf.Episode) -> str:
-    """The error that ended the rollout, and the place where it was raised."""
     errors = [(trace.agent.name, error) for trace in episode.traces for error in trace.errors]
     errors += [("environment", error) for error in episode.errors]
     if not errors:

@@ -75,7 +75,7 @@ async def test_a_function_makes_messages_of_what_other_columns_have(given: str |
         ({"text": "?", "answer": "4"}, "has the columns text, answer, and no messages in any of messages, prompt"),
         ({"question": 3}, "would begin with '3'; it must be a question, or messages"),
         ({"messages": []}, "would begin with"),
-        ({"messages": [{"content": "?"}]}, "messages that each have a role"),
+        ({"messages": [{"content": "?"}]}, "messages with roles"),
         ({"messages": [*TOLD, {"role": "assistant", "content": "4"}]}, "end with the assistant's"),
     ],
 )

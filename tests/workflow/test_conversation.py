@@ -116,7 +116,7 @@ async def test_each_sampled_turn_has_its_span_with_its_reward_and_state() -> Non
 @pytest.mark.parametrize("name", ["turn_rewards", "states"])
 async def test_a_wrong_number_of_values_for_turns_is_an_error_that_names_them(name: str) -> None:
     conversation = await talked(["abc", "de"], [[("tool", "more")]], ended=True)
-    with pytest.raises(TrajectoryError, match=f"{name} has 1 entries, but 2 turns were sampled; give one for each"):
+    with pytest.raises(TrajectoryError, match=f"{name} has 1 entries for 2 sampled turns; give one for each"):
         conversation.trajectories(1.0, **{name: [0.0] if name == "turn_rewards" else ["s"]})
 
 

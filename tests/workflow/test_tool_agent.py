@@ -204,7 +204,7 @@ class Source:
 async def test_sources_of_shared_tools_are_open_as_long_as_the_workflow() -> None:
     source = Source()
     workflow = agent(source)
-    with pytest.raises(ConfigError, match="run episodes within `async with workflow`"):
+    with pytest.raises(ConfigError, match="run episodes in `async with workflow`"):
         await workflow.arun_episode(saying(), QUESTION)
     async with workflow:
         engine = saying(calling("fetch", page="home"), "done")

@@ -14,16 +14,13 @@ from arl.web.bodies import BodyError, RequestBody, RequestError, Strings, parse,
 from arl.web.server import event
 from arl.workflow.chat_template import Message
 from arl.workflow.proxy.calls import CallAnswer, ChatCall, joined, pieces, refused, tool_call, wrong
-from arl.workflow.proxy.exchange import Exchange, completing
+from arl.workflow.proxy.exchange import CallBody, Exchange, completing
 
 _HARMLESS = ("cache_control",)
 """Fields that any block, tool or request may have without effect on the answer."""
 
 
-class ContentBlock(
-    RequestBody,
-    ignored=(*_HARMLESS, "type", "signature", "citations", "caller"),
-):
+class ContentBlock(RequestBody, ignored=(*_HARMLESS, "type", "signature", "citations", "caller")):
     """A content block."""
 
 
@@ -74,7 +71,7 @@ class Thinking(RequestBody, only={"display": ("summarized",)}, ignored=("budget_
 
 
 class MessagesRequest(
-    RequestBody,
+    CallBody,
     ignored=(*_HARMLESS, "metadata"),
     only={"service_tier": ("auto", "standard_only"), "speed": ("standard",)},
     refused={
@@ -96,16 +93,10 @@ class MessagesRequest(
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: Strings = ()
-    stream: bool = False
-    model: str = "arl"
     thinking: Thinking = Thinking()
 
 
-# From Anthropic's messages, made of content blocks, to the messages that chat templates take.
-
-
 def _messages(asked: MessagesRequest) -> list[Message]:
-    """`system` and `messages`. Raises BodyError for content that the model cannot read."""
     system = _text("system", asked.system)
     made: list[Message] = [{"role": "system", "content": system}] if system else []
     if not asked.messages:
@@ -137,7 +128,6 @@ def _message(where: str, message: Any) -> Iterator[Message]:
 
 
 def _users(where: str, blocks: list[Any]) -> Iterator[Message]:
-    """One message for each tool result, then one with the user's text."""
     said: list[str] = []
     for i, given in enumerate(blocks):
         match _block(f"{where}[{i}]", given, {"text": SaidBlock, "tool_result": ResultBlock}):
@@ -173,7 +163,6 @@ def _text(where: str, content: Any) -> str:
 
 
 def _block(where: str, given: Any, kinds: Mapping[str, type[B]]) -> B:
-    """A block of one of these kinds. Raises BodyError."""
     if not isinstance(given, dict):
         raise wrong(where, given, "a block: an object with a type")
     kind = given.get("type")
@@ -199,10 +188,6 @@ class MessagesWire:
 
     asked: MessagesRequest
     call: ChatCall
-
-    @property
-    def streams(self) -> bool:
-        return self.asked.stream
 
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         answer = answers[0]
@@ -234,7 +219,6 @@ class MessagesWire:
             yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
 
     def _stop_sequence(self, answer: CallAnswer) -> str | None:
-        """The stop string that ended the answer."""
         if answer.spoken.finish_reason != "stop":
             return None
         text = answer.turn.text
@@ -280,11 +264,9 @@ def read(exchange: Exchange) -> MessagesWire:
     asked = parse(MessagesRequest, exchange.body)
     if (kind := asked.thinking.type) not in ("adaptive", "disabled"):
         raise refused(
-            "thinking",
-            f"is {shown(kind)}; the length of thinking cannot be limited here, so it must be adaptive (the answer "
-            "shows the thinking) or disabled",
+            "thinking", f"is {shown(kind)}; the length of thinking cannot be limited: say adaptive or disabled"
         )
-    call = exchange.policy.call(
+    call = exchange.session.policy.call(
         _messages(asked),
         [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
         asked.tool_choice.type,
@@ -302,9 +284,7 @@ def _tool(where: str, tool: Any) -> Mapping[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in (None, "custom"):
         raise refused(
-            where,
-            f"is of type {shown(kind)}; Anthropic's own tools are not available here; send tools with an input_schema, "
-            "which the program runs itself",
+            where, f"is of type {shown(kind)}; Anthropic's own tools are not available; send tools with an input_schema"
         )
     given = validated(CustomTool, tool, where)
     function = {"name": given.name, "description": given.description, "parameters": given.input_schema}

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from arl.api.errors import ArlError, PromptTooLongError
-from arl.api.types import ModelResponse, SamplingParams, StopReason
+from arl.api.types import ModelResponse, SamplingParams
 from arl.web.bodies import BodyError, RequestError, shown
 from arl.workflow.call_formats import CallFormat, ToolCall, call_format_of
 from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs
-from arl.workflow.dialogue import Dialogue, Prompt, Rewriting, Turn
+from arl.workflow.dialogue import Prompt, Rewriting, Turn
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 MAX_SEED = (1 << 31) - 1
@@ -147,7 +147,6 @@ Reasoning = Literal["apart", "inline"]
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first stop string in it."""
     found = [at for string in stop if (at := text.find(string)) >= 0]
     return text[: min(found)] if found else text
 
@@ -161,11 +160,6 @@ def _split_reasoning(text: str, *, is_thinking: bool) -> tuple[str | None, str]:
         return None, text
     thought, _, said = text.partition(_END_OF_THINK)
     return thought.strip("\n"), said.lstrip("\n")
-
-
-def _finish_reason_of(stop_reason: StopReason) -> Literal["stop", "length"]:
-    """An aborted answer is as incomplete as one that ran out of tokens."""
-    return "stop" if stop_reason == "stop" else "length"
 
 
 _TAIL = 8
@@ -189,9 +183,6 @@ class CallPolicy:
     call_format: CallFormat | None = None
     """How the model writes tool calls; None: as its chat template says."""
 
-    def new_dialogue(self) -> Dialogue:
-        return Dialogue(self.template, rewriting=self.rewriting)
-
     def call(
         self,
         messages: Sequence[Message],
@@ -202,10 +193,7 @@ class CallPolicy:
         one_tool_call: bool = False,
         **sampling: Any,
     ) -> ChatCall:
-        """A call. sampling: fields of SamplingParams; None stands for a field that the program did not name.
-
-        Raises BodyError for values out of range, and for a tool_choice but "auto" and "none".
-        """
+        """A call. sampling: fields of SamplingParams, None if not named. Raises BodyError for unusable values."""
         if tool_choice not in ("auto", "none"):
             reason = f'is {shown(tool_choice)}; a call cannot be forced here, so it must be "auto" or "none"'
             raise refused("tool_choice", reason)
@@ -235,7 +223,7 @@ class CallPolicy:
         room = self.context_length - num_prompt_tokens
         if room < 1:
             raise PromptTooLongError(
-                f"the messages are {num_prompt_tokens} tokens, and the model's context is {self.context_length}"
+                f"the messages are {num_prompt_tokens} tokens, the model's context {self.context_length}"
             )
         return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
 
@@ -251,11 +239,9 @@ class CallPolicy:
         if self.reasoning == "apart":
             reasoning, said = _split_reasoning(said, is_thinking=is_thinking)
         said, calls = self._calls(said, call) if call.tools else (said, ())
+        ended = "stop" if response.stop_reason == "stop" else "length"  # an aborted answer is as incomplete
         return Spoken(
-            content=said,
-            reasoning=reasoning,
-            tool_calls=calls,
-            finish_reason="tool_calls" if calls else _finish_reason_of(response.stop_reason),
+            content=said, reasoning=reasoning, tool_calls=calls, finish_reason="tool_calls" if calls else ended
         )
 
     def check_tools(self, call: ChatCall) -> None:

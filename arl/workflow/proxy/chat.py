@@ -13,7 +13,7 @@ from arl.api.types import new_id
 from arl.web.bodies import Integers, RequestBody, Strings, parse, shown
 from arl.web.server import DONE, event
 from arl.workflow.proxy.calls import CallAnswer, CallPolicy, ChatCall, Count, Seed, joined, pieces, refused, wrong
-from arl.workflow.proxy.exchange import Exchange, completing, openai_error, openai_error_event
+from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error, openai_error_event
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
@@ -26,7 +26,7 @@ class ChatStreamOptions(RequestBody, ignored=("include_obfuscation",)):
 
 
 class ChatRequest(
-    RequestBody,
+    CallBody,
     # Agents send these fields of style by default; the model decides how to think and to write.
     ignored=(
         "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier",
@@ -61,8 +61,6 @@ class ChatRequest(
     ignore_eos: bool = False
     seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
-    model: str = "arl"
-    stream: bool = False
     stream_options: ChatStreamOptions = ChatStreamOptions()
     logprobs: bool = False
 
@@ -125,10 +123,6 @@ class ChatWire:
     policy: CallPolicy
     """Its tokenizer gives the text of each token in logprobs."""
 
-    @property
-    def streams(self) -> bool:
-        return self.asked.stream
-
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         choices = [
             {
@@ -151,7 +145,6 @@ class ChatWire:
         yield DONE
 
     def _chunks(self, answer: CallAnswer) -> Iterator[dict[str, Any]]:
-        """An answer's chunks without their index: role, thinking, text, tool calls, and the reason of its end."""
         spoken = answer.spoken
         yield _chunk({"role": "assistant", "content": ""}, logprobs=self._logprobs(answer))
         for piece in pieces(spoken.reasoning or ""):
@@ -169,7 +162,6 @@ class ChatWire:
         return {"id": f"chatcmpl-{new_id()}", "object": kind, "created": int(time.time()), "model": self.asked.model}
 
     def _logprobs(self, answer: CallAnswer) -> dict[str, Any] | None:
-        """The logprobs of all sampled tokens, with the one that ended the turn."""
         if not self.asked.logprobs:
             return None
         response, tokenizer = answer.response, self.policy.template.tokenizer
@@ -194,7 +186,7 @@ def usage(answers: Sequence[CallAnswer]) -> dict[str, int]:
 
 
 def read(exchange: Exchange) -> ChatWire:
-    asked, policy = parse(ChatRequest, exchange.body), exchange.policy
+    asked, policy = parse(ChatRequest, exchange.body), exchange.session.policy
     call = policy.call(
         tuple(_message(f"messages[{i}]", message) for i, message in enumerate(asked.messages)),
         [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],

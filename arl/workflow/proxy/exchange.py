@@ -19,14 +19,21 @@ from arl.api.errors import (
     ServerError,
     first_error,
 )
-from arl.web.bodies import RequestError
+from arl.web.bodies import RequestBody, RequestError
 from arl.web.server import EventStream, event, json_response, request_error
-from arl.workflow.proxy.calls import CallAnswer, CallPolicy, ChatCall, RefusedCallError
+from arl.workflow.proxy.calls import CallAnswer, ChatCall, RefusedCallError
 from arl.workflow.proxy.session import EpisodeSession
 
 KEEP_ALIVE_S = 10.0
 """Seconds between two comments in a stream that still waits for its answer."""
 _KEEP_ALIVE = ": the model is answering\n\n"
+
+
+class CallBody(RequestBody):
+    """What the bodies of all protocols have."""
+
+    model: str = "arl"
+    stream: bool = False
 
 
 class Wire(Protocol):
@@ -36,7 +43,7 @@ class Wire(Protocol):
     def call(self) -> ChatCall: ...
 
     @property
-    def streams(self) -> bool: ...
+    def asked(self) -> CallBody: ...
 
     def whole(self, answers: Sequence[CallAnswer]) -> Any:
         """The JSON of a response."""
@@ -58,10 +65,6 @@ class Exchange:
         self.stream = EventStream(request)
         self._answers: Sequence[CallAnswer] = ()
 
-    @property
-    def policy(self) -> CallPolicy:
-        return self.session.policy
-
     async def respond(
         self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
@@ -76,12 +79,13 @@ class Exchange:
         """Answer a call of the model. Forget answers that nobody took, or that the program asks for again."""
         session = self.session
         key = blake2b(f"{self.role} {self.request.path}\n".encode() + self.body, digest_size=16).digest()
-        if self._is_repeated() and (unread := session.repeats.unread(key)):
+        is_repeated = self.request.headers.get("x-stainless-retry-count", "0") != "0"  # as both SDKs say
+        if is_repeated and (unread := session.repeats.unread(key)):
             session.forget(self.role, unread)
             session.counts.answered -= 1
             session.counts.repeated += 1
         try:
-            if wire.streams:
+            if wire.asked.stream:
                 await self._keeping_alive(self._sample(wire))
                 response = await self._end_stream("".join(wire.events(self._answers)))
             else:
@@ -89,9 +93,9 @@ class Exchange:
                 response = await self.respond(wire.whole(self._answers))
         except BaseException:
             session.forget(self.role, self._answers)
-            session.repeats.unanswered(key)
+            session.repeats.num_unanswered[key] += 1
             raise
-        session.repeats.answered(key, self._answers)
+        session.repeats.answers[key].append(self._answers)
         session.counts.answered += 1
         return response
 
@@ -99,17 +103,10 @@ class Exchange:
         self._answers = await self.session.acomplete(self.role, wire.call)
 
     async def refuse(self, error: RequestError, endpoint: Endpoint) -> web.StreamResponse:
-        """Answer with an error, in the stream if one has begun.
-
-        It tells SDKs not to call again: nothing would change, or the engine has tried already.
-        """
+        """Answer with an error, in the stream if one has begun. SDKs shall not call again: nothing would change."""
         if self.stream.has_begun:
             return await self._end_stream(endpoint.error_event(error))
         return await self.respond(endpoint.error(error), error.status, {"x-should-retry": "false"})
-
-    def _is_repeated(self) -> bool:
-        """Whether the SDK repeats a call; OpenAI's and Anthropic's SDKs say so."""
-        return self.request.headers.get("x-stainless-retry-count", "0") != "0"
 
     async def _keeping_alive(self, answering: Awaitable[None]) -> None:
         """Wait for the answer. Begin the stream only if that takes long, so that an error can have its status."""
@@ -154,8 +151,7 @@ def completing(
     error: Callable[[RequestError], Any],
     error_event: Callable[[RequestError], str],
 ) -> Endpoint:
-    """A path that calls the model by POST. read: gives the call in a body. It raises RequestError for a field that is
-    wrong or cannot be honoured."""
+    """A path that calls the model by POST. read: gives the call in a body, or raises RequestError for a wrong field."""
 
     async def answer(exchange: Exchange) -> web.StreamResponse:
         return await exchange.complete(read(exchange))

@@ -63,10 +63,7 @@ class SharedURL:
 
     @contextmanager
     def admitting(self, run_id: str, session: EpisodeSession) -> Iterator[None]:
-        """Give calls that carry the id to the session within the block, in a role of this name.
-
-        Nobody can guess the id.
-        """
+        """Within the block, give calls with the id, which nobody can guess, to the session, in a role of this name."""
         self._places[run_id] = (session, run_id)
         try:
             yield
@@ -82,7 +79,7 @@ class SharedURL:
 
 async def _models(exchange: Exchange) -> web.StreamResponse:
     card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "arl"}
-    if (length := exchange.policy.context_length) is not None:
+    if (length := exchange.session.policy.context_length) is not None:
         card["max_model_len"] = length
     return await exchange.respond({"object": "list", "data": [card]})
 

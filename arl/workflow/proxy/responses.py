@@ -29,7 +29,7 @@ from arl.workflow.proxy.calls import (
     tool_call,
     wrong,
 )
-from arl.workflow.proxy.exchange import Exchange, completing, openai_error
+from arl.workflow.proxy.exchange import CallBody, Exchange, completing, openai_error
 
 Stored = dict[str, Sequence[Message]]
 """Response id -> the messages up to that response, without its instructions."""
@@ -60,14 +60,8 @@ class FunctionTool(
 
 
 class ResponsesRequest(
-    RequestBody,
-    ignored=(
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "user",
-    ),
+    CallBody,
+    ignored=("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"),
     only={
         "background": (False,),
         "include": ([], ["reasoning.encrypted_content"]),
@@ -94,10 +88,8 @@ class ResponsesRequest(
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    model: str = "arl"
     metadata: Any = Field(default_factory=dict)
     store: bool = True
-    stream: bool = False
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     text: TextStyle = TextStyle()
     reasoning: Reasoning = Reasoning()
@@ -196,10 +188,6 @@ class ResponsesWire:
     stored: Stored
     """The episode's responses that a later call may continue."""
 
-    @property
-    def streams(self) -> bool:
-        return self.asked.stream
-
     def whole(self, answers: Sequence[CallAnswer]) -> dict[str, Any]:
         response = response_of(answers[0], self._echoed())
         if self.asked.store:
@@ -210,7 +198,6 @@ class ResponsesWire:
         return events_of(self.whole(answers))
 
     def _echoed(self) -> Mapping[str, Any]:
-        """The request's fields that the response repeats."""
         asked, sampling = self.asked, self.call.sampling
         return {
             "model": asked.model,
@@ -321,7 +308,7 @@ def read(exchange: Exchange) -> ResponsesWire:
     if (kind := asked.text.format.get("type", "text")) != "text":
         reason = f"is {shown(kind)}; the model's output cannot be constrained here, so it must be text"
         raise refused("text.format", reason)
-    call = exchange.policy.call(
+    call = exchange.session.policy.call(
         [{"role": "system", "content": asked.instructions}, *said] if asked.instructions else said,
         [_tool(f"tools[{i}]", tool) for i, tool in enumerate(asked.tools)],
         asked.tool_choice,
@@ -358,10 +345,7 @@ def _messages(given: Any) -> Sequence[Message]:
 def _tool(where: str, tool: Any) -> Mapping[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        reason = (
-            f"is of type {shown(kind)}; hosted tools are not available; send functions that the program runs itself"
-        )
-        raise refused(where, reason)
+        raise refused(where, f"is of type {shown(kind)}; there are no hosted tools: send the program's own functions")
     return {"type": "function", "function": validated(FunctionTool, tool, where).model_dump()}
 
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import re
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from arl.api.engine import Sampler
@@ -18,7 +18,7 @@ from arl.api.types import ModelRequest, ModelResponse, SamplingParams, Trajector
 from arl.web.bodies import RequestError
 from arl.workflow.chat_template import Message
 from arl.workflow.conversation import paths_of, trajectories
-from arl.workflow.dialogue import Prompt, Turn
+from arl.workflow.dialogue import Dialogue, Prompt, Turn
 from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
 
 _LONG_PROMPT = 20_000
@@ -26,10 +26,9 @@ _LONG_PROMPT = 20_000
 
 
 class Speaker:
-    """One agent of an episode: answers its calls, and records them in a Dialogue.
+    """One agent of an episode: answers its calls (by one server, which caches prefixes), and records them.
 
     is_cut: the last call found no room in the context. cut_after: the turn that it continued, or else the last.
-    All calls go to one server, which caches their prefixes.
     """
 
     def __init__(self, engine: Sampler, policy: CallPolicy) -> None:
@@ -38,11 +37,7 @@ class Speaker:
         self._engine = engine
         self._policy = policy
         self._session_id = new_id()
-        self._dialogue = policy.new_dialogue()
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        return self._dialogue.turns
+        self.dialogue = Dialogue(policy.template, rewriting=policy.rewriting)
 
     async def acomplete(self, call: ChatCall) -> list[CallAnswer]:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
@@ -59,21 +54,17 @@ class Speaker:
         ]
         return [  # keep nothing before all answers could be read
             CallAnswer(
-                turn=self._dialogue.record(prompt, response, spoken.message),
+                turn=self.dialogue.record(prompt, response, spoken.message),
                 spoken=spoken,
                 num_prompt_tokens=num_prompt_tokens,
             )
             for response, spoken in zip(responses, read, strict=True)
         ]
 
-    def forget(self, turn: Turn) -> None:
-        """Forget an answer that nobody has read, unless another follows it."""
-        self._dialogue.forget(turn)
-
     async def _prompt(self, call: ChatCall) -> Prompt:
         if sum(len(message.get("content") or "") for message in call.messages) < _LONG_PROMPT:
-            return self._dialogue.prompt(call.messages, call.tools)
-        return await asyncio.to_thread(self._dialogue.prompt, call.messages, call.tools)
+            return self.dialogue.prompt(call.messages, call.tools)
+        return await asyncio.to_thread(self.dialogue.prompt, call.messages, call.tools)
 
     async def _asample(self, prompt: Prompt, call: ChatCall) -> list[ModelResponse]:
         input_ids = prompt.input_ids
@@ -85,21 +76,19 @@ class Speaker:
             ]
             responses = await _all(self._engine, requests)
         except PromptTooLongError:
-            self.is_cut, self.cut_after = True, prompt.after or next(reversed(self.turns), None)
+            self.is_cut, self.cut_after = True, prompt.after or next(reversed(self.dialogue.turns), None)
             raise
         self.is_cut, self.cut_after = False, None
         return responses
 
 
 def _apart(sampling: SamplingParams, n: int) -> list[SamplingParams]:
-    """The parameters of n samples. With a seed, each sample gets a different one."""
     if sampling.seed is None:
         return [sampling] * n
     return [replace(sampling, seed=(sampling.seed + i) % (MAX_SEED + 1)) for i in range(n)]
 
 
 async def _all(engine: Sampler, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-    """Await all of them at once; the first error ends the others."""
     if len(requests) == 1:
         return [await engine.agenerate(requests[0])]
     try:
@@ -110,37 +99,22 @@ async def _all(engine: Sampler, requests: Sequence[ModelRequest]) -> list[ModelR
     return [task.result() for task in tasks]
 
 
-@dataclass(slots=True)
-class _Fate:
-    """All calls with one body: their answers, and the number of calls without an answer."""
-
-    answers: list[Sequence[CallAnswer]] = field(default_factory=list)
-    num_unanswered: int = 0
-
-
 class Repeats:
-    """Finds the answer that an SDK did not read when it repeats a call, so that the session can forget it.
+    """Finds the answer that an SDK did not read when it repeats a call. An SDK does not say which call it repeats.
 
-    An SDK says that it repeats a call, but not which. Most likely it repeats a call with the same body that got no
-    answer; if all were answered, it repeats the last of them.
+    Most likely it repeats a call with the same body that got no answer; if all were answered, the last of them.
     """
 
     def __init__(self) -> None:
-        self._fates: defaultdict[bytes, _Fate] = defaultdict(_Fate)
-
-    def answered(self, body: bytes, answers: Sequence[CallAnswer]) -> None:
-        self._fates[body].answers.append(answers)
-
-    def unanswered(self, body: bytes) -> None:
-        self._fates[body].num_unanswered += 1
+        self.answers: defaultdict[bytes, list[Sequence[CallAnswer]]] = defaultdict(list)
+        self.num_unanswered = Counter[bytes]()
 
     def unread(self, body: bytes) -> Sequence[CallAnswer]:
         """The answers that a repeated call replaces."""
-        fate = self._fates[body]
-        if fate.num_unanswered:
-            fate.num_unanswered -= 1
+        if self.num_unanswered[body]:
+            self.num_unanswered[body] -= 1
             return ()
-        return fate.answers.pop() if fate.answers else ()
+        return self.answers[body].pop() if self.answers[body] else ()
 
 
 AGENT = "agent"
@@ -209,7 +183,7 @@ class EpisodeSession:
 
     def turns(self, role: str = AGENT) -> tuple[Turn, ...]:
         """The model's turns in a role, in order."""
-        return self._speakers[role].turns if role in self._speakers else ()
+        return self._speakers[role].dialogue.turns if role in self._speakers else ()
 
     @property
     def is_truncated(self) -> bool:
@@ -275,7 +249,7 @@ class EpisodeSession:
     def forget(self, role: str, answers: Sequence[CallAnswer]) -> None:
         """Forget answers that nobody has read, unless another call followed them."""
         for answer in answers:
-            self._speakers[role].forget(answer.turn)
+            self._speakers[role].dialogue.forget(answer.turn)
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:

@@ -249,7 +249,7 @@ async def test_fields_that_change_nothing_are_taken(protocol: str, fields: dict[
         ("chat", {"messages": IMAGE}, "messages[0].content[0]", "only text"),
         ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]", "a call"),
-        ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]", "hosted tools are not available"),
+        ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]", "there are no hosted tools"),
         ("responses", {"tool_choice": "required"}, "tool_choice", "cannot be forced here"),
         ("responses", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "cannot be forced here"),
         ("responses", {"background": True}, "background", "cannot be honoured"),
@@ -265,7 +265,12 @@ async def test_fields_that_change_nothing_are_taken(protocol: str, fields: dict[
         ("responses", {"no_such_field": 1}, "no_such_field", "not known here"),
         ("anthropic", {"tools": [{"type": "web_search_20250305"}]}, "tools[0]", "own tools are not available"),
         ("anthropic", {"tool_choice": {"type": "any"}}, "tool_choice", "cannot be forced here"),
-        ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", "length of thinking"),
+        (
+            "anthropic",
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "thinking",
+            "length of thinking",
+        ),
         ("anthropic", {"container": "c"}, "container", "runs no code"),
         ("anthropic", {"mcp_servers": [{"name": "m"}]}, "mcp_servers", "the program calls"),
         (
