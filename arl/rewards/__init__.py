@@ -19,16 +19,7 @@ from arl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from arl.rewards.adapt import AsyncReward, InlineReward, WeightedReward, as_reward
-    from arl.rewards.answers import (
-        ExactMatch,
-        InTag,
-        JsonFormat,
-        NumericMatch,
-        Tags,
-        last_boxed,
-        last_number,
-        matches,
-    )
+    from arl.rewards.answers import ExactMatch, InTag, JsonFormat, NumericMatch, Tags, last_boxed, last_number, matches
     from arl.rewards.judge import ChatServer, JudgeReward
     from arl.rewards.pool import RewardPool
     from arl.rewards.score import Score

@@ -65,10 +65,7 @@ class InTag:
 
 
 def references(data: Example, column: str) -> list[str]:
-    """The right answers of an example: its column has a string or number, or a list of them; `... #### 42` gives 42.
-
-    Raises RewardError if that column has no answer.
-    """
+    """The right answers in a column: a value or a list; `... #### 42` gives 42. Raises RewardError without one."""
     given = data.get(column)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not several or any(one is None or isinstance(one, Mapping) for one in several):
@@ -194,10 +191,7 @@ class Matches:
 
 
 def matches(pattern: str, *, timeout_s: float = 1.0, workers: int = 1) -> RewardPool[[str, Example], Score]:
-    """A reward of 1.0 if the whole answer fits the regular expression, in a worker process.
-
-    If matching takes longer than timeout_s, the answer scores 0.0, and `killed` is 1.0 in its metrics.
-    """
+    """1.0 if the whole answer fits a regular expression, in a worker. Past timeout_s 0.0, and the metric `killed`."""
     killed = Score(0.0, metrics={"killed": 1.0})
     return RewardPool(Matches(pattern=pattern), timeout_s=timeout_s, workers=workers, if_killed=killed)
 

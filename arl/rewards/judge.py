@@ -39,10 +39,7 @@ class AnswerCache:
         self._asked: dict[str, asyncio.Task[str]] = {}
 
     async def answer(self, request: Mapping[str, Any], ask: Callable[[], Awaitable[str]]) -> str:
-        """The answer to a request (JSON), from the cache or else from `ask`.
-
-        Raises the errors of `ask`, and RewardError if the directory cannot be written.
-        """
+        """A request's answer, from the cache or else `ask`. Raises RewardError if the cache cannot be written."""
         text = json.dumps(request, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         while (asked := self._asked.get(key)) is not None:
@@ -143,10 +140,7 @@ class ChatServer(Shared, JsonClient):
         self.model = model
 
     async def complete(self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> str:
-        """The model's answer. parameters: `temperature`, `max_tokens` and others that the server takes.
-
-        Raises ServerError and RequestTimeoutError.
-        """
+        """The model's answer. parameters: `temperature` and others. Raises ServerError and RequestTimeoutError."""
         path = "/chat/completions"
         try:
             answer = await self.ask(path, {"model": self.model, "messages": list(messages), **parameters})
@@ -233,13 +227,10 @@ class JudgeReward(Shared):
         return said
 
     def _reward(self, said: str) -> float:
-        """Raises RewardError if the judge gave no score."""
         score, (lowest, highest) = self._score(said), self._scale
         if score is None:
-            raise RewardError(
-                f"the judge {self._server.model} gave no score {self._range} that {self._pattern.pattern} finds; it "
-                f"said {shown(said)}"
-            )
+            sought = f"score {self._range} that {self._pattern.pattern} finds"
+            raise RewardError(f"the judge {self._server.model} gave no {sought}; it said {shown(said)}")
         return (score - lowest) / (highest - lowest)
 
     def _score(self, said: str) -> float | None:

@@ -58,11 +58,7 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process with arl's, also during a long call.
-
-    multiprocessing's sentinel is a pipe that only the parent holds open for writing. When it is closed, the kernel
-    sends SIGIO, which ends a process that does not handle the signal.
-    """
+    """Have the kernel end this process with arl's, by SIGIO, once the pipe that only arl's holds open is closed."""
     import fcntl
 
     parent = multiprocessing.parent_process()
@@ -166,8 +162,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
             pool = self._pool
         if pool is None:
             raise RewardError(
-                f"the pool of reward function {self._name} is not open; enter it by `async with`, or the workflow that "
-                "was given it"
+                f"the pool of reward function {self._name} is not open; enter it, or its workflow, by `async with`"
             )
         try:
             result, error = await self._run(pool, args, kwargs)
@@ -192,9 +187,8 @@ class RewardPool(Shared, Generic[P, ResultT]):
         except TimeoutError as timeout:
             raise ran_too_long(self._name, self._timeout_s) from timeout
         except ProcessExpired as death:
-            raise _WorkerDiedError(
-                f"the worker that ran reward function {self._name} died with exit code {death.exitcode}"
-            ) from death
+            said = f"the worker that ran reward function {self._name} died with exit code {death.exitcode}"
+            raise _WorkerDiedError(said) from death
         except BrokenProcessPool as broken:
             await self._replace(pool)
             raise RewardError(f"the workers of reward function {self._name} died; others were started") from broken
@@ -207,7 +201,6 @@ class RewardPool(Shared, Generic[P, ResultT]):
             self._calls.discard(call)
 
     def _start(self) -> ProcessPool:
-        """Start workers and wait until one can run the function. Blocks."""
         context = context_for(self._function, self._prepare)
         pool = ProcessPool(max_workers=self._workers, initializer=begin, initargs=(self._prepare,), context=context)
         try:
@@ -280,6 +273,5 @@ def _nothing(_: object) -> None:
 
 
 def _stop(pool: ProcessPool) -> None:
-    """Kill the workers, and block until they are dead."""
     pool.stop()
     pool.join()

@@ -120,8 +120,7 @@ class CallThreads:
                 self._start_thread()
 
     def _abandon(self, call: _Call, patience_s: float) -> None:
-        """Nobody awaits the call any more. If it is queued, it never begins; if it runs, it counts as hung after
-        `patience_s`."""
+        """Nobody awaits the call any more: a queued one never begins, a running one hangs after `patience_s`."""
         with self._changed:
             if call.state == "queued":
                 self._queue.remove(call)
@@ -129,7 +128,6 @@ class CallThreads:
                 call.loop.call_later(patience_s, self._give_up, call)
 
     def _give_up(self, call: _Call) -> None:
-        """Count the call as hung, unless it has ended, and give its place to the next in the queue."""
         with self._changed:
             if call.state != "running":
                 return
@@ -144,8 +142,7 @@ class CallThreads:
         )
 
     def _start_thread(self) -> None:
-        """Start a thread for a queued call. If the system has no more threads, the call waits for one of these; if all
-        of these hang, the queued calls fail."""
+        """If the system has no more threads, queued calls wait for one of these; if all of these hang, they fail."""
         try:
             threading.Thread(target=self._work, name="arl-call", daemon=True).start()
             self._num_threads += 1
@@ -194,18 +191,15 @@ THREADS = CallThreads()
 
 
 class ThreadReward(Generic[P, ResultT]):
-    """Calls a synchronous function in threads. The function may be typed into a notebook, a lambda, or hold a
-    connection.
+    """Calls a synchronous function in threads. It may be typed into a notebook, a lambda, or hold a connection.
 
-    The event loop goes on meanwhile, a little slower if the function computes in Python. Use a RewardPool for a
-    function that model-written text can hang.
+    Use a RewardPool for a function that model-written text can hang.
     """
 
     def __init__(self, function: Callable[P, ResultT], *, timeout_s: float = 30.0, workers: int = 2) -> None:
         """timeout_s: the longest a call may run, counted from its start. workers: calls that run at once.
 
-        A call that takes longer raises, and its thread is left behind: a thread cannot be stopped. While `workers`
-        threads hang, all further calls raise.
+        A call that takes longer raises, and its thread hangs on. While `workers` threads hang, all other calls raise.
         """
         check_limits(timeout_s, workers)
         self._function = function

@@ -1,11 +1,4 @@
-"""UnitTestsReward: rewards an answer's code for the unit tests that it passes, in a sandbox.
-
-| the example has | tests | as in |
-|---|---|---|
-| `test_list`, and `test_setup_code` or `test_imports` | each assertion | MBPP |
-| `prompt`, `test` (which defines `check`), `entry_point` | one | HumanEval |
-| `tests`, each with `input` and `output` | what the program prints for each input | programming contests |
-"""
+"""UnitTestsReward: rewards an answer's code for the unit tests that it passes, in a sandbox."""
 
 from __future__ import annotations
 
@@ -73,7 +66,7 @@ class UnitTestReport:
 
 
 def unit_tests_of(example: Example) -> UnitTests:
-    """The tests of an example in one of the formats above. Raises DatasetError."""
+    """The tests of a row of MBPP or HumanEval, or of inputs and outputs (see docs/sandbox.md). Raises DatasetError."""
     match example:
         case {"test_list": tests}:
             setup = example.get("test_setup_code") or "\n".join(example.get("test_imports") or ())
@@ -100,8 +93,7 @@ async def run_unit_tests(
 ) -> UnitTestReport:
     """Run tests on code, in an open sandbox. Raises SandboxError if no program could be run.
 
-    limits: of each program: one for all CallTests, or one for each pair of PrintTests. wall_s and cpu_s are set from
-    timeout_s, the longest that each test may take.
+    limits: of each program; wall_s and cpu_s follow from timeout_s, the longest that each test may take.
     """
     limits = limits or Limits()
     if isinstance(tests, PrintTests):

@@ -115,8 +115,7 @@ class BubblewrapSandbox(LocalSandbox):
     python: the interpreter that runs programs, with its installed packages. The default is this process's interpreter
         with only the standard library.
     read_only: further directories of the host that programs may read, at the same paths.
-    limits: for runs that name none.
-    concurrency: programs that run at once, while others wait; one per processor by default.
+    limits: for runs that name none. concurrency: programs at once; one per processor by default.
 
     Entering runs a program. If that fails, SandboxError says what to install or allow.
     """
@@ -163,9 +162,7 @@ class BubblewrapSandbox(LocalSandbox):
         try:
             outcome = await self._run(laid_out(_PROBE), b"", Limits(wall_s=60))
         except SandboxError as failure:
-            raise SandboxError(
-                f"bubblewrap is installed, but cannot be used: {failure}; {_advice(str(failure))}"
-            ) from None
+            raise SandboxError(f"bubblewrap cannot be used: {failure}; {_advice(str(failure))}") from None
         if not outcome.succeeded:
             raise SandboxError(f"Python does not run in bubblewrap: {outcome}")
 

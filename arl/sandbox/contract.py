@@ -105,8 +105,7 @@ class Sandbox(Protocol):
 
 
 class LocalSandbox(Shared):
-    """The base of sandboxes on this machine. limits: for runs that name none. concurrency: programs at once; one per
-    processor by default."""
+    """On this machine. limits: for runs that name none. concurrency: programs at once; one per processor by default."""
 
     def __init__(self, *, limits: Limits | None = None, concurrency: int | None = None) -> None:
         super().__init__()

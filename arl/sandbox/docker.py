@@ -35,8 +35,7 @@ class DockerSandbox(LocalSandbox):
 
     image: an image with a `python`; the engine pulls it at first use if necessary.
     limits: for runs that name none. The container's memory limit holds for all processes and files together.
-    concurrency: containers at once.
-    runtime: one of the engine's runtimes, such as gVisor's `runsc`, instead of its default.
+    concurrency: containers at once. runtime: one of the engine's, such as gVisor's `runsc`, instead of its default.
 
     Starting a container takes some tenths of a second. If arl is killed, its containers end at their wall time and the
     engine removes them.

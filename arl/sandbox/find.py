@@ -123,13 +123,10 @@ _KINDS: dict[Kind, type[LocalSandbox]] = {
 
 
 def find_sandbox(kind: Kind = "auto", *, limits: Limits | None = None, concurrency: int | None = None) -> Sandbox:
-    """A sandbox, to enter by `async with`.
+    """A sandbox, to enter by `async with`. If none works, that raises SandboxError, with what to install or allow.
 
     kind: "auto" is bubblewrap if it can run a program, else Docker if an engine can. It is never "unsafe".
-    limits: for runs that name none.
-    concurrency: programs at once; one per processor by default.
-
-    If neither works, entering raises SandboxError, which says what to install or allow.
+    limits: for runs that name none. concurrency: programs at once; one per processor by default.
     """
     if kind not in _KINDS:
         raise SandboxError(f"there is no sandbox of kind {kind!r}; it is auto, bubblewrap, docker or unsafe")

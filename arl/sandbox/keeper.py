@@ -66,10 +66,7 @@ class Namespace:
             os.close(self._root)
 
     def exceeded(self) -> str | None:
-        """The limit that the program exceeds now, if any; None while it starts and after its end.
-
-        Raises OSError if that cannot be seen: no program goes on unwatched.
-        """
+        """The limit exceeded now, if any. Raises OSError if that cannot be seen: no program goes on unwatched."""
         try:
             return self._exceeded() if self._is_set_up() else None
         except (FileNotFoundError, ProcessLookupError):
@@ -200,7 +197,6 @@ class BwrapRun:
         return header, written
 
     async def _start(self, status: asyncio.StreamReader) -> asyncio.subprocess.Process:
-        """Start bwrap. It gets its files, its filter and its report as open descriptors."""
         with contextlib.ExitStack() as inherited:
             options, passed = [], []
             if self._filter:
@@ -225,7 +221,6 @@ class BwrapRun:
             )
 
     async def _watch(self, status: asyncio.StreamReader, output: Output, started: float) -> None:
-        """Wait until the program exceeds a limit, and kill it. Cancelled when the program has ended by itself."""
         try:
             async with asyncio.timeout(started + self._limits["wall_s"] - time.monotonic()):
                 report = await status.readline()

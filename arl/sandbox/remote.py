@@ -24,7 +24,7 @@ from arl.api.errors import RequestTimeoutError, SandboxError, ServerError
 from arl.api.workflow import Shared
 from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbox, not_open
 from arl.sandbox.find import find_sandbox
-from arl.web.bodies import BodyError, RequestBody, RequestError, must_be, parse
+from arl.web.bodies import BodyError, RequestBody, must_be, parse
 from arl.web.client import JsonClient
 from arl.web.server import answer_until, bind, boundary, json_response, require_key, run_server, stop_event
 
@@ -142,14 +142,8 @@ def _as_json(content: str | bytes) -> dict[str, str]:
     return {"text": content} if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
 
 
-# The server.
-
-
 def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Application:
-    """The server's routes. sandbox: already open. limits: the most that a request may ask for.
-
-    Raises SandboxError for an empty key.
-    """
+    """The server's routes. sandbox: open. limits: the most for a request. Raises SandboxError for an empty key."""
     if not api_key:
         raise SandboxError(f"a sandbox is served only with an API key; set {KEY_VARIABLE}")
 
@@ -162,14 +156,11 @@ def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Applic
     async def health(_: web.Request) -> web.Response:
         return json_response({"status": "ok"})
 
-    middlewares = [boundary(_shape, {SandboxError: 500}), require_key(api_key, open_paths=frozenset())]
+    shape = boundary(lambda error: {"error": error.message}, {SandboxError: 500})
+    middlewares = [shape, require_key(api_key, open_paths=frozenset())]
     app = web.Application(middlewares=middlewares, client_max_size=_BODY_BYTES)
     app.add_routes([web.post("/run", run), web.get("/health", health)])
     return app
-
-
-def _shape(error: RequestError) -> Any:
-    return {"error": error.message}
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

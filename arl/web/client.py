@@ -17,14 +17,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 from yarl import URL
 
-from arl.api.errors import (
-    ArlError,
-    ConfigError,
-    NoSuchPathError,
-    RequestTimeoutError,
-    ServerError,
-    ServerFailedError,
-)
+from arl.api.errors import ArlError, ConfigError, NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
 
 _BUSY = 429
 _FIRST_WAIT_S = 0.25
@@ -78,8 +71,6 @@ class Reply:
 
 @dataclass(slots=True)
 class _InLoop:
-    """The parts of a client that belong to one event loop."""
-
     session: aiohttp.ClientSession
     places: asyncio.Semaphore | nullcontext[None]
     """One place for each request under way; without a limit, of no effect."""
@@ -88,10 +79,7 @@ class _InLoop:
 
 
 def new_session(
-    *,
-    api_key: str | None = None,
-    max_connections: int = 0,
-    keepalive_s: float = 15.0,
+    *, api_key: str | None = None, max_connections: int = 0, keepalive_s: float = 15.0
 ) -> aiohttp.ClientSession:
     """A session with a pool of connections; several clients may share it. max_connections: 0 is no limit."""
     return aiohttp.ClientSession(
@@ -162,10 +150,7 @@ class JsonClient:
             await kept.session.close()
 
     async def ask(self, path: str, payload: Mapping[str, Any] | None = None, *, max_retries: int | None = None) -> Any:
-        """POST the payload, or GET without one; returns the JSON of the response.
-
-        Raises ServerError, RequestTimeoutError, and the exceptions of `error_of` for a response that is not HTTP 200.
-        """
+        """POST the payload, or GET without one: JSON. Raises ServerError, RequestTimeoutError, and `error_of`'s."""
         wait_s, retries = _FIRST_WAIT_S, self._retries if max_retries is None else min(self._retries, max_retries)
         for left in range(retries, -1, -1):
             try:
@@ -213,9 +198,7 @@ class JsonClient:
             except TimeoutError:
                 if timeout.total is None:
                     raise
-                raise RequestTimeoutError(
-                    f"{self.url}{path} did not answer within timeout_s = {timeout.total:g} s"
-                ) from None
+                raise RequestTimeoutError(f"{self.url}{path} took longer than timeout_s={timeout.total:g}") from None
             except (aiohttp.ClientError, OSError) as error:
                 raise self._unreached(path, error) from error
         return Reply(url=self.url + path, path=path, status=answer.status, headers=answer.headers, body=raw)
@@ -225,10 +208,7 @@ class JsonClient:
         return ServerFailedError(f"{self.url}{path} could not be reached: {reason}; is its server running?")
 
     def error_of(self, reply: Reply) -> ArlError:
-        """The exception for a response that is not HTTP 200; ServerFailedError if the request may succeed later.
-
-        Subclasses extend it. The API key is never in the message.
-        """
+        """The exception for a failed response, without the key; ServerFailedError if it may succeed later."""
         reason = reply.reason.replace(self._api_key, "(the api_key)") if self._api_key else reply.reason
         message = f"{reply.url} answered HTTP {reply.status}: {reason}"
         match reply.status:
@@ -242,7 +222,6 @@ class JsonClient:
                 return ServerError(message)
 
     async def _turn(self, kept: _InLoop) -> None:
-        """Wait until the next request may begin."""
         now = asyncio.get_running_loop().time()
         begin = max(now, kept.next_at)
         kept.next_at = begin + self._gap_s
@@ -266,7 +245,6 @@ def _encoded(payload: Mapping[str, Any]) -> bytes | io.BytesIO:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """The seconds that a Retry-After header, a number or a date, asks to wait."""
     try:
         return max(float(retry_after or 0), 0.0)
     except ValueError:

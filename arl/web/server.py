@@ -164,9 +164,7 @@ def check_address(host: str, port: int, api_key: str | None) -> None:
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port is {port}; it must be between 0 (any free port) and 65535")
     if not api_key and not is_loopback(host):
-        raise ConfigError(
-            f"--host is {host}, which other machines can reach; give --api-key KEY too, or listen on 127.0.0.1"
-        )
+        raise ConfigError(f"--host is {host}, open to other machines; give --api-key KEY too, or listen on 127.0.0.1")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -227,10 +225,7 @@ async def answer_until(
 
 
 def run_server(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
-    """Run the main coroutine of a server process with a log on stderr. Returns the process's exit code.
-
-    An ArlError becomes one line on stderr, and exit code 2.
-    """
+    """Run a server process, with a log on stderr; its exit code. An ArlError is one line there, and exit code 2."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return asyncio.run(main()) or 0
@@ -240,10 +235,7 @@ def run_server(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
 
 
 def allow_many_connections() -> None:
-    """Raise this process's soft limit of open files, often 1,024 or less, as far as allowed.
-
-    A request in flight holds an open file here and in the server. Child processes inherit the limit.
-    """
+    """Raise the soft limit of open files, here and in child processes: each request in flight holds one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
     if soft != resource.RLIM_INFINITY and soft < wanted:

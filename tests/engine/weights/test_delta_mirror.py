@@ -258,7 +258,7 @@ def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--host", "0.0.0.0"], "which other machines can reach; give --api-key"),
+        (["--host", "0.0.0.0"], "open to other machines; give --api-key"),
         (["--port", "70000"], "--port is 70000"),
         (["--num-threads", "0"], "--num-threads is 0"),
     ],

@@ -142,7 +142,7 @@ def test_the_code_of_a_failed_start_is_the_process_exit_code() -> None:
     [
         (["--model", "/nonexistent"], ModelError, "'/nonexistent', which is not a directory"),
         (["--model", "/"], ModelError, "holds no config.json"),
-        (["--host", "0.0.0.0"], ConfigError, "other machines can reach; give --api-key KEY too"),
+        (["--host", "0.0.0.0"], ConfigError, "open to other machines; give --api-key KEY too"),
         (["--num-threads", "0"], ConfigError, "--num-threads is 0; it must be above 0"),
     ],
 )
