@@ -156,7 +156,6 @@ def _check(config: Config, given: _Given) -> None:
 
 
 async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Trainer:
-    """Build everything in the order of its dependencies; `stack` closes it in reverse."""
     thread = TrainThread()
     stack.callback(thread.close)
     display = Display(config.steps, Console(quiet=not config.log.console))
@@ -165,7 +164,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
         learner, engine = await _engines(stack, config, given.workflow, thread)
     transport = _transport(config)
     stack.callback(transport.close)
-    decode = await asyncio.to_thread(_decoder, config)
+    decode = await asyncio.to_thread(decoder, config.model) if config.log.trajectories else None
     run_log = RunLog(config.run_dir, config.log, display=display, decode=decode)
 
     identity = {"model": config.model, "seed": config.seed, "num_examples": len(given.dataset)}
@@ -175,7 +174,8 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
     runner = _runner(stack, config, given.workflow)
     rollout = _rollout(config, given, engine, runner, buffer)
-    replay = _replay(config)
+    kept = config.rollout
+    replay = Replay(kept.replay_groups, min_reward=kept.replay_min_reward, max_staleness=kept.max_staleness)
     if state is not None:
         rollout.load_state_dict(state.values["rollout"], state.groups)
         replay.add(state.replay, learner.version)
@@ -329,7 +329,6 @@ def _check_critics_tokens(config: Config) -> None:
 
 
 def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
-    """The model, the settings and the head of each train engine."""
     train, critic = config.train, config.algorithm.critic
     if critic is None:
         return [(config.model, train, "policy")]
@@ -341,7 +340,6 @@ def _loads(config: Config) -> list[tuple[str, TrainConfig, Head]]:
 
 
 def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | None) -> GroupRules:
-    """The rules for groups that the advantages ask for."""
     advantage = algorithm.advantage
     return GroupRules(
         keep=keep,
@@ -351,11 +349,6 @@ def _group_rules(algorithm: AlgorithmConfig, keep: Callable[[Group], bool] | Non
         compares_tokens=isinstance(advantage, DistillationAdvantage),
         has_baseline=algorithm.needs_greedy_episode,
     )
-
-
-def _replay(config: Config) -> Replay:
-    rollout = config.rollout
-    return Replay(rollout.replay_groups, min_reward=rollout.replay_min_reward, max_staleness=rollout.max_staleness)
 
 
 async def _close(thread: TrainThread, loading: asyncio.Future[Learner]) -> None:
@@ -371,8 +364,3 @@ def _transport(config: Config) -> WeightTransport:
     if isinstance(config.weights, DeltaWeightsConfig):
         return DeltaTransport(config.weights, config.run_dir)
     return DiskTransport(config.weights, config.run_dir)
-
-
-def _decoder(config: Config) -> Callable[[Sequence[int]], str] | None:
-    """Token ids -> text for trajectories.jsonl; None if no trajectories are written."""
-    return decoder(config.model) if config.log.trajectories else None

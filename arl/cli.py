@@ -78,10 +78,9 @@ def run(
 ) -> None:
     """Load the configuration and run `main` on it: the last line of a script.
 
-    argv: as for load_config. if_stopped: said after Ctrl-C.
-    An ArlError becomes one message on stderr and exit code 1 (2 for a wrong setting). A traceback comes with it only if
-    the user's own code failed. Ctrl-C and SIGTERM cancel main; its `async with` blocks save and clean up, and the
-    process ends with 130 or 143.
+    argv: as for load_config. if_stopped: said after Ctrl-C. An ArlError becomes one message on stderr and exit code 1
+    (2 for a wrong setting), after a traceback if the user's own code failed. Ctrl-C and SIGTERM cancel main; its
+    `async with` blocks save and clean up, and the process ends with 130 or 143.
     """
     try:
         config = load_config(config_class, argv)
@@ -124,8 +123,6 @@ def exit_with(code: int, message: str, users_error: BaseException | None = None)
 
 
 def _settings_class(config_class: type[Config], flags: Sequence[str], from_file: dict[str, Any]) -> type[BaseSettings]:
-    """A BaseSettings twin of `config_class` whose sources are the flags, then the file."""
-
     class Settings(BaseSettings, config_class):  # pyright: ignore[reportIncompatibleVariableOverride]
         model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -162,7 +159,6 @@ class _Parser(argparse.ArgumentParser):
 def _flag_source(
     settings_class: type[BaseSettings], config_class: type[Config], flags: Sequence[str]
 ) -> CliSettingsSource[_Parser]:
-    """The flags as pydantic-settings parses them, with arl's help and errors."""
     settings = {setting.name: setting for setting in settings_of(config_class)}
     names = [name for name, setting in settings.items() if not setting.is_section]
     texts = _help_texts(config_class) if {"-h", "--help"} & set(flags) else {}
@@ -214,11 +210,8 @@ def _section_reader(section: Setting) -> Callable[[str], str]:
 
 
 def _unknown_flag(flag: str, names: Sequence[str]) -> str:
-    """The message about a flag that is not among `names`, the settings."""
     if not flag.startswith("-"):
-        return (
-            f"{flag} belongs to no setting; each value has its flag, and a switch is --NAME or --no-NAME, without one"
-        )
+        return f"{flag} belongs to no setting; each value has its flag, and a switch is --NAME or --no-NAME alone"
     dashes = "--no-" if flag.startswith("--no-") else "--"
     wanted = flag.lstrip("-").removeprefix("no-").partition("=")[0].replace("-", "_")
     close = [name for name in names if name.endswith(f".{wanted}")]
@@ -228,7 +221,6 @@ def _unknown_flag(flag: str, names: Sequence[str]) -> str:
 
 
 def _help_texts(config_class: type[Config]) -> dict[str, str]:
-    """name -> the text of --help: the setting's docstring and default."""
     try:
         defaults = config_class.model_validate({})
     except ValidationError:
@@ -247,9 +239,7 @@ def _help_text(same: Sequence[Setting], variants: set[str]) -> str:
     by_text: dict[str, list[str]] = {}
     for setting in same:
         by_text.setdefault(f"{setting.about} {_default_text(setting)}", []).append(setting.variant)
-    return " ".join(
-        text if set(of) in ({""}, variants) else f"[{', '.join(of)}] {text}" for text, of in by_text.items()
-    )
+    return " ".join(t if set(of) in ({""}, variants) else f"[{', '.join(of)}] {t}" for t, of in by_text.items())
 
 
 def _default_text(setting: Setting) -> str:

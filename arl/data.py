@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +56,8 @@ def load_splits(
     rows = load_dataset(source, subset=subset, columns=columns)
     if held_out_source is None and Path(source).is_file():
         if len(rows) <= num_held_out:
-            raise DatasetError(
-                f"{source} has {len(rows)} rows, of which num_held_out={num_held_out} are held out; lower it, or name "
-                "an eval_dataset"
-            )
+            counts = f"{len(rows)} rows, of which num_held_out={num_held_out} are held out"
+            raise DatasetError(f"{source} has {counts}; lower it, or name an eval_dataset")
         return rows[:-num_held_out], rows[-num_held_out:]
     held_out = load_dataset(held_out_source or source, split=split, subset=subset, columns=columns)
     return rows, [held_out[i] for i in range(min(num_held_out, len(held_out)))]
@@ -148,13 +146,8 @@ def _main_subset(name: str, subsets: Sequence[str]) -> str:
 def _check_columns(rows: Sequence[Example], source: str | Path, columns: Sequence[str]) -> None:
     """Rows of a local file may differ; a dataset of the hub has one schema, so its first row is enough."""
     for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], start=1):
-        missing = _missing(row, columns)
-        if missing:
+        if missing := [column for column in columns if row.get(column) is None]:
             raise DatasetError(
                 f"row {number} of {source} has no {' and no '.join(map(repr, missing))} (it has "
                 f"{', '.join(map(repr, row))}); rename its columns, or choose another dataset"
             )
-
-
-def _missing(row: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
-    return [column for column in columns if row.get(column) is None]

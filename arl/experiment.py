@@ -87,10 +87,7 @@ class Experiment(Generic[ConfigT]):
     function is awaited."""
 
     def main(self, argv: Sequence[str] | None = None) -> None:
-        """Train with the settings of the command line: the last line of a script. Ends as `arl.cli.run` does.
-
-        argv: without the program's name; sys.argv[1:] when None.
-        """
+        """Train with the settings in argv (unset: sys.argv[1:]): a script's last line. Ends as `arl.cli.run` does."""
         run(self.train, self.config, argv)
 
     async def train(self, config: ConfigT) -> TrainingResult:
@@ -120,8 +117,7 @@ class Experiment(Generic[ConfigT]):
         return TrainingResult(run_dir=config.run_dir, summary=summary)
 
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
-        """The settings with the prepared model in them, and what was prepared. Raises ConfigError if run_dir cannot be
-        made, and whatever `prepare` raises."""
+        """The settings with the prepared model, and the setup. Raises ConfigError, and what `prepare` raises."""
         await asyncio.to_thread(make_run_dir, config.run_dir)
         await asyncio.to_thread(_hide_progress_bars)
         try:
@@ -158,8 +154,7 @@ class TrainingResult:
         return read_jsonl(self.run_dir / "metrics.jsonl")
 
     def plot(self) -> Path:
-        """Draw reward, staleness and throughput into reward.png, which a notebook shows. Raises ImportError without
-        matplotlib."""
+        """Draw the run into reward.png, which a notebook shows. Raises ImportError without matplotlib."""
         path = plot_run(self.run_dir)
         ipython = sys.modules.get("IPython")
         if ipython is not None and ipython.get_ipython() is not None:
@@ -175,7 +170,6 @@ async def _evaluated(trainer: Trainer, version: int) -> Evaluation | None:
 
 
 def _write_results(config: Config, summary: Mapping[str, float]) -> str:
-    """Write summary.json and reward.png, and return one line about them."""
     write_atomically(config.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     where = f"see {config.run_dir}/summary.json"
     try:
@@ -188,7 +182,6 @@ def _write_results(config: Config, summary: Mapping[str, float]) -> str:
 
 
 def _summary(totals: Mapping[str, float], before: Evaluation | None, after: Evaluation | None) -> dict[str, float]:
-    """Totals, held-out rewards, and the workflow's own metrics as means over held-out episodes."""
     if before is None or after is None:
         return dict(totals)
     metrics = {

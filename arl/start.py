@@ -153,7 +153,6 @@ def _settings(base: Config | None, changes: Mapping[str, Any]) -> Config:
 
 
 def _given(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` without None and without empty sections."""
     inner = {name: _given(value) if isinstance(value, dict) else value for name, value in changes.items()}
     return {name: value for name, value in inner.items() if value is not None and value != {}}
 
@@ -178,7 +177,6 @@ def _check_choice(reward: object, workflow: object, of_reward: Mapping[str, obje
 
 
 def _rows(name: str, rows: Any, split: str) -> Any:
-    """The examples. Raises DatasetError if they cannot be loaded, or are not dicts."""
     if rows is None or isinstance(rows, str | Path):
         return rows and load_dataset(rows, split=split)
     if isinstance(rows, Mapping):

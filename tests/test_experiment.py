@@ -291,9 +291,9 @@ class Blocking(Numbers):
 @pytest.mark.parametrize(
     ("workflow", "complaint"),
     [
-        (Numbers, "workflow is the class Numbers; pass an instance of it"),
-        (lambda engine, data: None, "workflow is a function; pass an instance of a subclass of arl.RolloutWorkflow"),
-        (Blocking(), "Blocking.arun_episode is not a coroutine function; declare it with `async def`"),
+        (Numbers, "workflow is the class Numbers; pass an instance: Numbers"),
+        (lambda engine, data: None, "workflow is a function; it must be an arl.RolloutWorkflow"),
+        (Blocking(), "Blocking.arun_episode is no coroutine function; declare it with `async def`"),
     ],
 )
 async def test_an_object_that_is_not_a_workflow_is_refused_before_anything_starts(

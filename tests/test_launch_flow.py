@@ -49,7 +49,7 @@ class Run:
         self.run_dir = run_dir
         self.asked: list[SamplingParams] = []
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(arl.assembly, "_decoder", lambda config: None)
+        monkeypatch.setattr(arl.assembly, "decoder", lambda model: None)
 
     def _answer(self, request: ModelRequest) -> Sequence[int]:
         self.asked.append(request.sampling)

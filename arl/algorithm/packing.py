@@ -56,8 +56,6 @@ def balanced_shares(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Sequences that stay together."""
-
     num_tokens: int
     """That they forward."""
     indices: tuple[int, ...]
@@ -94,10 +92,7 @@ def _bins(parts: _Parts, budget: float) -> list[_Piece]:
 
 
 def _families(order: PrefixOrder, budget: float) -> list[_Piece]:
-    """Families, cut to the budget: bottom up over the radix tree, the pieces below a node are joined if they fit.
-
-    Sequences without a shared prefix are not joined.
-    """
+    """Families, cut to the budget: bottom up, pieces below a node (a shared prefix) are joined if they fit."""
     depths = [0]  # of the nodes on the path from the root to the current sequence
     open_pieces: list[list[_Piece]] = [[]]  # that lie below each of them, and not below the next
     # A last entry that shares nothing closes all nodes.

@@ -166,10 +166,7 @@ class RowPlan:
 
 
 def needed_tokens(sequence: TrainSequence) -> torch.Tensor:
-    """The token ids to forward, int64[at least 1]: all before the last trained token.
-
-    The token before the last trained one predicts it. By causality no later token has any influence.
-    """
+    """int64[at least 1]: the token ids to forward, all before the last trained token: by causality no others matter."""
     (trained,) = sequence.loss_mask.cpu().numpy().nonzero()
     last = int(trained[-1]) if len(trained) else 0
     return sequence.token_ids[: max(last, 1)]
@@ -196,7 +193,6 @@ def _common_prefix(one: Any, other: Any) -> int:
 
 
 def _first(runs: Sequence[Run], count: int) -> tuple[Run, ...]:
-    """The first `count` tokens of runs."""
     cut: list[Run] = []
     for start, stop in runs:
         if count <= 0:

@@ -122,7 +122,6 @@ class AlgorithmConfig(Section):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        """Reasons why parts contradict each other, or why a setting has no effect."""
         yield from self._advantage_contradictions()
         match self.proximal:
             case "recomputed":

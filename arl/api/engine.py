@@ -74,10 +74,7 @@ class WeightServer(Protocol):
         ...
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """Load an adapter (peft's files, an absolute path) beside the model, for requests that carry its name.
-
-        Generation goes on. A name always stands for the same adapter, and loading a known adapter does nothing.
-        """
+        """Load an adapter (peft's files, an absolute path) during generation. Loading a known name does nothing."""
         ...
 
     async def unload_adapter(self, name: str) -> None:
@@ -97,10 +94,7 @@ class WeightUpdate(Protocol):
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that requests must name for this version; None if the version is the server's own weights.
-
-        Requests can use an adapter as soon as it is prepared. The server is not paused.
-        """
+        """The adapter that requests name for this version once it is prepared; None: the server's own weights."""
         ...
 
     @property
@@ -345,10 +339,7 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, directory: Path) -> Saving:
-        """Copy everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG.
-
-        `directory` is written during later steps. It is complete when the saving has ended.
-        """
+        """Copy all that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG."""
         ...
 
     def load(self, directory: Path) -> None:

@@ -150,8 +150,7 @@ class DeltaWeightsConfig(WeightFilesConfig):
     def _has_mirrors(self) -> Self:
         if not self.mirrors:
             raise ValueError(
-                "mirrors is empty; without a mirror there is nobody to send a delta to. Servers of this machine load "
-                "whole directories from memory: use transport=disk"
+                "mirrors is empty, so nobody gets a delta; servers of this machine load from memory with transport=disk"
             )
         return self
 
@@ -279,14 +278,12 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _ranks_fit(self) -> Self:
         if self.num_ranks % self.tensor_parallel:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks, which is {self.num_ranks}"
-            )
+            raise ValueError(f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks={self.num_ranks}")
         if self.num_ranks == 1 and (of_ray := self._changed("ray_address", "startup_timeout_s")):
             raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains in this process and without Ray")
         if self.ray_address is not None and self.ray_address.startswith("ray://"):
             raise ValueError(
-                "ray_address is a Ray client's; the trainer has to run on a node of the cluster: say auto, or host:port"
+                "ray_address is a Ray client's; the trainer runs on a node of the cluster: say auto, or host:port"
             )
         return self
 
@@ -294,13 +291,11 @@ class TrainConfig(Section):
     def _layers_can_be_prepared(self) -> Self:
         if self.compile and self.tensor_parallel > 1:
             raise ValueError(
-                "compile is set and tensor_parallel is above 1: torch cannot compile split layers for rows of varying "
-                "length. Choose one of them"
+                "compile needs tensor_parallel=1: torch cannot compile split layers for rows of varying length"
             )
         if self.lora is not None and self.tensor_parallel > 1:
             raise ValueError(
-                "lora is set and tensor_parallel is above 1: there is no plan for splitting adapters. Train them over "
-                "data-parallel ranks, with tensor_parallel=1: with the model frozen, memory is seldom what is short"
+                "lora needs tensor_parallel=1, since adapters cannot be split; train them over data-parallel ranks"
             )
         if self.cpu_offload and self.device == "cpu":
             raise ValueError("cpu_offload is for train.device=cuda; on a CPU the weights are in its memory already")

@@ -40,10 +40,9 @@ class ScriptedEngine:
 
     @classmethod
     def saying(cls, tokenizer: Any, *texts: str) -> Self:
-        """Plays a model that says these texts, one a turn.
+        """Plays a model that says these texts, one a turn; a further request is an AssertionError.
 
-        tokenizer: a Hugging Face one, whose eos_token_id ends a turn. A request after the last text is an
-        AssertionError, which fails its episode.
+        tokenizer: a Hugging Face one, whose eos_token_id ends a turn.
         """
         left = iter(texts)
 

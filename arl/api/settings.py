@@ -29,7 +29,6 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     def _changed(self, *names: str) -> list[str]:
-        """Which of these fields are not at their defaults."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
@@ -126,7 +125,6 @@ def config_error(config: type[BaseModel], error: ValidationError) -> ConfigError
 
 
 def _sentence(config: type[BaseModel], detail: ErrorDetails) -> str:
-    """The wrong setting, its value, and the allowed values."""
     path, model, variant = list[str](), config, ""
     field: FieldInfo | None = None
     for part in map(str, detail["loc"]):
@@ -161,12 +159,10 @@ def _tag(section: type[BaseModel]) -> str:
 
 
 def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
-    """What the tag of this variant may hold; empty if it has none."""
     field = section.model_fields.get(_tag(section))
     return get_args(field.annotation) if field else ()
 
 
 def _summary(section: type[BaseModel]) -> str:
-    """The first sentence of its docstring."""
     first = inspect.cleandoc(section.__doc__ or "").partition("\n\n")[0].replace("\n", " ").partition(". ")[0]
     return first.rstrip(".") + "." if first else ""

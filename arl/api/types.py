@@ -101,8 +101,7 @@ class ModelResponse:
         n = len(self.output_ids)
         if len(self.output_logprobs) != n or len(self.output_versions) != n:
             raise ValueError(
-                f"a response of {n} tokens has {len(self.output_logprobs)} logprobs "
-                f"and {len(self.output_versions)} versions; the three must be of equal length"
+                f"{n} tokens came with {len(self.output_logprobs)} logprobs and {len(self.output_versions)} versions"
             )
 
 

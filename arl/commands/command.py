@@ -22,11 +22,9 @@ NAME = "experiment"
 
 
 def load_experiment(file: Path) -> Experiment[Any]:
-    """Import `file` as a module and return its `experiment`.
+    """Import `file` as a module, with its directory first on sys.path as when it runs; return its `experiment`.
 
-    Its directory comes first on sys.path, as when the script runs: the script finds its siblings, and worker processes
-    find its functions. Raises ConfigError if `file` is not a Python file, cannot be imported (its own error is the
-    cause), or has no experiment.
+    Raises ConfigError if it is no Python file, cannot be imported (its own error is the cause), or has no experiment.
     """
     if not file.is_file() or file.suffix != ".py":
         what = "there is no file" if not file.exists() else "this is not a Python file:"

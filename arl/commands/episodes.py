@@ -142,8 +142,7 @@ class Stage:
     greedy: bool
 
     async def run(self, works: Sequence[Work], on_end: Callable[[Run], Awaitable[None]]) -> None:
-        """Run the episodes in this order, evaluation.max_concurrent_episodes at once, and await `on_end` for each as it
-        ends, one after another. An error of `on_end` ends the run and is raised."""
+        """Run in order, evaluation.max_concurrent_episodes at once. Awaits `on_end` for each; its error ends all."""
         ended = asyncio.Queue[Run](maxsize=1)  # a worker that fails at once waits here for the caller
         rest = iter(works)
         try:
@@ -177,12 +176,12 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
     from arl.assembly import decoder, serve
 
     weights = _trained(config, choice) if choice.trained is not None else None
-    _say(f"preparing {choice.file}")
+    sys.stderr.write(f"preparing {choice.file}\n")
     config, setup = await experiment.aprepare(config)
     examples = _examples(setup.eval_dataset if choice.split == "held-out" else setup.dataset, choice)
     decode = await asyncio.to_thread(decoder, config.model)
     served = config if weights is None else config.model_copy(update={"model": str(weights)})
-    _say(f"serving {served.model} with engine.kind={served.engine.kind}")
+    sys.stderr.write(f"serving {served.model} with engine.kind={served.engine.kind}\n")
     with _failures_shown_once():
         async with setup.workflow, serve(served) as engine:
             yield Stage(
@@ -203,8 +202,7 @@ def _trained(config: Config, choice: Choice) -> Path:
         raise ConfigError(f"--trained: there is no trained model in {directory}; {advice}")
     if isinstance(config.engine, SGLangEngineConfig):
         raise ConfigError(
-            "--trained serves weights on servers that are started for it, and engine.kind=sglang has servers that run "
-            "already, with weights of their own; leave --trained out to take those, or choose another engine.kind"
+            "--trained starts servers, and engine.kind=sglang has its own; leave it out, or choose another kind"
         )
     return directory
 
@@ -215,11 +213,6 @@ def _examples(examples: Dataset | None, choice: Choice) -> Dataset:
     if len(examples) == 0:
         raise ConfigError(f"{choice.file} has no {choice.split} examples, so there is nothing to run")
     return examples
-
-
-def _say(doing: str) -> None:
-    """Announce long work on stderr."""
-    sys.stderr.write(doing + "\n")
 
 
 @contextmanager

@@ -109,8 +109,7 @@ class Scores:
         return found
 
     def means(self) -> dict[str, float]:
-        """Means over the episodes that have the number: parts of the reward, rewards of roles if there are several, the
-        workflow's metrics, trained tokens, cuts by a length limit, and seconds."""
+        """The mean of each number over the episodes that have it."""
         values: dict[str, list[float]] = {}
         for outcome in chain.from_iterable(self.by_example.values()):
             for name, numbers in outcome.means.items():

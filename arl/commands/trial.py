@@ -45,7 +45,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _try(stage: Stage, options: argparse.Namespace, runs: list[Run]) -> None:
-    """Episodes run at once, and are printed in the order of their examples."""
     began, number = time.monotonic(), min(options.n, len(stage.examples))
     report = Report(Console(), stage, number)
     waiting: dict[int, Run] = {}
@@ -96,7 +95,6 @@ class Report:
             self._line(f"these are all {self._stage.name} examples that there are")
 
     def _outcome(self, run: Run) -> None:
-        """The transcript and the result. An episode without trajectories is shown from its requests."""
         trajectories = run.episode.trajectories
         for i, trajectory in enumerate(trajectories, start=1):
             if len(trajectories) > 1:
@@ -155,11 +153,7 @@ class Origin(Enum):
 
     @property
     def about(self) -> str:
-        return {
-            Origin.GIVEN: "given",
-            Origin.TRAINED: "sampled",
-            Origin.SAMPLED: "sampled, but not trained here",
-        }[self]
+        return {Origin.GIVEN: "given", Origin.TRAINED: "sampled", Origin.SAMPLED: "sampled, but not trained here"}[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +214,9 @@ def legend(*, brackets: bool) -> Text:
 
 
 def _pieces(passage: Passage, decode: Decode) -> list[tuple[Origin, str]]:
-    """The text of each run of tokens of one origin.
+    """The text of each run of tokens of one origin. A character on a border belongs to the later run.
 
-    Each run is decoded with everything before it, since a tokenizer may show a first token differently. A character
-    whose bytes lie on both sides of a border belongs to the later run.
+    Each run is decoded with everything before it, since a tokenizer may show a first token differently.
     """
     pieces: list[tuple[Origin, str]] = []
     end, seen = 0, 0

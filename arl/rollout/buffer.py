@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 
 from arl.api.errors import StalenessError
 from arl.api.types import Group
@@ -61,9 +62,7 @@ class ReplayBuffer:
 
     def __init__(self, batch_size: int, max_staleness: int, version: int = 0) -> None:
         if batch_size < 1 or max_staleness < 0:
-            raise ValueError(
-                f"batch_size is {batch_size} and max_staleness is {max_staleness}; they must be at least 1 and 0"
-            )
+            raise ValueError(f"batch_size is {batch_size} and max_staleness {max_staleness}; give at least 1 and 0")
         self._batch_size = batch_size
         self._max_staleness = max_staleness
         self._version = version
@@ -105,8 +104,7 @@ class ReplayBuffer:
         oldest = group.oldest_version
         if oldest < slot.stamp:
             raise ValueError(
-                f"group {group.group_id} holds a token of version {oldest}, sampled before the group was admitted at "
-                f"version {slot.stamp}"
+                f"group {group.group_id} holds a token of version {oldest}, but was admitted at version {slot.stamp}"
             )
         async with self._changed:
             entry = self._running(slot)
@@ -131,10 +129,7 @@ class ReplayBuffer:
         return sorted(waiting, key=_admission)
 
     def restore(self, groups: Iterable[Group]) -> list[Group]:
-        """Put a checkpoint's groups back before any is admitted; return those that no batch could hold in time.
-
-        Only a change of batch_size or max_staleness makes such groups: see docs/staleness.md.
-        """
+        """Put a checkpoint's groups back before any is admitted; return those that no batch could now hold in time."""
         kept: list[Group] = []
         unusable: list[Group] = []
         for group in sorted(groups, key=lambda group: group.oldest_version):
@@ -177,8 +172,7 @@ class ReplayBuffer:
         async with self._changed:
             if not self._published <= version <= self._version:
                 raise ValueError(
-                    f"version {version} was published after {self._published}, with {self._version} trained; "
-                    "versions rise, and only trained ones are published"
+                    f"version {version} cannot be published after {self._published}, with {self._version} trained"
                 )
             self._published = version
             for entry in self._in(_Stage.TAKEN):
@@ -268,9 +262,8 @@ def check_staleness(groups: Iterable[Group], version: int, max_staleness: int) -
             )
 
 
-def _admission(group: Group) -> int:
-    """Batches are ordered by this. A group that ran again after a resume stands where it stood."""
-    return group.group_id
+_admission = attrgetter("group_id")
+"""The order of batches. A group that ran again after a resume stands where it stood."""
 
 
 class Replay:

@@ -70,7 +70,7 @@ class RolloutController:
         self._buffer = buffer
         self._seed = seed
         self._rules = rules
-        self._ledger = ExampleLedger(len(dataset), shuffle=config.shuffle, seed=seed, curriculum=curriculum)
+        self.ledger = ExampleLedger(len(dataset), shuffle=config.shuffle, seed=seed, curriculum=curriculum)
         self._budget = FailureBudget(config.max_failure_rate)
         self._places = asyncio.Semaphore(config.max_concurrent_episodes)
         self._lag = LagMonitor(type(runner.workflow).__name__)
@@ -80,11 +80,6 @@ class RolloutController:
         patience = max(1000, 10 * config.batch_size)
         self._starvation = StarvationWatch(window=max(32, config.batch_size), patience=patience)
         self._was_run = False
-
-    @property
-    def ledger(self) -> ExampleLedger:
-        """Which examples are pending, and how the others ended."""
-        return self._ledger
 
     async def run(self) -> None:
         """Admit and run groups until cancelled; once in a controller's life, since what it leaves stays pending."""
@@ -109,7 +104,7 @@ class RolloutController:
     def trained(self, groups: Iterable[Group]) -> None:
         """Settle the examples of a trained batch: before anything is saved, as a checkpoint holds the weights too."""
         for group in groups:
-            self._ledger.settle(group.example_id, GroupOutcome.TRAINED)
+            self.ledger.settle(group.example_id, GroupOutcome.TRAINED)
             self._totals.episodes_trained += group.num_episodes
 
     def counters(self) -> dict[str, float]:
@@ -118,16 +113,13 @@ class RolloutController:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs beside the buffer's untrained groups, as JSON holds it."""
-        return {"ledger": self._ledger.state_dict(), "totals": asdict(self._totals)}
+        return {"ledger": self.ledger.state_dict(), "totals": asdict(self._totals)}
 
     def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
-        """Continue from `state_dict`, before `run`: examples that were running run again. Raises CheckpointError.
-
-        groups: the buffer's untrained ones, of the same moment.
-        """
+        """Continue from `state_dict`, before `run`. groups: the buffer's untrained ones. Raises CheckpointError."""
         returned = self._buffer.restore(groups)
         finished = {group.example_id for group in groups} - {group.example_id for group in returned}
-        self._ledger.load_state_dict(state["ledger"], finished)
+        self.ledger.load_state_dict(state["ledger"], finished)
         self._totals = RolloutTotals(**state["totals"])
         self._totals.groups_returned += len(returned)
         if returned:
@@ -139,11 +131,9 @@ class RolloutController:
                 self._config.batch_size,
             )
 
-    # Groups -------------------------------------------------------------------------------------------------------
-
     async def _admit(self) -> GroupRun:
         slot = await self._buffer.admit()
-        issue = self._ledger.issue()
+        issue = self.ledger.issue()
         play = partial(self._play, self._dataset[issue.example_id[1]])  # read once: its episodes get the same example
         run = GroupRun(slot, issue, self._config, self._rules, self._places, play)
         self._running[slot.number] = run
@@ -154,8 +144,10 @@ class RolloutController:
         began = clock.time()
         seed = f"{self._seed}-{run.issue.group_id}-{index}" if self._config.seed_requests else None
         sampler = EpisodeSampler(self._engine, is_greedy=index == GREEDY, seed=seed)
+        epoch, row = run.issue.example_id
+        name = f"{'the greedy episode' if index == GREEDY else f'episode {index}'} of example {row}, epoch {epoch}"
         try:
-            episode = await self._runner.run(sampler, example, name=_name(run, index), oldest_allowed=run.slot.stamp)
+            episode = await self._runner.run(sampler, example, name=name, oldest_allowed=run.slot.stamp)
         except asyncio.CancelledError:
             if index != GREEDY:
                 self._totals.count_cancelled(run, clock.time() - began)
@@ -165,16 +157,15 @@ class RolloutController:
         return episode
 
     async def _take(self, run: GroupRun, judged: Group | Fruitless) -> None:
-        """Hand a group over, or free its place at once. A group that was cut lost its place before."""
         self._running.pop(run.slot.number, None)
         self._totals.count_group(run, judged)
         if run.reward is not None and not run.is_cut:
-            self._ledger.note_reward(run.issue.example_id, run.reward)
+            self.ledger.note_reward(run.issue.example_id, run.reward)
         if isinstance(judged, Group):
             self._starvation.fruitful()
             await self._buffer.finish(run.slot, judged)
             return
-        self._ledger.settle(run.issue.example_id, judged.outcome)
+        self.ledger.settle(run.issue.example_id, judged.outcome)
         if not run.is_cut:
             await self._buffer.release(run.slot)
         self._starvation.fruitless(judged)
@@ -197,12 +188,6 @@ class RolloutController:
                 self._totals.straggler_groups += 1
                 run.cut()
                 await self._buffer.release(slot)
-
-
-def _name(run: GroupRun, index: int) -> str:
-    epoch, row = run.issue.example_id
-    which = "the greedy episode" if index == GREEDY else f"episode {index}"
-    return f"{which} of example {row}, epoch {epoch}"
 
 
 async def run_examples(

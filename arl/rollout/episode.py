@@ -119,7 +119,9 @@ class FailureLog:
         """Record a failure. which: of what, such as `episode 1 (attempt 1 of 2)`. Raises RunFileError."""
         kind = type(error).__name__
         self._counts[kind] += 1
-        line = f"{which} failed with {kind}: {_in_one_line(error)}; {what_next}"
+        text = " ".join(str(error).split())
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        line = f"{which} failed with {kind}: {text}; {what_next}"
         if self._path is not None and self._counts[kind] <= _KEPT:
             _append(self._path, f"{line}\n{''.join(traceback.format_exception(error))}\n")
         if self._counts[kind] > _LINES and self._counts[kind] % _LINES:
@@ -138,11 +140,6 @@ class FailureLog:
         kinds = ", ".join(f"{number} with {kind}" for kind, number in self._counts.most_common())
         where = f"; their tracebacks are in {self._path}" if self._path else ""
         log.warning("attempts at episodes that failed: %s%s", kinds, where)
-
-
-def _in_one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _append(path: Path, text: str) -> None:
@@ -211,16 +208,12 @@ class EpisodeRunner:
 def check_workflow(workflow: object) -> None:
     """Raise ConfigError unless it is an instance of RolloutWorkflow whose arun_episode is a coroutine function."""
     if isinstance(workflow, type):
-        raise ConfigError(
-            f"workflow is the class {workflow.__name__}; pass an instance of it: {workflow.__name__}(...)"
-        )
+        raise ConfigError(f"workflow is the class {workflow.__name__}; pass an instance: {workflow.__name__}(...)")
     if not isinstance(workflow, RolloutWorkflow):
-        raise ConfigError(
-            f"workflow is a {type(workflow).__name__}; pass an instance of a subclass of arl.RolloutWorkflow"
-        )
+        raise ConfigError(f"workflow is a {type(workflow).__name__}; it must be an arl.RolloutWorkflow")
     if not inspect.iscoroutinefunction(inspect.unwrap(workflow.arun_episode, stop=inspect.iscoroutinefunction)):
         raise ConfigError(
-            f"{type(workflow).__name__}.arun_episode is not a coroutine function; declare it with `async def`"
+            f"{type(workflow).__name__}.arun_episode is no coroutine function; declare it with `async def`"
         )
 
 
@@ -235,7 +228,6 @@ def _is_cancelled_from_outside() -> bool:
 
 
 def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
-    """What arun_episode returned, as a tuple; () when rejected. Raises TrajectoryError naming what is wrong."""
     if returned is None:
         return ()
     is_sequence = isinstance(returned, Sequence) and not isinstance(returned, str)
@@ -243,9 +235,7 @@ def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
     wrong = [type(item).__name__ for item in items if not isinstance(item, Trajectory)]
     if wrong or not items:
         what = (f"a sequence with a {wrong[0]}" if is_sequence else f"a {wrong[0]}") if wrong else "an empty sequence"
-        raise TrajectoryError(
-            f"arun_episode returned {what}; return a Trajectory, a sequence of them, or None to reject the episode"
-        )
+        raise TrajectoryError(f"arun_episode returned {what}; return a Trajectory, a sequence of them, or None")
     for trajectory in items:
         oldest = trajectory.oldest_version
         if oldest is not None and oldest < oldest_allowed:

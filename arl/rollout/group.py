@@ -151,8 +151,6 @@ class GroupRun:
         """The mean over all episodes that finished, kept or not; None where none did."""
         return fmean(episode.reward for episode in self._finished.values()) if self._finished else None
 
-    # Its episodes -------------------------------------------------------------------------------------------------
-
     async def _run_episodes(self) -> None:
         async with asyncio.TaskGroup() as episodes:
             for index in [GREEDY] * self._rules.has_baseline + list(range(len(self.episodes))):
@@ -183,8 +181,6 @@ class GroupRun:
         for index, task in self._tasks.items():
             if index not in indices:
                 task.cancel()
-
-    # What becomes of it -------------------------------------------------------------------------------------------
 
     def _judged(self) -> Group | Fruitless:
         if self.is_cut:

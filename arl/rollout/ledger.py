@@ -98,13 +98,10 @@ class ExampleLedger:
 
     def settle(self, example_id: ExampleId, outcome: GroupOutcome) -> None:
         """Give a pending example its outcome. Raises ValueError for one that is not pending."""
-        if example_id not in self._pending:
-            raise ValueError(
-                f"example {example_id[1]} of epoch {example_id[0]} cannot end as {outcome.name.lower()}: "
-                "it is not running, or has ended before"
-            )
-        del self._pending[example_id]
         epoch, index = example_id
+        if example_id not in self._pending:
+            raise ValueError(f"example {index} of epoch {epoch} is not running; it cannot be {outcome.name.lower()}")
+        del self._pending[example_id]
         self._epochs[epoch].settle(index, outcome)
         if self._experience:
             self._experience.note_outcome(index, outcome)
@@ -130,10 +127,9 @@ class ExampleLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], finished: Collection[ExampleId] = ()) -> None:
-        """Continue from `state_dict`. finished: pending examples whose groups were kept and so need not run.
+        """Continue from `state_dict`, in its epoch whatever the curriculum. finished: pending ones with kept groups.
 
-        Raises CheckpointError if it was written for another dataset, order or seed. An epoch that was begun goes on,
-        whatever the curriculum now.
+        Raises CheckpointError if it was written for another dataset, order or seed.
         """
         for name, value in self._settings.items():
             if state[name] != value:
@@ -247,26 +243,17 @@ class Experience:
 
 def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[ExampleRecord]) -> list[int]:
     """The dataset indices of a stage, in order. Raises CurriculumError naming the curriculum and what is wrong."""
-    name = getattr(curriculum, "__qualname__", type(curriculum).__qualname__)
+    name = f"the curriculum {getattr(curriculum, '__qualname__', type(curriculum).__qualname__)}"
     try:
         indices = [operator.index(index) for index in curriculum(stage, records)]
     except Exception as error:
-        raise CurriculumError(
-            f"the curriculum {name} raised {type(error).__name__} when it was asked for stage {stage}: {error}"
-        ) from error
+        raise CurriculumError(f"{name} raised {type(error).__name__} for stage {stage}: {error}") from error
     if not indices:
-        raise CurriculumError(
-            f"the curriculum {name} returned no examples for stage {stage}; return at least one, or set steps to end "
-            "the run before"
-        )
+        raise CurriculumError(f"{name} returned no examples for stage {stage}; return one, or let steps end the run")
     if outside := [index for index in indices if not 0 <= index < len(records)]:
-        raise CurriculumError(
-            f"the curriculum {name} returned index {outside[0]} for stage {stage}; the dataset's indices are 0 to "
-            f"{len(records) - 1}"
-        )
+        indices_are = f"the dataset's indices are 0 to {len(records) - 1}"
+        raise CurriculumError(f"{name} returned index {outside[0]} for stage {stage}; {indices_are}")
     index, times = Counter(indices).most_common(1)[0]
     if times > 1:
-        raise CurriculumError(
-            f"the curriculum {name} returned index {index} twice for stage {stage}; each example runs once in a stage"
-        )
+        raise CurriculumError(f"{name} returned index {index} twice for stage {stage}; each example runs once in it")
     return indices

@@ -127,7 +127,6 @@ class StarvationWatch:
 
 
 def _account(groups: list[Fruitless]) -> str:
-    """How many groups there were for each reason, and what to do about the most frequent one."""
     (worst, _), *_ = counts = Counter(group.reason for group in groups).most_common()
     told = "; ".join(_told(reason, [group for group in groups if group.reason is reason]) for reason, _ in counts)
     return f"{told}. What to do: {worst.advice}"

@@ -55,7 +55,7 @@ IMPOSSIBLE = [
         "",
         "weights.mirrors has a mirror for http://c:1, which is not among engine.addresses: http://a:1, http://b:1/",
     ),
-    ({"train": {"num_ranks": 4, "tensor_parallel": 3}}, "train", "it must divide num_ranks, which is 4"),
+    ({"train": {"num_ranks": 4, "tensor_parallel": 3}}, "train", "it must divide num_ranks=4"),
     ({"train": {"cpu_offload": True}}, "train", "cpu_offload is for train.device=cuda"),
     ({"train": {"ray_address": "auto"}}, "train", "ray_address is set, but num_ranks is 1"),
     ({"train": {"device": "gpu"}}, "train.device", "say cpu, cuda, or one GPU of several as cuda:1"),

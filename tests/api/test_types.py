@@ -94,5 +94,5 @@ def test_a_request_needs_a_token_to_continue_from() -> None:
 
 
 def test_a_response_needs_a_logprob_and_a_version_for_each_token() -> None:
-    with pytest.raises(ValueError, match="a response of 2 tokens has 1 logprobs and 2 versions"):
+    with pytest.raises(ValueError, match="2 tokens came with 1 logprobs and 2 versions"):
         ModelResponse(output_ids=(1, 2), output_logprobs=(-1.0,), output_versions=(0, 0), stop_reason="stop")

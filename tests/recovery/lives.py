@@ -134,7 +134,7 @@ def config(run_dir: Path, steps: int) -> Config:
 async def live(run_dir: Path, steps: int) -> None:
     use_fakes(pytest.MonkeyPatch(), slow_engine())
     arl.assembly.FSDPTrainEngine = lambda *args: Remembering()  # type: ignore[assignment]
-    arl.assembly._decoder = lambda config: None
+    arl.assembly.decoder = lambda model: None
     examples = [{"number": n} for n in range(NUM_EXAMPLES)]
     async with arl.assembly.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:
         async for _ in trainer:

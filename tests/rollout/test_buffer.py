@@ -138,7 +138,7 @@ async def test_a_group_ends_once() -> None:
 async def test_tokens_older_than_the_admission_are_refused() -> None:
     buffer = ReplayBuffer(batch_size=1, max_staleness=3, version=7)
     slot = await buffer.admit()
-    with pytest.raises(ValueError, match="version 6, sampled before the group was admitted at version 7"):
+    with pytest.raises(ValueError, match="version 6, but was admitted at version 7"):
         await buffer.finish(slot, group(slot, 6, 7))
 
 
@@ -146,11 +146,11 @@ async def test_versions_come_in_sequence_and_only_trained_ones_are_published() -
     buffer = ReplayBuffer(batch_size=1, max_staleness=0)
     with pytest.raises(ValueError, match="called for version 1; the next batch is for 0"):
         await buffer.take_batch(1)
-    with pytest.raises(ValueError, match="version 1 was published after 0, with 0 trained"):
+    with pytest.raises(ValueError, match="version 1 cannot be published after 0, with 0 trained"):
         await buffer.published(1)
 
 
 @pytest.mark.parametrize(("batch_size", "max_staleness"), [(0, 1), (1, -1)])
 def test_sizes_out_of_range_are_named(batch_size: int, max_staleness: int) -> None:
-    with pytest.raises(ValueError, match=f"batch_size is {batch_size} and max_staleness is {max_staleness}"):
+    with pytest.raises(ValueError, match=f"batch_size is {batch_size} and max_staleness {max_staleness}"):
         ReplayBuffer(batch_size, max_staleness)

@@ -69,7 +69,7 @@ def test_an_example_cannot_end_twice() -> None:
     source = ledger()
     (example_id,) = issued(source, 1)
     source.settle(example_id, GroupOutcome.TRAINED)
-    with pytest.raises(ValueError, match="cannot end as dropped: it is not running, or has ended before"):
+    with pytest.raises(ValueError, match="is not running; it cannot be dropped"):
         source.settle(example_id, GroupOutcome.DROPPED)
 
 
@@ -166,8 +166,8 @@ def broken(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
         (Stages([1, 0, 1]), "the curriculum Stages returned index 1 twice for stage 0"),
         (Stages([0, 5]), "the curriculum Stages returned index 5 for stage 0; the dataset's indices are 0 to 4"),
         (Stages([0, -1]), "returned index -1 for stage 0"),
-        (Stages([0.5]), "the curriculum Stages raised TypeError when it was asked for stage 0"),  # type: ignore[list-item]
-        (broken, "the curriculum broken raised KeyError when it was asked for stage 0: 'difficulty'"),
+        (Stages([0.5]), "the curriculum Stages raised TypeError for stage 0"),  # type: ignore[list-item]
+        (broken, "the curriculum broken raised KeyError for stage 0: 'difficulty'"),
     ],
 )
 def test_a_wrong_stage_ends_the_run_and_names_the_curriculum(curriculum: Curriculum, message: str) -> None:
