@@ -145,19 +145,32 @@ def test_a_group_too_small_despite_extra_episodes_is_dropped() -> None:
 
 
 def test_a_cut_group_settles_its_example_before_its_episodes_have_ended() -> None:
-    """One of its episodes is slow to end, and another waits for its place all the while."""
+    """One has ended, one is slow to end, and another, which never begins, waits for its place all the while."""
+    first, played = iter([after(1, reward=1.0)]), list[int]()
+
+    def act(number: int) -> object:
+        played.append(number)
+        return next(first, stubborn)()
 
     async def main() -> None:
         controller, buffer, _ = controlled(
-            Scripted(lambda _: stubborn()), 3, max_concurrent_episodes=1, shuffle=False, drop_stragglers_after_s=5
+            Scripted(act),
+            3,
+            curriculum=lambda stage, records: range(3),
+            group_size=3,
+            max_concurrent_episodes=1,
+            drop_stragglers_after_s=5,
         )
         async with asyncio.TaskGroup() as tasks:
             rollout = tasks.create_task(controller.run())
             taking = tasks.create_task(buffer.take_batch(0))
             await asyncio.sleep(6)
             assert controller.ledger.outcomes(0)[GroupOutcome.DROPPED] == [0]
-            assert controller.counters()["episodes_dropped"] == 2
+            assert controller.ledger.state_dict()["experience"] == [[0, "d", 0, 0.0, None]]  # its reward does not count
+            assert controller.counters()["episodes_dropped"] == 3
             assert buffer.num_charged == 0
+            await asyncio.sleep(600)
+            assert played.count(0) == 2
             taking.cancel()
             rollout.cancel()
 
