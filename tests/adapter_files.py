@@ -1,7 +1,5 @@
 """Adapters as peft writes them, with weights that say something, and the models that they make when merged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

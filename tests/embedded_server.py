@@ -1,7 +1,5 @@
 """Embedded servers for tests: on a thread of this process, which is fast, or as the process that users start."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A plain client of a server that speaks SGLang's protocol, for tests that look at what goes over the wire."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

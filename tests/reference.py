@@ -1,7 +1,5 @@
 """What plain transformers says of the tokens that a server sampled, one sequence at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Datasets by name: local files in gsm8k's format are read, and what is wrong with one is said."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`arl.train`: what it takes, what it refuses, and what it returns."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A trainer that sends weights to a server over gloo: rank 0 of a group of two."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping

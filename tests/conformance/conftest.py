@@ -1,7 +1,5 @@
 """Each test runs against the embedded server (in `make test`) and against stock SGLang (in `make test-sglang`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Stock SGLang as a process group of its own: started, awaited, and gone afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """POST /generate: what an answer holds, and which prefixes are read from the cache. POST /tokenize."""
 
-from __future__ import annotations
-
 import torch
 from conformance.conftest import CONTEXT_LENGTH, Models
 from protocol_client import Client, spans

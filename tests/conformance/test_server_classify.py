@@ -1,7 +1,5 @@
 """A served reward model: the score of a sequence is its head's at the last token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path

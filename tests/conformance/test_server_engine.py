@@ -1,7 +1,5 @@
 """arl's own client over each server: updates in flight lose no token, repeat none, and each names its weights."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -20,6 +18,8 @@ from arl.engine.client.sglang import RemoteSGLangEngine
 PROMPTS = [(10, 11, 12, 13), (50, 60), (7,) * 30]
 NUM_TOKENS = {"embedded": 500, "sglang": 100}
 """Enough that both updates come in the middle."""
+NUM_BEFORE = 5
+"""The fewest tokens of each response before each update."""
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
@@ -33,6 +33,7 @@ async def test_updates_in_flight_leave_no_mark_but_versions_and_their_logprobs(
         calls = [group.create_task(engine.agenerate(ModelRequest(input_ids=p, sampling=sampling))) for p in PROMPTS]
         for version, directory in ((1, models.directory_b), (2, models.directory_a)):
             await client.until_running(len(PROMPTS))
+            await client.until_gained(NUM_BEFORE)
             await engine.update_weights(DiskWeights(version=version, directory=directory))
         assert engine.version == 2
     for call, prompt in zip(calls, PROMPTS, strict=True):
@@ -40,6 +41,8 @@ async def test_updates_in_flight_leave_no_mark_but_versions_and_their_logprobs(
         assert len(response.output_ids) == len(response.output_logprobs) == num_tokens
         counts = [response.output_versions.count(version) for version in range(3)]
         assert list(response.output_versions) == [v for v, count in enumerate(counts) for _ in range(count)]
+        assert counts[0] >= NUM_BEFORE
+        assert counts[1] > 0
         assert counts[2] > 0
         parts = [(r, count) for r, count in zip((models.a, models.b, models.a), counts, strict=True) if count]
         if mode == "in_place":

@@ -3,8 +3,6 @@
 What ends stock SGLang's process is not here (docs/sglang_protocol.md): the embedded server's own tests ask for it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

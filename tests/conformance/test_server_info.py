@@ -1,7 +1,5 @@
 """What a server tells of itself, as far as arl reads it."""
 
-from __future__ import annotations
-
 from conformance.conftest import CONTEXT_LENGTH, Models
 from protocol_client import Client
 

@@ -1,7 +1,5 @@
 """Adapters: loaded while the server generates, named by requests, and computed as the model that each makes."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Requests that are aborted, paused, or see their weights change. test_server_engine has their logprobs."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

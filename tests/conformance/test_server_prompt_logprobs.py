@@ -1,7 +1,5 @@
 """Logprobs of tokens that were given, not sampled: what a teacher, or a judge of fluency, is asked for."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

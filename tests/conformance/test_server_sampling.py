@@ -1,7 +1,5 @@
 """How tokens are drawn, and which logprob is told of them."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ends an answer, what is told of it, and what of it stands in the ids and in the text."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The math agent trains on stock SGLang, through its own command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """New weights, from a directory and over a process group, and the labels under which they are served."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Tiny models and tokenizers: any text, few tokens, the size that was asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

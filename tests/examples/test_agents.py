@@ -1,7 +1,5 @@
 """Every example is an experiment that takes the user's dataset, and makes a tiny model that knows its words."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The calculator: exact on arithmetic, and an error for the model on everything else."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

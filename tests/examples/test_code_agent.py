@@ -1,7 +1,5 @@
 """The code agent's episodes, rewards, feedback and refusals, without a model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

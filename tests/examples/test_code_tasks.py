@@ -1,7 +1,5 @@
 """The code agent's tasks: its own language and demonstrations, and the forms of MBPP, HumanEval and reasoning-gym."""
 
-from __future__ import annotations
-
 import random
 from itertools import islice
 from typing import Any

@@ -1,7 +1,5 @@
 """The math agent's episodes, scores and tasks. The calculator solves every task, and no task is in two splits."""
 
-from __future__ import annotations
-
 import math_tasks
 import pytest
 from calculator import calculator

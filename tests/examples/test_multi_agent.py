@@ -1,7 +1,5 @@
 """The solver and the checker: what each is told, paid and shown, without a model."""
 
-from __future__ import annotations
-
 import math_tasks
 import multi_agent
 import multi_tasks

@@ -1,7 +1,5 @@
 """The order desk behind the endpoint, its questions and its demonstrations, without a model that was trained."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections import Counter

@@ -1,7 +1,5 @@
 """The search agent's episodes, scores and questions, over a real index and server, without a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The search engine: BM25 ranks, the server's protocol, and what agents hear when it is away."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

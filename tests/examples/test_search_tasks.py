@@ -1,7 +1,5 @@
 """The search agent's world: always the same, its regions apart, and every question answered by two searches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 

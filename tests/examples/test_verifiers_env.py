@@ -1,7 +1,5 @@
 """The environment of the verifiers example, its tasks and its demonstrations, without a model."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

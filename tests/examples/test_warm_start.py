@@ -1,7 +1,5 @@
 """The warm start: a model directory that is complete or not there, and is made once."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Threads for blocking calls: as many as needed, and a hung one holds up no other."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

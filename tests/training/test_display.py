@@ -1,7 +1,5 @@
 """The display: bars and a table in a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 from io import StringIO
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizers with the chat templates of well-known models, rebuilt: equal in structure, space and rules of thinking."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors

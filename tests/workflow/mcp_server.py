@@ -1,7 +1,5 @@
 """A server of tools, written with the official package: over stdio, or over HTTP on a port that it prints."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """Engines that say what a test wants said."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

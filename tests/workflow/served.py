@@ -1,7 +1,5 @@
 """A server that answers what a test says, and remembers what it was asked."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

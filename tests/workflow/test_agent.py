@@ -1,7 +1,5 @@
 """What the ready-made workflows have in common, and the simplest of them: one question, one answer, one reward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

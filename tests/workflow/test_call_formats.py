@@ -1,7 +1,5 @@
 """Call formats: every answer can be read; calls in it are found, and what could not be read says why."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

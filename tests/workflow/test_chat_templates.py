@@ -1,7 +1,5 @@
 """On the templates of well-known models, whatever is said: the model sees what a server renders, token by token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

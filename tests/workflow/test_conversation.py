@@ -1,7 +1,5 @@
 """Conversation: the model's tokens are kept as sampled, everything else is as the chat template renders it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

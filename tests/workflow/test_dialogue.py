@@ -1,7 +1,5 @@
 """Dialogue: which turn a prompt continues, what stays as it was sampled, and where the tree branches."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A teacher's judgement as the reward of each token, and a student that comes nearer to its teacher by it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

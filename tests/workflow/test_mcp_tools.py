@@ -1,7 +1,5 @@
 """Tools of a real MCP server, written with the official package, over stdio and over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Messages in the one form that templates take."""
 
-from __future__ import annotations
-
 import pytest
 
 from arl.workflow.chat_template import Message, history_key, normalised, tools_key

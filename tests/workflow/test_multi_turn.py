@@ -1,7 +1,5 @@
 """Multi turn: feedback after each answer, until there is none, and the last answer counts."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import AsyncExitStack
 

@@ -1,7 +1,5 @@
 """Trajectories of a tree of turns: each token is trained once, in whichever trajectory it comes first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

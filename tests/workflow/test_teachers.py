@@ -1,7 +1,5 @@
 """Teachers and reward models behind a URL: requests, answers that are refused, and failures that are retried."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from typing import Any

@@ -1,7 +1,5 @@
 """Several agents in one episode: each its own conversation, role and reward; those that can, speak at the same time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """The tool agent: whatever goes wrong with calls, tools or room is an outcome of the episode, and it goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Tools: from a typed function, called with what a model wrote, answering what it can read."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

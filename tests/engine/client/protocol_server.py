@@ -1,7 +1,5 @@
 """A small server that speaks SGLang's protocol without a model, whose failures and pace a test decides."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import deque

@@ -1,7 +1,5 @@
 """Weight updates whose course a test decides."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field

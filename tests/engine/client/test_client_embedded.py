@@ -1,7 +1,5 @@
 """The client against the embedded server: interruptions that leave no mark but versions."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator

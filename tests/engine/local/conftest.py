@@ -1,7 +1,5 @@
 """Fixtures of the embedded server's tests: a model on disk, references, a batch and a scheduler to drive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Adapters in the embedded server's batch: each request is computed as by the model that its adapter makes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

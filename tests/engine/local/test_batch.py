@@ -1,7 +1,5 @@
 """Continuous batching: what is generated is what plain transformers generates, whoever shares the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Logprobs of a prompt's own tokens, computed a step's chunk at a time, whoever shares the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

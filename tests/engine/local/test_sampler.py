@@ -1,7 +1,5 @@
 """Sampling: exact supports, right frequencies, and streams of random numbers that stand apart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The model thread: commands in order, pause modes, failures that stay where they belong."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """A reward model over the slot cache: the head's numbers at each prompt's last token, and nothing sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The short way through a decoder is taken where it leads to the same place, and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where a response stops: stop strings over any tokenization, stop tokens, the end of sequence."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_qwen import EOS, TOKENIZER, make_job, prompt_of, run_all
 

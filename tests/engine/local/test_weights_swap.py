@@ -1,7 +1,5 @@
 """Weight updates while requests are in flight: each token is of the weights that its version names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_qwen import Reference, make_job, prompt_of, run_all, step_until_sampled

@@ -1,7 +1,5 @@
 """Tiny models on disk, slow references made of plain transformers calls, and batches of jobs."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Sequence

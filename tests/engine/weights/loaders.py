@@ -1,7 +1,5 @@
 """Servers that read what they are told to load, an engine that updates them, and snapshots of one small file."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path

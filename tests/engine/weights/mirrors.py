@@ -1,7 +1,5 @@
 """Mirrors: in this process, or in one of their own that may be killed and started again at the same address."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

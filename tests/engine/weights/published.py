@@ -1,7 +1,5 @@
 """A tiny trainer, embedded servers of its model, and what the trainer says of tokens that were sampled meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """From a trainer of adapters to embedded servers that are generating, and what their tokens are of."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

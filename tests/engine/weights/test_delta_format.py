@@ -1,7 +1,5 @@
 """The delta format: any bits become any other bits, exactly; what is not a delta is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Iterator

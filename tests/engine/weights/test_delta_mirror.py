@@ -1,7 +1,5 @@
 """The mirror process: a version is whole or absent, whatever is sent and whenever it is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import signal

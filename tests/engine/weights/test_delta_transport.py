@@ -1,7 +1,5 @@
 """What the delta transport sends to mirrors, and to which: the least that leads to the new version, once for each."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack

@@ -3,8 +3,6 @@
 The server is a thread of this process that joins the group for real and receives what is broadcast.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

@@ -1,7 +1,5 @@
 """From a snapshot of the trainer to embedded servers that are generating, and what their tokens are of."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path

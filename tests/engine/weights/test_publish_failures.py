@@ -1,7 +1,5 @@
 """Publishes that break off half-way: other servers go on, and no token is ever of weights that are of no version."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator

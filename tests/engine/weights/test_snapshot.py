@@ -1,7 +1,5 @@
 """Snapshots: what they hold, and that nothing which comes after changes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

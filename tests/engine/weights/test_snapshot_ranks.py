@@ -1,7 +1,5 @@
 """Ranks with a part each snapshot what one rank with everything has, to the bit, beside their own training."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 

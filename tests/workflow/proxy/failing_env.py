@@ -1,7 +1,5 @@
 """An environment of verifiers for tests, whose tasks fail, each in its own way."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """An environment of verifiers for tests: a number is guessed, and the one who knows it says higher or lower."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

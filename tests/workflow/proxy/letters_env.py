@@ -1,7 +1,5 @@
 """An environment of verifiers for tests: which letter of a word? One turn, with a reward of two parts and a metric."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of the endpoint share: a scripted engine, an episode, OpenAI's client of it, and what of it is trained."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

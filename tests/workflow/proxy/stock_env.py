@@ -1,7 +1,5 @@
 """An environment of verifiers for tests: its tool, which says what is in stock, is served to all rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import verifiers.v1 as vf

@@ -1,7 +1,5 @@
 """/v1/messages with Anthropic's own client."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

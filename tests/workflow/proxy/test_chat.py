@@ -1,7 +1,5 @@
 """Chat completions: what OpenAI's own client gets, what the model is shown, and what is kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

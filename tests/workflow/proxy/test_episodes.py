@@ -1,7 +1,5 @@
 """Episodes behind one server: each has its URL and its key, for as long as its block lasts, and its roles."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """What goes wrong behind the endpoint, or before it: each a recorded outcome, an answer that says it, and no more."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """What holds for every protocol, asked with the protocol's own SDK."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple

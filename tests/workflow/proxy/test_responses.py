@@ -1,7 +1,5 @@
 """/v1/responses with OpenAI's own client, and with agents of openai-agents that know nothing of their training."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

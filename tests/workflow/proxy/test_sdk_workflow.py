@@ -1,7 +1,5 @@
 """SDKWorkflow: programs as agents, in this process or in one of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

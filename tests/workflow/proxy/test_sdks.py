@@ -1,7 +1,5 @@
 """Real programs as clients that stream: openai-agents and LangChain."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

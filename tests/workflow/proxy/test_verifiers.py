@@ -1,7 +1,5 @@
 """Environments of verifiers run to their end, and each agent's calls become its trajectories."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

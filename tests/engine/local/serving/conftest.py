@@ -1,7 +1,5 @@
 """One server for all tests that leave it as they found it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 
 import aiohttp

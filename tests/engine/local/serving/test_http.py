@@ -1,7 +1,5 @@
 """What the embedded server alone does: updates without a pause, aborts while paused, a sentence for each refusal."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

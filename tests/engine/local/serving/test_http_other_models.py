@@ -1,7 +1,5 @@
 """A mixture of experts that was saved without a tokenizer: served by token ids, and updated from files."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 

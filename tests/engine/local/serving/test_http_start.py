@@ -1,7 +1,5 @@
 """How the server starts, refuses to start, and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

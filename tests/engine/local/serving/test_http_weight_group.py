@@ -1,7 +1,5 @@
 """Trainers that break off while they broadcast weights over gloo. tests/conformance has those that do not."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 

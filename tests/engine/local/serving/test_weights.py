@@ -1,7 +1,5 @@
 """Reading and checking the weights of a model directory."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
