@@ -148,7 +148,7 @@ async def test_cancelling_a_call_ends_its_program_and_nothing_is_left(
         assert (await sandbox.run("print(1)")).stdout == "1\n"  # begins when all before it are gone
         assert descendants(pid) == set()
         assert len(os.listdir(f"/proc/{pid}/fd")) == kept
-        assert len(os.listdir("/proc/self/fd")) == files
+        assert len(os.listdir("/proc/self/fd")) <= files  # fewer, where the collector found what earlier tests left
 
 
 async def test_closing_ends_what_runs_and_later_calls_are_refused(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:

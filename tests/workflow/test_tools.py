@@ -441,7 +441,7 @@ def test_a_function_that_says_too_little_is_no_tool() -> None:
         Tool.from_function(silent)
     with pytest.raises(ToolError, match="'x' of untyped has no type"):
         Tool.from_function(untyped)
-    with pytest.raises(ToolError, match=r"argument \*all: 'int' of variadic cannot be given by name"):
+    with pytest.raises(ToolError, match=r"argument \*all: int of variadic cannot be given by name"):
         Tool.from_function(variadic)
     with pytest.raises(ToolError, match="the arguments of strange have no JSON schema"):
         Tool.from_function(strange)

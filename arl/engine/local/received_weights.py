@@ -205,7 +205,9 @@ class WeightReceiver:
     def receive(self, group_name: str, expected: Sequence[Expected], weight_version: str) -> None:
         """Receive rank 0's broadcast, in which the expected tensors lie end to end. The last call's version counts."""
         if self._open is None:
-            raise WeightsError("no weight-update session is open; call begin_weight_update() first")
+            raise WeightsError(
+                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            )
         try:
             buffer, tensors = _buffer(expected, self._device)
             self._fill(buffer, group_name)
