@@ -107,7 +107,7 @@ async def test_what_is_generated_beside_it_stays_the_same(client: Client, models
 async def test_a_teacher_client_is_told_the_models_logprobs(client: Client, server: Server, models: Models) -> None:
     given = [*(token % 260 for token in tokens(50, 12)), 0]
     async with TeacherClient(server.url, tokenizer=models.tokenizer) as teacher:
-        with pytest.raises(ModelError, match="knows only 288 tokens"):
+        with pytest.raises(ModelError, match="knows only"):
             await teacher.logprobs([*given, 288])
         given[-1] = len(models.tokenizer) - 1
         told = torch.tensor(await teacher.logprobs(given, start=20))
