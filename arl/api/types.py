@@ -35,10 +35,15 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy; otherwise at least MIN_TEMPERATURE."""
     top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
     top_k: int = -1
+    """Sample among this many likeliest tokens; -1: among all."""
     min_p: float = 0.0
+    """Sample among tokens with at least this share of the likeliest token's probability."""
     stop: tuple[str, ...] = ()
+    """Texts that end the response. They stay in its tokens."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response, beside the model's end of sequence."""
     ignore_eos: bool = False
     """No token ends the response, not even one of stop_token_ids."""
     seed: int | None = None
@@ -362,7 +367,9 @@ class StepStats:
     max_staleness_seen: int
     """Largest staleness among the batch's trained tokens."""
     wait_s: float
+    """How long the trainer waited for the batch."""
     train_s: float
+    """Advantages, proximal logprobs and optimizer steps took this long."""
     metrics: Mapping[str, float]
     """All metrics of the step, flat, as in metrics.jsonl."""
 
