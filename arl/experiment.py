@@ -117,7 +117,7 @@ class Experiment(Generic[ConfigT]):
         return TrainingResult(run_dir=config.run_dir, summary=summary)
 
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
-        """The settings with the prepared model, and the setup. Raises ConfigError, and what `prepare` raises."""
+        """The settings with the prepared model, and the setup. Raises ConfigError (run_dir), and as `prepare` does."""
         await asyncio.to_thread(make_run_dir, config.run_dir)
         await asyncio.to_thread(_hide_progress_bars)
         try:

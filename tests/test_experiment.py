@@ -293,7 +293,7 @@ class Blocking(Numbers):
     [
         (Numbers, "workflow is the class Numbers; pass an instance: Numbers"),
         (lambda engine, data: None, "workflow is a function; it must be an arl.RolloutWorkflow"),
-        (Blocking(), "Blocking.arun_episode is no coroutine function; declare it with `async def`"),
+        (Blocking(), "Blocking.arun_episode is not a coroutine function; declare it with `async def`"),
     ],
 )
 async def test_an_object_that_is_not_a_workflow_is_refused_before_anything_starts(

@@ -176,7 +176,7 @@ def test_servers_that_run_already_cannot_be_given_another_model(script: Commands
     flags = ["--engine.kind", "sglang", "--engine.addresses", "http://127.0.0.1:9"]
     code, err = served(script, "--trained", str(script.directory / "model"), *flags)
     assert code == 1
-    assert "engine.kind=sglang has its own" in err
+    assert "engine.kind=sglang names servers that run already" in err
 
 
 # Scripts that cannot be run -----------------------------------------------------------------------------------------

@@ -74,7 +74,10 @@ class WeightServer(Protocol):
         ...
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """Load an adapter (peft's files, an absolute path) during generation. Loading a known name does nothing."""
+        """Load an adapter (peft's files, an absolute path) beside the model, for requests that carry its name.
+
+        Generation goes on. A name always stands for the same adapter, and loading a known adapter does nothing.
+        """
         ...
 
     async def unload_adapter(self, name: str) -> None:
@@ -339,7 +342,10 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, directory: Path) -> Saving:
-        """Copy all that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG."""
+        """Copy everything that `load` needs to continue bit for bit: weights, optimizer, schedule, version, RNG.
+
+        `directory` is written during later steps. It is complete when the saving has ended.
+        """
         ...
 
     def load(self, directory: Path) -> None:

@@ -150,7 +150,7 @@ class DeltaWeightsConfig(WeightFilesConfig):
     def _has_mirrors(self) -> Self:
         if not self.mirrors:
             raise ValueError(
-                "mirrors is empty, so nobody gets a delta; servers of this machine load from memory with transport=disk"
+                "mirrors is empty: name the mirror of each server on another machine; on this one use transport=disk"
             )
         return self
 
@@ -291,11 +291,13 @@ class TrainConfig(Section):
     def _layers_can_be_prepared(self) -> Self:
         if self.compile and self.tensor_parallel > 1:
             raise ValueError(
-                "compile needs tensor_parallel=1: torch cannot compile split layers for rows of varying length"
+                f"compile is set and tensor_parallel is {self.tensor_parallel}: torch cannot compile split layers for "
+                "rows of varying length. Choose one of them"
             )
         if self.lora is not None and self.tensor_parallel > 1:
             raise ValueError(
-                "lora needs tensor_parallel=1, since adapters cannot be split; train them over data-parallel ranks"
+                f"lora is set and tensor_parallel is {self.tensor_parallel}, but adapters cannot be split. Train them "
+                "over data-parallel ranks, with tensor_parallel=1"
             )
         if self.cpu_offload and self.device == "cpu":
             raise ValueError("cpu_offload is for train.device=cuda; on a CPU the weights are in its memory already")

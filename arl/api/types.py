@@ -106,7 +106,8 @@ class ModelResponse:
         n = len(self.output_ids)
         if len(self.output_logprobs) != n or len(self.output_versions) != n:
             raise ValueError(
-                f"{n} tokens came with {len(self.output_logprobs)} logprobs and {len(self.output_versions)} versions"
+                f"{n} tokens came with {len(self.output_logprobs)} logprobs and {len(self.output_versions)} versions; "
+                "each token needs one of both"
             )
 
 

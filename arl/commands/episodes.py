@@ -142,7 +142,7 @@ class Stage:
     greedy: bool
 
     async def run(self, works: Sequence[Work], on_end: Callable[[Run], Awaitable[None]]) -> None:
-        """Run in order, evaluation.max_concurrent_episodes at once. Awaits `on_end` for each; its error ends all."""
+        """Run in order, evaluation.max_concurrent_episodes at once. Await `on_end` after each; its error ends all."""
         ended = asyncio.Queue[Run](maxsize=1)  # a worker that fails at once waits here for the caller
         rest = iter(works)
         try:
@@ -202,7 +202,8 @@ def _trained(config: Config, choice: Choice) -> Path:
         raise ConfigError(f"--trained: there is no trained model in {directory}; {advice}")
     if isinstance(config.engine, SGLangEngineConfig):
         raise ConfigError(
-            "--trained starts servers, and engine.kind=sglang has its own; leave it out, or choose another kind"
+            "--trained starts servers for the trained weights, but engine.kind=sglang names servers that run already, "
+            "with weights of their own; leave --trained out to use those, or choose another engine.kind"
         )
     return directory
 

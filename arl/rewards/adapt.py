@@ -83,7 +83,8 @@ def as_reward(reward: RewardLike, *, timeout_s: float | None = None, workers: in
 
     reward: a function `(answer, data)`, or an object with an async `__call__` of these arguments. A plain function runs
         in a RewardPool, so it must be importable; one typed into a notebook in a ThreadReward, with a warning; a
-        coroutine function in an AsyncReward. An object of a class that is not arl's is neither opened nor closed.
+        coroutine function in an AsyncReward. arl's own rewards (a RewardPool, a judge) stay open until everybody who
+        entered them has left. An object of another class is neither opened nor closed.
     timeout_s, workers: of the RewardPool, ThreadReward or AsyncReward made here; unset, 30 s and 2 workers.
 
     Raises ConfigError for anything else, and for limits that the reward does not take; RewardError for a function that

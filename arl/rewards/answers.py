@@ -191,7 +191,10 @@ class Matches:
 
 
 def matches(pattern: str, *, timeout_s: float = 1.0, workers: int = 1) -> RewardPool[[str, Example], Score]:
-    """1.0 if the whole answer fits a regular expression, in a worker. Past timeout_s 0.0, and the metric `killed`."""
+    """A reward of 1.0 if the whole answer fits the regular expression, in a worker process.
+
+    If matching takes longer than timeout_s, the answer scores 0.0, and `killed` is 1.0 in its metrics.
+    """
     killed = Score(0.0, metrics={"killed": 1.0})
     return RewardPool(Matches(pattern=pattern), timeout_s=timeout_s, workers=workers, if_killed=killed)
 

@@ -39,7 +39,7 @@ class AnswerCache:
         self._asked: dict[str, asyncio.Task[str]] = {}
 
     async def answer(self, request: Mapping[str, Any], ask: Callable[[], Awaitable[str]]) -> str:
-        """A request's answer, from the cache or else `ask`. Raises RewardError if the cache cannot be written."""
+        """A request's answer, from the cache or `ask`. Raises as `ask` does, or RewardError for an unwritable cache."""
         text = json.dumps(request, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         while (asked := self._asked.get(key)) is not None:

@@ -93,7 +93,8 @@ async def run_unit_tests(
 ) -> UnitTestReport:
     """Run tests on code, in an open sandbox. Raises SandboxError if no program could be run.
 
-    limits: of each program; wall_s and cpu_s follow from timeout_s, the longest that each test may take.
+    limits: of each program: one for all CallTests, or one for each pair of PrintTests. wall_s and cpu_s follow from
+    timeout_s, the longest that each test may take.
     """
     limits = limits or Limits()
     if isinstance(tests, PrintTests):

@@ -213,7 +213,7 @@ def check_workflow(workflow: object) -> None:
         raise ConfigError(f"workflow is a {type(workflow).__name__}; it must be an arl.RolloutWorkflow")
     if not inspect.iscoroutinefunction(inspect.unwrap(workflow.arun_episode, stop=inspect.iscoroutinefunction)):
         raise ConfigError(
-            f"{type(workflow).__name__}.arun_episode is no coroutine function; declare it with `async def`"
+            f"{type(workflow).__name__}.arun_episode is not a coroutine function; declare it with `async def`"
         )
 
 
@@ -235,7 +235,7 @@ def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
     wrong = [type(item).__name__ for item in items if not isinstance(item, Trajectory)]
     if wrong or not items:
         what = (f"a sequence with a {wrong[0]}" if is_sequence else f"a {wrong[0]}") if wrong else "an empty sequence"
-        raise TrajectoryError(f"arun_episode returned {what}; return a Trajectory, a sequence of them, or None")
+        raise TrajectoryError(f"arun_episode returned {what}; return a Trajectory, several, or None to reject")
     for trajectory in items:
         oldest = trajectory.oldest_version
         if oldest is not None and oldest < oldest_allowed:

@@ -127,7 +127,7 @@ class ExampleLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], finished: Collection[ExampleId] = ()) -> None:
-        """Continue from `state_dict`, in its epoch whatever the curriculum. finished: pending ones with kept groups.
+        """Continue from `state_dict`, in the epoch that was begun. finished: pending examples whose groups were kept.
 
         Raises CheckpointError if it was written for another dataset, order or seed.
         """
@@ -249,7 +249,7 @@ def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[Exampl
     except Exception as error:
         raise CurriculumError(f"{name} raised {type(error).__name__} for stage {stage}: {error}") from error
     if not indices:
-        raise CurriculumError(f"{name} returned no examples for stage {stage}; return one, or let steps end the run")
+        raise CurriculumError(f"{name} returned no examples for stage {stage}; return some, or set fewer steps")
     if outside := [index for index in indices if not 0 <= index < len(records)]:
         indices_are = f"the dataset's indices are 0 to {len(records) - 1}"
         raise CurriculumError(f"{name} returned index {outside[0]} for stage {stage}; {indices_are}")

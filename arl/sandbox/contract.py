@@ -105,7 +105,7 @@ class Sandbox(Protocol):
 
 
 class LocalSandbox(Shared):
-    """On this machine. limits: for runs that name none. concurrency: programs at once; one per processor by default."""
+    """A sandbox on this machine. limits: for runs that name none. concurrency: programs at once, or one a processor."""
 
     def __init__(self, *, limits: Limits | None = None, concurrency: int | None = None) -> None:
         super().__init__()

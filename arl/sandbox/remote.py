@@ -143,7 +143,7 @@ def _as_json(content: str | bytes) -> dict[str, str]:
 
 
 def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Application:
-    """The server's routes. sandbox: open. limits: the most for a request. Raises SandboxError for an empty key."""
+    """The server's routes. sandbox: open. limits: the most that a request gets. Raises SandboxError without a key."""
     if not api_key:
         raise SandboxError(f"a sandbox is served only with an API key; set {KEY_VARIABLE}")
 

@@ -79,7 +79,7 @@ def to_sequence(name: str, example: Demonstration, limits: ModelLimits) -> Train
         raise DatasetError(f"{name} is a {type(example).__name__}; it must be a pair (token_ids, loss_mask)")
     token_ids, loss_mask = to_tokens(name, example[0], limits), _integers(name, "loss_mask", example[1])
     if len(token_ids) != len(loss_mask):
-        raise DatasetError(f"{name} has {len(token_ids)} token_ids and {len(loss_mask)} loss_mask entries")
+        raise DatasetError(f"{name} has {len(token_ids)} token_ids and {len(loss_mask)} loss_mask entries; match them")
     if (place := _first((loss_mask != 0) & (loss_mask != 1))) is not None:
         wrong = f"{int(loss_mask[place])} in its loss_mask at position {place}"
         raise DatasetError(f"{name} has {wrong}; 1 marks a token to learn, and 0 any other")

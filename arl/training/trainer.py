@@ -257,7 +257,7 @@ class Trainer:
             await _written(saving)
 
     async def export(self, directory: Path) -> None:
-        """Write the trained model, adapters merged, in Hugging Face's format, between steps. Raises TransportError."""
+        """Between two steps, write the model, adapters merged, as a Hugging Face directory. Raises TransportError."""
         snapshot = await self.thread(self.learner.engine.snapshot)
         try:
             await asyncio.to_thread(snapshot.write, directory)
@@ -265,7 +265,7 @@ class Trainer:
             snapshot.release()
 
     async def _begin_saving(self) -> Saving | None:
-        """Copy the state for a checkpoint, once the one before is written; None if there is nothing to write."""
+        """Copy the state for a checkpoint, once the previous one is written; None if there is nothing to write."""
         if self._saving:
             await asyncio.wait([self._saving])  # its error ends the TaskGroup; do not raise it twice
         await self.thread(lambda: None)  # a call whose waiter was cancelled may still run on the thread

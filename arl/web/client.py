@@ -150,7 +150,7 @@ class JsonClient:
             await kept.session.close()
 
     async def ask(self, path: str, payload: Mapping[str, Any] | None = None, *, max_retries: int | None = None) -> Any:
-        """POST the payload, or GET without one: JSON. Raises ServerError, RequestTimeoutError, and `error_of`'s."""
+        """GET, or POST a payload; returns JSON. Raises ServerError, RequestTimeoutError and `error_of`'s errors."""
         wait_s, retries = _FIRST_WAIT_S, self._retries if max_retries is None else min(self._retries, max_retries)
         for left in range(retries, -1, -1):
             try:
@@ -198,7 +198,9 @@ class JsonClient:
             except TimeoutError:
                 if timeout.total is None:
                     raise
-                raise RequestTimeoutError(f"{self.url}{path} took longer than timeout_s={timeout.total:g}") from None
+                raise RequestTimeoutError(
+                    f"{self.url}{path} took longer than timeout_s={timeout.total:g} s; set it higher for a slow server"
+                ) from None
             except (aiohttp.ClientError, OSError) as error:
                 raise self._unreached(path, error) from error
         return Reply(url=self.url + path, path=path, status=answer.status, headers=answer.headers, body=raw)
@@ -208,7 +210,7 @@ class JsonClient:
         return ServerFailedError(f"{self.url}{path} could not be reached: {reason}; is its server running?")
 
     def error_of(self, reply: Reply) -> ArlError:
-        """The exception for a failed response, without the key; ServerFailedError if it may succeed later."""
+        """The exception for a failed response, never with the API key; ServerFailedError if a later try may succeed."""
         reason = reply.reason.replace(self._api_key, "(the api_key)") if self._api_key else reply.reason
         message = f"{reply.url} answered HTTP {reply.status}: {reason}"
         match reply.status:

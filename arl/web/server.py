@@ -225,7 +225,7 @@ async def answer_until(
 
 
 def run_server(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
-    """Run a server process, with a log on stderr; its exit code. An ArlError is one line there, and exit code 2."""
+    """Run a server process; returns its exit code. It logs to stderr. An ArlError is one line there, and code 2."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return asyncio.run(main()) or 0

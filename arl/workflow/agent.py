@@ -82,7 +82,7 @@ class AgentWorkflow(Shared, RolloutWorkflow):
 
 
 def with_system(system: str | None, given: object) -> list[Message]:
-    """The system prompt, then a question or messages, unless these have one. Raises DatasetError for unusable ones."""
+    """A question or messages, after the system prompt unless they have one. Raises DatasetError for anything else."""
     messages: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else _checked(given)
     if system is None or messages[0]["role"] == "system":
         return messages
@@ -155,7 +155,7 @@ class MultiTurnWorkflow(AgentWorkflow):
             raise ConfigError(f"{type(self).__name__} has no feedback; pass feedback=, or override afeedback")
         if self.max_turns < 1 or not 0 <= self.discount <= 1:
             raise ConfigError(
-                f"max_turns is {self.max_turns} and discount {self.discount}; needed: at least 1, and 0 to 1"
+                f"max_turns is {self.max_turns} and discount {self.discount}; they must be at least 1, and in [0, 1]"
             )
         self._turn_score = None if self.turn_reward is None else as_reward(self.turn_reward)
         if self._turn_score is not None:

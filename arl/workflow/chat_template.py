@@ -185,7 +185,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template writes after words between `before` and `messages`. Raises ModelError if it alters them."""
+        """The template's text after an assistant's words, before `messages`. Raises ModelError if it alters them."""
         said = {"role": "assistant", "content": _MARKER}
         text = self.render([*before, said, *messages], tools, add_generation_prompt=add_generation_prompt)
         shown, marker, after = text.rpartition(_MARKER)

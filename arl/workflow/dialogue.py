@@ -202,7 +202,7 @@ class Dialogue:
     def _continued(self, messages: Sequence[Message], tools: ToolSpecs) -> Turn | None:
         """The turn with the longest history that `messages` begin with; of several the one they name, or else the last.
 
-        They differ in what clients need not send back: ids of calls, and thinking, which must match if sent.
+        They differ in fields that clients need not send back: ids of calls, and thinking, which must match if sent.
         """
         found: list[Turn] = []
         key, length = tools_key(tools), 0

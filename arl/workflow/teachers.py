@@ -89,7 +89,8 @@ class DistillationWorkflow(RolloutWorkflow):
             return [0.0] * len(trajectory.token_ids)
         if trajectory.temperature != 1.0:
             raise ConfigError(
-                f"the student sampled at temperature {trajectory.temperature:g}, the teacher at 1; set temperature=1.0"
+                f"the student sampled at temperature {trajectory.temperature:g}, and the teacher's logprobs are at 1; "
+                "set SamplingParams(temperature=1.0) for distillation"
             )
         teacher = await self._teacher.logprobs(trajectory.token_ids, start=trajectory.loss_mask.index(1))
         pairs = zip(teacher, trajectory.behavior_logprobs, trajectory.loss_mask, strict=True)
@@ -232,7 +233,7 @@ _NOTHING_NEW = {"max_new_tokens": 0, "temperature": 1.0}
 
 
 class TeacherClient(ModelServer):
-    """Asks a language model for the logprobs of given tokens, at temperature 1. tokenizer: the student's."""
+    """Asks a language model for the logprobs of given tokens, at temperature 1. tokenizer: of student and teacher."""
 
     async def logprobs(self, token_ids: Sequence[int], start: int = 1) -> tuple[float, ...]:
         """ln p(token_ids[t] | token_ids[:t]) for each t >= start, 0.0 before it. A later start costs less.
@@ -263,7 +264,7 @@ class RewardModelClient(ModelServer):
     """Asks a reward model for the score of a whole sequence. tokenizer: makes the sequences' tokens."""
 
     async def score(self, token_ids: Sequence[int]) -> float:
-        """The score of prompt and answer together. Raises RewardError and RewardTimeoutError, with URL and answer."""
+        """The score of the whole, at its last token. Raises RewardError and RewardTimeoutError with URL and answer."""
         ids = list(token_ids)
         if not ids:
             raise RewardError(f"there is nothing to score: no tokens for {self.url}")

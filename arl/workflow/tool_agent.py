@@ -63,7 +63,7 @@ class ToolEpisode:
         max_turns: int,
         is_done: Callable[[ToolEpisode], bool] = lambda _: False,
     ) -> None:
-        """Speak and call tools until an `answer` or another end. Raises as Conversation.agenerate and arun_tools do."""
+        """Let the model call tools until it answers or must stop; sets `answer`. Raises as agenerate and tools do."""
         chat, self.answer = self.conversation, None
         for _ in range(max_turns):
             turn = await chat.agenerate(engine, sampling)

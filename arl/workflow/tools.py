@@ -99,7 +99,7 @@ class Tool:
         return tool if isinstance(tool, Tool) else cls.from_function(tool)
 
     async def acall(self, arguments: Mapping[str, Any], limits: ToolLimits = DEFAULT_LIMITS) -> str:
-        """Run the tool: the result as text, cut. Raises ToolError (bad arguments, time limit) and the tool's errors."""
+        """Return the tool's result as text, cut. Raises ToolError (bad arguments, time limit) and the tool's errors."""
         if self.accept is None:
             args, kwargs = (), dict(arguments)
         else:
@@ -241,7 +241,7 @@ async def _within(call: Callable[[], Any], timeout_s: float) -> str:
 
 
 def text_of(result: object) -> str:
-    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)` with its errors."""
+    """A tool's result for the model: JSON for mappings, sequences and records, else `str(result)`, which may raise."""
     match result:
         case str():
             return result

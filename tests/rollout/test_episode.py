@@ -138,7 +138,7 @@ async def test_a_cancellation_from_outside_passes_and_runs_nothing_again(cleanup
         ({"input_ids": [1]}, "returned a dict;"),
         (1.0, "returned a float;"),
         ("text", "returned a str;"),
-        ([], "returned an empty sequence; return a Trajectory, a sequence of them, or None"),
+        ([], "returned an empty sequence; return a Trajectory, several, or None to reject"),
         ([ONE, None], "returned a sequence with a NoneType;"),
         (trajectory((2, 3)), "a token of version 2, but its group was admitted at version 3"),
     ],

@@ -42,7 +42,7 @@ class Attempt:
             self.scope.reschedule(asyncio.get_running_loop().time())
 
     def foreign_label(self, answer: Answer) -> str | None:
-        """A label in the answer that only a server restarted, or given weights, behind our back can have."""
+        """A label that shows that the server was restarted, or given weights, behind this engine's back; else None."""
         labels = [label for label, _, _ in answer.spans] or [answer.label] * bool(answer.label)
         return next((label for label in labels if not self._is_known(label)), None)
 

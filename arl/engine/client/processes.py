@@ -207,7 +207,7 @@ class _Server:
 
 
 async def _stop(servers: Sequence[_Server]) -> None:
-    """SIGTERM first, then SIGKILL; SIGKILL at once if this is cancelled."""
+    """End what still runs: SIGTERM first, then SIGKILL; SIGKILL at once if this is cancelled."""
     processes = [server.process for server in servers if server.process is not None]
     for server in servers:
         server.terminate()
@@ -235,7 +235,10 @@ if os.getppid() == int(parent):
 
 
 def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> AbstractAsyncContextManager[Sequence[str]]:
-    """Embedded servers of the directory `model`, logging to log_dir/server-K.log; gives base URLs. See `running`."""
+    """Start config.num_servers embedded servers of the model directory `model`; gives their base URLs.
+
+    The output of server K is appended to log_dir/server-K.log. See `running` for a server that dies.
+    """
 
     # Torch reads its thread counts when it is imported, so they have to be set from outside.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.num_threads))

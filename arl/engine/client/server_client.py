@@ -171,7 +171,7 @@ class ServerClient(JsonClient):
         await self.call("GET", "/health")
 
     async def look_up(self, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
-        """GET what not every server tells, or POST the payload; {} where the server has no such path."""
+        """GET a path that not every server has, or POST the payload to it; {} from a server without it."""
         try:
             return (await self.call("GET" if payload is None else "POST", f"/{path}", payload)).json_object()
         except NoSuchPathError:

@@ -133,7 +133,7 @@ class Server:
         return self.weights.is_whole and self.version == version and self.keeps(told)
 
     def keeps(self, told: Holding) -> bool:
-        """Whether it tells of the weights that this engine gave it: else it was started again, or given others."""
+        """Whether it reports the weights that this engine gave it. If not, it was restarted, or given others."""
         if self.weights.adapter is None:
             return self.weights.is_ours and told.label == str(self.version)
         return told.label == self.initial_label and self.weights.adapter in told.adapters

@@ -25,7 +25,7 @@ _FIELDS = tuple(field.name for field in fields(TrainSequence))
 
 
 def divide(sequences: Sequence[TrainSequence], num_shares: int, *, share_prefixes: bool) -> list[list[int]]:
-    """Indices in shares that forward nearly equal numbers of tokens, maybe none; untrained sequences are left out."""
+    """Shares of nearly equal forwarded tokens, as indices; a share may be empty. Untrained sequences are in none."""
     trained = [i for i, sequence in enumerate(sequences) if sequence.loss_mask.any()]
     shares = balanced_shares([sequences[i] for i in trained], num_shares, share_prefixes=share_prefixes)
     return [[trained[i] for i in share] for share in shares]

@@ -118,7 +118,7 @@ def local_directory(name: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"])
     except Exception as error:
-        raise ModelError(f"{name} is no directory here, and cannot be downloaded: {_first_line(error)}") from error
+        raise ModelError(f"{name} is not a directory here, and cannot be downloaded: {_first_line(error)}") from error
 
 
 def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:

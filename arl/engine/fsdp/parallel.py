@@ -111,7 +111,7 @@ def rank_mesh(device: torch.device, tensor_parallel: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def loading_turn() -> Iterator[None]:
-    """Let a machine's ranks load in turn: its memory holds one whole model. The lock ends with its process."""
+    """Let a machine's ranks load in turn: it holds one whole model at a time. A rank that dies frees its lock."""
     if dist.get_world_size() == 1:
         yield
         return
@@ -241,5 +241,5 @@ def _check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
     }
     if uneven := [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]:
         what = f"train.tensor_parallel is {num_ranks}, which does not divide this model's {' and '.join(uneven)}"
-        counts = ", ".join(f"{size} {what}" for what, size in sizes.items())
+        counts = ", ".join(f"{size} {name}" for name, size in sizes.items())
         raise ModelError(f"{what}; choose a common divisor of {counts}")

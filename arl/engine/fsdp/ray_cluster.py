@@ -89,8 +89,8 @@ class RayLease(Lease):
             self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             self._ray.shutdown()
-            what = f"there is no Ray cluster at train.ray_address={address}: {error}"
-            raise ConfigError(f"{what}; start one with `ray start --head`, or leave ray_address unset") from error
+            what = f"there is no Ray cluster at train.ray_address={address}: {error}; start one by `ray start --head`"
+            raise ConfigError(f"{what}, or leave ray_address unset to use this machine alone") from error
 
 
 @contextmanager
@@ -167,7 +167,8 @@ class Placement:
         logger.warning("%s: waiting for room until train.startup_timeout_s", shortage)
         if group := self._try(bundles, deadline):
             return group
-        raise TrainingError(f"{shortage}; make room, or set train.num_ranks or train.num_threads lower")
+        late = f"{shortage}; no room came free within train.startup_timeout_s"
+        raise TrainingError(f"{late}. Make room, or set train.num_ranks or train.num_threads lower")
 
     def _try(self, bundles: list[dict[str, float]], deadline: float) -> Any | None:
         group = self._ray.util.placement_group(bundles, strategy="PACK")

@@ -155,7 +155,8 @@ def load_checkpoint(
     _check_parameters(directory, progress, _shapes(module))
     if reference.is_held and not progress.has_reference:
         raise CheckpointError(
-            f"{directory} has no reference policy, and this run needs one; leave algorithm.kl.coefficient as it was"
+            f"{directory} has no reference policy, and this run needs one: it was written with "
+            "algorithm.kl.coefficient=0, say. Leave that as it was, or begin another run from the model itself"
         )
     if progress.has_reference and not reference.is_held:
         reference.update(1.0)

@@ -151,7 +151,7 @@ class FSDPTrainEngine:
         return self._snapshots.take_adapter(self._version)
 
     def export(self, directory: Path) -> int:
-        """Write a model directory in the dtype that was loaded; returns its bytes. A collective; rank 0 writes."""
+        """Write a model directory in the dtype of the loaded one; returns its bytes. A collective; rank 0 writes."""
         snapshot = self.snapshot()
         try:
             return snapshot.write(directory)
@@ -278,7 +278,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019), weight decay on matrices alone; with its state, for checkpoints to fill."""
+    """AdamW (Loshchilov & Hutter 2019), weight decay on matrices alone. Its state exists, for checkpoints to fill."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},

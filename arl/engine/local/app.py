@@ -73,7 +73,7 @@ class Info:
 def build_app(
     scheduler: Scheduler, inflight: Inflight, settings: Mapping[str, Any], api_key: str | None
 ) -> web.Application:
-    """The application over one scheduler. settings: what the server was started with, for /server_info."""
+    """The application. settings: what the server was started with; device, model_path, update_timeout_s are used."""
     info, control, generation = Info(scheduler, settings), Control(scheduler), Generation(scheduler, inflight)
     weights = Weights(scheduler, settings["device"], settings["update_timeout_s"])
     key = [require_key(api_key)] if api_key else []

@@ -101,7 +101,7 @@ class JoinBody(GroupBody):
     def group(self) -> WeightGroup:
         """Raises RequestError for a rank that the group does not have."""
         if not 0 < self.rank_offset < self.world_size:
-            raise RequestError(f"rank_offset is {self.rank_offset}; it must be between 1 and {self.world_size - 1}")
+            raise RequestError(f"rank_offset={self.rank_offset} must be above 0 and below world_size={self.world_size}")
         return WeightGroup(
             name=self.group_name,
             address=self.master_address,
@@ -120,7 +120,10 @@ class LoadAdapterBody(UnloadAdapterBody, takes_empty=True):
 
 
 class Weights:
-    """The endpoints of weights and adapters. One thread does the work, in order: a client that leaves stops nothing."""
+    """The endpoints that change weights and adapters. One thread does the work with files and trainers, in order.
+
+    So a client that goes away does not stop the work that it asked for, and the event loop never blocks.
+    """
 
     def __init__(self, scheduler: Scheduler, device: str, update_timeout_s: float) -> None:
         self._scheduler = scheduler

@@ -190,7 +190,7 @@ class Generation:
 
     async def classify(self, body: ClassifyBody) -> Any:
         if not self._model.is_scorer:
-            raise RequestError("this server has a language model; /classify is for reward models")
+            raise RequestError("this server has a language model; /classify is for ForSequenceClassification models")
         self._check_prompt(body.input_ids)
         job = Job(rid=body.rid, input_ids=body.input_ids, sampling=SamplingParams(max_new_tokens=1))
         await self._inflight.run(self._scheduler, job)

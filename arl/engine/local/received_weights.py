@@ -70,7 +70,7 @@ class StoredForm:
 
 
 def read_directory(directory: str, shapes: Shapes, is_tied: bool) -> dict[str, torch.Tensor]:
-    """A model directory's safetensors. Raises WeightsError unless their shapes are the served model's, exactly."""
+    """The weights of a model directory, sharded or not. Raises WeightsError unless their shapes are exactly these."""
     if not os.path.isabs(directory):
         raise WeightsError(f"model_path is {directory!r}; send the absolute path of a directory this server can read")
     tensors: dict[str, torch.Tensor] = {}
@@ -135,7 +135,7 @@ class _Transaction:
 
 
 def join_group(group: WeightGroup, rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Join a trainer's group, beside others of this process, once all ranks have. Raises RuntimeError if they don't."""
+    """Join a trainer's group, beside any others; returns when all ranks have. Raises RuntimeError if one is late."""
     gathering = rendezvous(f"tcp://{group.address}:{group.port}", rank, group.world_size, timeout=timeout)
     store, _, _ = next(gathering)
     return form_group(store, group, rank, timeout)

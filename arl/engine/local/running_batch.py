@@ -184,7 +184,7 @@ class RunningBatch:
     # ---- who is in the batch ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give places, and the longest known prefixes, to waiting rows; one whose prefix is being computed waits."""
+        """Give places and longest known prefixes to waiting rows. A row waits while another computes its prefix."""
         deferred: list[Row] = []
         try:
             while self._waiting and len(self._rows) < self._max_rows:

@@ -119,7 +119,7 @@ class Retained(Prefix):
 
 
 class PrefixIndex:
-    """Running and retained prefixes by tokens; retained ones hold at most max_bytes, least recently used go first."""
+    """Finds running and retained prefixes by tokens. max_bytes: for retained ones; the least recently used go first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

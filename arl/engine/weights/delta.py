@@ -37,7 +37,7 @@ class Held:
 
 
 class MirrorClient(JsonClient):
-    """The calls to one mirror: ServerFailedError if it may answer later, ServerError if not. Timeouts: the caller's."""
+    """Calls to a mirror, without timeouts. They raise ServerFailedError if it may answer later, else ServerError."""
 
     key_hint = "set weights.api_key to the key that it was started with"
     path_hint = "is it a mirror of this version of arl?"

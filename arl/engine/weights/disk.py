@@ -228,7 +228,7 @@ class _Home:
             _remove_leftovers(base, prefix)
             self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
         except OSError as error:
-            raise TransportError(f"weights can't be written to {base}: {error}; set weights.directory") from error
+            raise TransportError(f"can't write weights to {base}: {error}; set a writable weights.directory") from error
         self.path.chmod(0o755)  # servers may run as someone else
         # Locked before it has its name: nobody ever sees a lock that is still to be taken.
         unnamed = self.path / f"{_LOCK}.new"

@@ -233,7 +233,7 @@ async def _begin(server: WeightServer) -> None:
         await server.begin_update()
     except NoSuchPathError as error:
         raise ServerError(
-            f"{server.address} must be SGLang 0.5.23 or newer ({error}); use that, or weights.transport=disk"
+            f"{server.address} must be SGLang 0.5.23 or newer for weights.transport=distributed ({error}); or use disk"
         ) from error
     except ServerFailedError:
         raise

@@ -165,8 +165,8 @@ def _await_arrival(link: _Link, group: WeightGroup) -> None:
         if link.left.wait(_POLL_S):
             raise ServerFailedError(f"the group {group.name} was left before it had gathered")
         if time.monotonic() > deadline:
-            where = f"{group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s"
-            raise ServerFailedError(f"the server did not connect to {where}; set weights.address to what it reaches")
+            what = f"the server did not connect to {group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s"
+            raise ServerFailedError(f"{what}; if it can't reach the trainer there, set weights.address")
 
 
 def _destroy(link: _Link) -> None:

@@ -223,7 +223,7 @@ class CallPolicy:
         room = self.context_length - num_prompt_tokens
         if room < 1:
             raise PromptTooLongError(
-                f"the messages are {num_prompt_tokens} tokens, the model's context {self.context_length}"
+                f"the messages are {num_prompt_tokens} tokens, and the model's context is {self.context_length}"
             )
         return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
 

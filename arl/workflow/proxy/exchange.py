@@ -103,7 +103,7 @@ class Exchange:
         self._answers = await self.session.acomplete(self.role, wire.call)
 
     async def refuse(self, error: RequestError, endpoint: Endpoint) -> web.StreamResponse:
-        """Answer with an error, in the stream if one has begun. SDKs shall not call again: nothing would change."""
+        """Answer with an error, in the stream if one has begun. It tells SDKs that another try would change nothing."""
         if self.stream.has_begun:
             return await self._end_stream(endpoint.error_event(error))
         return await self.respond(endpoint.error(error), error.status, {"x-should-retry": "false"})

@@ -63,7 +63,7 @@ class SharedURL:
 
     @contextmanager
     def admitting(self, run_id: str, session: EpisodeSession) -> Iterator[None]:
-        """Within the block, give calls with the id, which nobody can guess, to the session, in a role of this name."""
+        """Give calls with this id (nobody can guess it) to the session, in a role of its name, within the block."""
         self._places[run_id] = (session, run_id)
         try:
             yield

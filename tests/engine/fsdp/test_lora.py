@@ -292,7 +292,7 @@ def test_settings_that_cannot_be_honoured_are_refused(settings: dict, message: s
 
 
 def test_adapters_and_split_layers_exclude_each_other():
-    with pytest.raises(ValueError, match="lora needs tensor_parallel=1"):
+    with pytest.raises(ValueError, match="lora is set and tensor_parallel is 2"):
         TrainConfig(num_ranks=2, tensor_parallel=2, lora=LORA)
 
 

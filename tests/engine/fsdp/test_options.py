@@ -108,5 +108,5 @@ def test_compiling_without_a_compiler_is_refused_at_once(make_engine: MakeEngine
 
 
 def test_compiled_and_split_layers_exclude_each_other():
-    with pytest.raises(ValueError, match="compile needs tensor_parallel=1"):
+    with pytest.raises(ValueError, match="compile is set and tensor_parallel is 2"):
         TrainConfig(num_ranks=2, tensor_parallel=2, compile=True)

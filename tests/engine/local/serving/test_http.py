@@ -98,7 +98,7 @@ BAD_CONTROL: list[tuple[str, dict[str, Any], str]] = [
     ("/pause_generation", {"mode": "nicely"}, "mode is \"nicely\"; it must be 'in_place', 'retract' or 'abort'"),
     ("/abort_request", {"rid": 5}, "rid is 5; it must be a string"),
     ("/abort_request", {"abort_all": True}, "abort_all (here true): it is not known here"),
-    ("/classify", {"input_ids": [1]}, "this server has a language model; /classify is for reward models"),
+    ("/classify", {"input_ids": [1]}, "this server has a language model; /classify is for ForSequenceClassification"),
     (DISK, {"model_path": "/"}, "weight_version is missing"),
     (DISK, {"model_path": "relative/x", "weight_version": "1"}, "send the absolute path"),
     (DISK, {"model_path": "/nonexistent", "weight_version": "1"}, "'/nonexistent', which is not a directory"),
@@ -106,7 +106,7 @@ BAD_CONTROL: list[tuple[str, dict[str, Any], str]] = [
     (SENT, {**ONE, "names": ["a", "b"]}, "names, dtypes and shapes have 2, 1 and 1 entries"),
     (SENT, {**ONE, "shapes": [[-1]]}, "shapes[0][0] is -1; it must be at least 0"),
     (SENT, {**ONE, "load_format": "auto"}, 'load_format is "auto"; it must be'),
-    (GROUP, {**AT, "rank_offset": 0}, "rank_offset is 0; it must be between 1 and 1"),
+    (GROUP, {**AT, "rank_offset": 0}, "rank_offset=0 must be above 0 and below world_size=2"),
     (GROUP, {**AT, "backend": "carrier"}, "backend 'carrier' is not available here"),
     ("/load_lora_adapter", {"lora_name": "", "lora_path": "/x"}, 'lora_name is ""; it must be'),
 ]
