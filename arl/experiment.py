@@ -61,7 +61,7 @@ class ExperimentConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What one run of an experiment works with, as `launch` takes it. Raises ConfigError if workflow is not one."""
+    """The model, agent and data of one run, as `launch` takes them. Raises ConfigError if workflow is not one."""
 
     model: str
     """A Hugging Face directory or name, in the place of config.model."""
@@ -77,7 +77,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment(Generic[ConfigT]):
-    """What a script calls `experiment`."""
+    """What a script trains. The script names it `experiment`."""
 
     config: type[ConfigT]
     """The class of its settings."""
@@ -137,7 +137,7 @@ class Experiment(Generic[ConfigT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """What a run left in `run_dir`."""
+    """The results of a run, in `run_dir`."""
 
     run_dir: Path
     summary: Mapping[str, float]

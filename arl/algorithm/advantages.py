@@ -85,10 +85,10 @@ def returns_advantages(
 ) -> torch.Tensor:
     """float64[T]: (R - baseline) / scale, the same for each token, and the process rewards from each token on.
 
-    Outcome and process rewards are normalised separately and added (PRIME, 2502.01456). With a baseline of the peers',
+    Outcome and process rewards are normalised separately and added (PRIME, 2502.01456). If peers give the baseline,
     a KL in the reward is part of the outcome (RLOO, 2402.14740): R loses the penalties of all its episode's tokens.
     With another baseline it is a process reward of each token, over the outcome's scale (REINFORCE++, 2501.03262). The
-    scale is that of R without penalties: in a group of equal rewards, it would scale penalties up to 1.
+    scale is that of R without penalties: with them, penalties would be scaled up to 1 in a group of equal rewards.
     """
     penalties = kl_penalties(batch, config.kl)
     sums = batch.sums(penalties) if penalties is not None and settings.is_relative else None

@@ -1,4 +1,4 @@
-"""Rewards along the way: the trained token that each belongs to, and their discounted sums for earlier tokens."""
+"""Process rewards: the trained token that each belongs to, and the discounted sums that earlier tokens get."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TrainedTokens:
     places: torch.Tensor
     """int64[M], ascending."""
     owners: torch.Tensor
-    """int64[M]: the number of each one's trajectory."""
+    """int64[M]: the number of each trained token's trajectory."""
     last: torch.Tensor
     """int64[T]: the last trained token at or before each token, in its trajectory; -1: none."""
     starts: list[int]
@@ -72,8 +72,8 @@ def process_rewards(
         leave_one_out:                  less the mean of the other episodes' means
         group_std:                      divided by the standard deviation over all of them + 1e-6
 
-    A trajectory without token_rewards or turns counts in no mean. With a baseline of the peers', equal rewards and the
-    rewards of an episode without peers become 0.
+    A trajectory without token_rewards or turns counts in no mean. If the baseline comes from peers, equal rewards
+    become 0, and so do the rewards of an episode without peers.
     """
     rewards = torch.zeros(len(trained.last), dtype=torch.float64)
     if any(any(t.token_rewards or ()) for t in batch.trajectories):

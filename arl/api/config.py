@@ -100,7 +100,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a rerun continues from."""
+    """Checkpoints, from which a rerun continues."""
 
     every: PositiveInt | None = None
     """Save a checkpoint each time this many versions were trained. Unset: only when the run ends or is interrupted."""
@@ -109,7 +109,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run shows and writes about itself."""
+    """The output of a run, on the console and in files."""
 
     console: bool = True
     """Print a live table."""

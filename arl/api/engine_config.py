@@ -20,14 +20,14 @@ DEFAULT_CONTEXT_LENGTH = 4096
 
 
 class ClientConfig(Section):
-    """What all kinds of inference servers share."""
+    """Settings that all kinds of inference servers share."""
 
     request_timeout_s: PositiveFloat = 600.0
     """Longest time one agenerate may take, pauses and retries included."""
     max_retries: NonNegativeInt = 3
     """How often a request is sent again after its server failed. It keeps the tokens that it has."""
     pause_mode: PauseMode = "in_place"
-    """What a weight update does to running requests: in_place keeps their KV cache, retract recomputes it under the
+    """How a weight update treats running requests: in_place keeps their KV cache, retract recomputes it under the
     new weights, abort returns partial outputs that the client continues."""
     update_timeout_s: PositiveFloat = 120.0
     """Longest time one server may take to load new weights before it is fenced off."""
@@ -70,7 +70,7 @@ class LocalEngineConfig(StartedServersConfig):
     device: str = "cpu"
     """The torch device that the servers compute on: cpu, cuda, cuda:0, ..."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the servers hold weights in and compute in."""
+    """The dtype of the servers' weights, and of their computation."""
     max_running_requests: PositiveInt = 128
     """How many requests one server decodes at once; more wait in its queue."""
     context_length: PositiveInt | None = None
@@ -136,7 +136,7 @@ class DistributedWeightsConfig(Section):
 
 
 class DeltaWeightsConfig(WeightFilesConfig):
-    """Servers on other machines get what changed since the version they hold. That is exact to the bit, and small at
+    """Servers on other machines get the changes since the version they hold. That is exact to the bit, and small at
     the learning rates of RL. A mirror beside each server patches its copy of the model, which the server then loads."""
 
     transport: Literal["delta"] = "delta"
@@ -241,9 +241,9 @@ class TrainConfig(Section):
     """Sequences are packed into microbatches of at most this many tokens. A longer sequence goes alone. Tokens that
     sequences share count once with share_prefixes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What matmuls compute in. Master weights, gradient reduction and the optimizer stay float32."""
+    """The dtype of matmuls. Master weights, gradient reduction and the optimizer stay float32."""
     device: str = "cpu"
-    """What to train on: cpu, cuda, or one GPU of several as cuda:1."""
+    """The device to train on: cpu, cuda, or one GPU of several as cuda:1."""
     num_threads: PositiveInt = 1
     """CPU threads of the trainer's torch."""
     logprob_chunk_size: PositiveInt = 1024

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from arl.api.errors import ConfigError
 
 TAGS = ("preset", "kind", "transport")
-"""What tells the variants of a section apart."""
+"""The fields that tell the variants of a section apart."""
 
 REQUIRED = PydanticUndefined
 """The default of a setting that has none."""

@@ -1,4 +1,4 @@
-"""What users write: a workflow, and perhaps a curriculum; and what workflows hold together."""
+"""The classes that users write: workflows and curricula; and `Shared`, for what several workflows open together."""
 
 from __future__ import annotations
 

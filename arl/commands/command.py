@@ -18,7 +18,7 @@ from arl.cli import exit_with, load_config, run
 from arl.experiment import Experiment
 
 NAME = "experiment"
-"""What a script calls its experiment at the top level."""
+"""The name of the experiment at the top level of a script."""
 
 
 def load_experiment(file: Path) -> Experiment[Any]:

@@ -136,7 +136,7 @@ class Stage:
     workflow: RolloutWorkflow
     examples: Dataset
     name: str
-    """What the examples are called: held-out or train."""
+    """The name of the examples: held-out or train."""
     engine: Sampler
     decode: Decode
     greedy: bool

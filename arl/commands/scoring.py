@@ -49,7 +49,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeOutcome:
-    """What the scores keep of an episode."""
+    """The part of an episode that the scores keep."""
 
     reward: float
     passed: bool
@@ -139,7 +139,7 @@ DEFAULT_N = 8
 
 
 def main(argv: Sequence[str]) -> None:
-    """argv: what follows `arl eval`."""
+    """argv: the arguments after `arl eval`."""
     parser = parser_of("eval", ABOUT)
     Choice.add_options(parser)
     _add_options(parser)

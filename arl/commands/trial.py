@@ -28,7 +28,7 @@ ABOUT = (
 
 
 def main(argv: Sequence[str]) -> None:
-    """argv: what follows `arl try`."""
+    """argv: the arguments after `arl try`."""
     parser = parser_of("try", ABOUT)
     Choice.add_options(parser)
     parser.add_argument("--n", type=positive, default=4, metavar="N", help="how many examples (default: 4)")
@@ -61,7 +61,7 @@ async def _try(stage: Stage, options: argparse.Namespace, runs: list[Run]) -> No
 
 
 class Report:
-    """What `arl try` prints. Sampled tokens have a colour on a terminal, and stand in brackets elsewhere."""
+    """The output of `arl try`. Sampled tokens have a colour on a terminal, and stand in brackets elsewhere."""
 
     def __init__(self, console: Console, stage: Stage, number: int) -> None:
         self._console = console
@@ -204,7 +204,7 @@ def rendered(passage: Passage, decode: Decode, *, brackets: bool) -> Text:
 
 
 def legend(*, brackets: bool) -> Text:
-    """What `rendered` means by its colours or brackets."""
+    """Explains the colours or brackets of `rendered`."""
     parts = [
         Text(f"{left}{origin.about}{right}" if brackets else origin.about, style=style)
         for origin in Origin

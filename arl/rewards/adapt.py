@@ -1,4 +1,4 @@
-"""as_reward makes of a user's function a reward that workflows await; WeightedReward adds several up."""
+"""as_reward turns a user's function into a reward that workflows await; WeightedReward adds up several rewards."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InlineReward(Generic[P, ResultT]):
 
 
 class WorkflowReward(Shared):
-    """What as_reward makes: opened with the workflow, awaited with an answer and its example, returns a Score."""
+    """The result of as_reward: opened with the workflow, awaited with an answer and its example; returns a Score."""
 
     def __init__(self, reward: Reward, name: str) -> None:
         super().__init__()

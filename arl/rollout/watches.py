@@ -1,4 +1,4 @@
-"""What observes a run: counts of how episodes end, and watches for blocking code, useless groups and failures."""
+"""Observers of a run: they count how episodes end, and watch for blocking code, useless groups and failures."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class RolloutTotals:
     episodes_surplus: int = 0
     """Over-sampled: neither rejected nor failed, and not kept."""
     episodes_failed: int = 0
-    """Those among the dropped that raised or timed out."""
+    """Dropped episodes that raised or timed out."""
     episodes_retried: int = 0
     """Attempts that failed and were followed by another."""
     groups_finished: int = 0

@@ -55,7 +55,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSettings:
-    """What all members have in common. AgentWorkflow and ToolAgentWorkflow explain each field."""
+    """Settings that all members share. AgentWorkflow and ToolAgentWorkflow explain each field."""
 
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -1,4 +1,4 @@
-"""A response in the making: one attempt, with the versions of its tokens, and what all attempts have given so far."""
+"""A response in the making: one attempt with the versions of its tokens, and the answers of all attempts together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Attempt:
     version: int
     """Of the server's weights."""
     adapter: str | None
-    """What the request has to name for this version; None where the server's own weights are of it."""
+    """The adapter that a request must name for this version; None if the server's own weights are this version."""
     is_ours: bool
     """The weights came from this engine."""
     initial_label: str
-    """What the server calls weights that did not."""
+    """The server's label for weights that came from elsewhere."""
     num_late: int
     """Most tokens that an update may label too new (Greeting.num_late)."""
     pauses: int

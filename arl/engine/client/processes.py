@@ -110,7 +110,7 @@ async def _watch(servers: Sequence[_Server], max_restarts: int) -> None:
 
 
 class _Server:
-    """One program's process, and those that take its place after it died."""
+    """One program's process, and the processes that replace it after it died."""
 
     def __init__(self, program: Program, session: aiohttp.ClientSession, startup_timeout_s: float) -> None:
         self.program = program

@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a server tells of the weights that it holds."""
+    """A server's report of the weights that it holds."""
 
     label: str
     adapters: frozenset[str] = frozenset()
@@ -157,7 +157,7 @@ class ServerClient(JsonClient):
         return frozenset(card["id"] for card in cards if card.get("parent"))
 
     async def model_info(self) -> dict[str, Any]:
-        """What the server serves, also while it is paused. Raises ServerError if it is no SGLang server."""
+        """The description of its model, also while it is paused. Raises ServerError if it is not an SGLang server."""
         info = (await self.call("GET", "/model_info")).json_object()
         if "model_path" not in info:
             raise ServerError(f"{self.address} is no SGLang server: GET /model_info gave no model_path")
@@ -214,7 +214,7 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """What a server says of itself."""
+    """A server's description of itself."""
 
     address: str
     label: str

@@ -80,11 +80,11 @@ class HeldWeights:
 
     version: int
     adapter: str | None = None
-    """The adapter that makes them this version; None where the server's own weights are."""
+    """The adapter that makes them this version; None if the server's own weights do."""
     is_ours: bool = False
     """This engine loaded them."""
     is_whole: bool = True
-    """The last load, if any, went through to its end; what the server holds otherwise has no version."""
+    """The last load, if any, was complete. Otherwise the weights have no version."""
     load_number: int = 0
     """Of the load that gave the server these weights, among all loads of the pool."""
 
@@ -97,7 +97,7 @@ class Server:
     weights: HeldWeights
     state: ServerState = _JOINING
     greeting: Greeting | None = None
-    """What it said of itself when it was last greeted."""
+    """Its description of itself when it was last greeted."""
     reason: str = ""
     """Why it is out of service."""
     is_leaving: bool = False
@@ -120,7 +120,7 @@ class Server:
 
     @property
     def initial_label(self) -> str:
-        """What the server called the weights that it started with."""
+        """The server's label for the weights that it started with."""
         return self.greeting.label if self.greeting else "default"
 
     @property
@@ -152,7 +152,7 @@ class ServerPool:
 
     @property
     def version(self) -> int:
-        """The newest version that every server in service holds; while none is, what it was before."""
+        """The newest version that every server in service holds. While none is in service, it stays as it was."""
         return self._version
 
     @property
@@ -249,7 +249,7 @@ class ServerPool:
         self._give(server, version, None, server.weights.load_number)
 
     def turn_to(self, server: Server, version: int, adapter: str) -> None:
-        """From here on requests name the adapter, which the server has. In one go: no request sees half of it."""
+        """Let requests name this adapter, which the server has, from now on. No request sees half of the change."""
         self._move(server, "turn_to")
         self._num_loads += 1
         self._give(server, version, adapter, self._num_loads)
@@ -287,7 +287,7 @@ class ServerPool:
         server.reason = reason
 
     def note_adapter(self, server: Server, adapter: str) -> None:
-        """It is about to be loaded: a load that is given up may still come about."""
+        """Note an adapter before it is loaded: a load that arl gave up may still succeed."""
         if adapter not in server.adapters:
             server.adapters.append(adapter)
 

@@ -44,7 +44,7 @@ from arl.engine.fsdp.policy import TokenModel, transformer_layers
 
 
 class Lease:
-    """Holds something for an engine. What was there stays as it was; what is started here ends with the last holder."""
+    """Holds a resource for an engine. One that existed stays as it was; one started here ends with its last holder."""
 
     _holders: ClassVar[int] = 0
 

@@ -107,7 +107,7 @@ class ModelRunner:
         return head(states), torch.cat(logprobs).tolist()
 
     def _run(self, step: StepInput) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """The states of the tokens at `keep`, then of those in `given`; and what makes logits of them."""
+        """The states of the tokens at `keep`, then of those in `given`; and the function from states to logits."""
         num_decoding = len(step.token_ids) - sum(chunk.length for chunk in step.chunks)
         batch = SlotBatch.of(self.cache, self._rows, step.positions[:num_decoding], step.chunks)
         ids, places = torch.tensor([step.token_ids, step.positions], device=self.device).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""DeltaTransport, and its calls to mirrors: what changed goes to mirrors, which patch a copy beside their servers.
+"""DeltaTransport sends the changes of weights to mirrors, which patch a copy of the model beside their servers.
 
 snapshot --written--> directory --compared with the one before--> delta --PUT--> mirror --path--> server loads
 """
@@ -51,7 +51,7 @@ class MirrorClient(JsonClient):
         return await self._call("GET", None, {})
 
     async def put(self, num_bytes: int, pieces: Iterable[bytes]) -> Held:
-        """Send a package of so many bytes; returns when what it leads to is there. Raises WrongBaseError."""
+        """Send a package of so many bytes; returns when the new version is complete. Raises WrongBaseError."""
         return await self._call("PUT", _sent(iter(pieces)), {"Content-Length": str(num_bytes)})
 
     async def _call(self, method: str, data: AsyncIterator[bytes] | None, headers: dict[str, str]) -> Held:
@@ -141,7 +141,7 @@ class DeltaWeights(WrittenWeights):
 
     @property
     def num_bytes(self) -> int:
-        """What was sent to mirrors, and the whole directory if servers of this machine load it."""
+        """The bytes sent to mirrors, plus the directory's if servers of this machine load it."""
         return self._num_sent + (super().num_bytes if self._is_loaded_here else 0)
 
     async def prepare(self, server: WeightServer) -> None:

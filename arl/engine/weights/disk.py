@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class AdapterEngine(Protocol):
-    """A train engine that can copy its adapters aside without the model, which is large and stays as it is."""
+    """A train engine that can copy its adapters without the model. The model is large and does not change."""
 
     def snapshot_adapter(self) -> Snapshot:
         """A snapshot that writes a directory in peft's format. Raises ConfigError without train.lora."""
@@ -49,9 +49,9 @@ class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
     The place is config.directory if it is given, else the RAM-backed /dev/shm while it has room, else run_dir/weights.
-    There the process has one directory, locked while it lives; the next process removes what killed ones have left. A
-    snapshot appears whole or not at all. It stays until a newer one was delivered, or tried, for servers that come back
-    after a failure.
+    The process has one directory there, locked while it lives. The next process removes the directories of killed ones.
+    A snapshot appears whole or not at all. It stays until arl has delivered a newer one, or tried to: servers that come
+    back after a failure load it.
 
     With AdapterWeightsConfig it writes adapters in place of models. Each version of each run has a name of its own, so
     no server, cache or former run can take one adapter for another. Version 0 is an adapter too (B is 0).
@@ -94,7 +94,7 @@ class DiskTransport:
             await asyncio.to_thread(self._prune, update.version)
 
     def discard(self, update: WeightUpdate) -> None:
-        """Let go of a snapshot that will not be delivered. Idempotent."""
+        """Release a snapshot that will not be delivered. Idempotent."""
         if isinstance(update, WrittenWeights):
             update.discard()
             with suppress(ValueError):  # it was let go of before
@@ -156,7 +156,7 @@ class DiskTransport:
 
 
 def submitted(pool: ThreadPoolExecutor, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
-    """Work on a thread of a transport. Raises TransportError once that was closed."""
+    """Submit work to a transport's threads. Raises TransportError if the transport was closed."""
     try:
         return pool.submit(work, *args)
     except RuntimeError as error:

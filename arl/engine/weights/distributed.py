@@ -44,7 +44,7 @@ ArgsT = TypeVarTuple("ArgsT")
 class SendableSnapshot(Snapshot, Protocol):
     """A snapshot whose tensors can also be sent, through process groups that are shared with inference servers.
 
-    Every rank takes a snapshot, and rank 0's alone is written and sent from. Every call may come from any thread:
+    Every rank takes a snapshot, but only rank 0 writes and sends. Every call may come from any thread:
     several groups send at once, each of them one range at a time. Groups outlive the snapshot that opened them.
     """
 
@@ -100,9 +100,9 @@ class DistributedTransport:
         self.bucket_bytes = bucket_bytes
         self.threads = ThreadPoolExecutor(_MAX_THREADS, "arl-send")
         self.groups: dict[str, WeightGroup] = {}
-        """The group that works with the server at an address."""
+        """Server address -> the group that works."""
         self.broken: defaultdict[str, list[str]] = defaultdict(list)
-        """The names of groups that the server at an address has still to be told to leave."""
+        """Server address -> names of groups that the server must still be told to leave."""
         self._updates: list[DistributedWeights] = []
 
     def snapshot(self, engine: TrainEngine) -> DistributedWeights:
@@ -115,7 +115,7 @@ class DistributedTransport:
         return update
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        """Bring the servers to `update`, then let go of the snapshots before it."""
+        """Bring the servers to `update`, then release the snapshots before it."""
         try:
             return await engine.update_weights(update)
         finally:
@@ -123,7 +123,7 @@ class DistributedTransport:
                 self.discard(old)
 
     def discard(self, update: WeightUpdate) -> None:
-        """Let go of a snapshot that will not be delivered. Idempotent."""
+        """Release a snapshot that will not be delivered. Idempotent."""
         if isinstance(update, DistributedWeights):
             update.snapshot.release()
             with contextlib.suppress(ValueError):  # it was let go of before
@@ -146,7 +146,7 @@ class DistributedTransport:
 
 
 class DistributedWeights:
-    """A WeightUpdate that is sent to each server when that loads it."""
+    """A WeightUpdate that is sent to each server while the server loads it."""
 
     def __init__(self, transport: DistributedTransport, snapshot: SendableSnapshot) -> None:
         self.snapshot = snapshot

@@ -62,11 +62,11 @@ _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class DeltaError(ValueError):
-    """Bytes that are no package, or do not fit what they are applied to."""
+    """Bytes are not a package, or do not fit the file that they are applied to."""
 
 
 class WrongBaseError(DeltaError):
-    """A package starts from something else than what is held, or leads to something else than it says."""
+    """A package starts from another version than the held one, or does not lead to the version that it names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackageHeader:
-    """What a package leads to, and from where."""
+    """The version that a package makes, and the version that it starts from."""
 
     version: int
     checksum: str

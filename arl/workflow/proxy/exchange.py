@@ -30,7 +30,7 @@ _KEEP_ALIVE = ": the model is answering\n\n"
 
 
 class CallBody(RequestBody):
-    """What the bodies of all protocols have."""
+    """The fields that the bodies of all protocols share."""
 
     model: str = "arl"
     stream: bool = False
