@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from arl.api.errors import PromptTooLongError
@@ -30,9 +31,9 @@ def calling(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def saying(*answers: str | Exception) -> ScriptedEngine:
-    """Gives one answer after another, each with its end of turn; an exception is raised."""
-    left = iter(answers)
+def saying(*answers: str | Exception, forever: bool = False) -> ScriptedEngine:
+    """Gives one answer after another, each with its end of turn; an exception is raised. forever: repeats the last."""
+    left = chain(answers, repeat(answers[-1])) if forever else iter(answers)
 
     def script(request: ModelRequest) -> list[int]:
         answer = next(left)
@@ -69,12 +70,15 @@ def said_in(trajectory: Trajectory) -> str:
     return decode([token for token, mask in pairs if mask])
 
 
+def response_of(ids: Sequence[int], *, version: int = 0, logprob: float = -1.0, **fields: Any) -> ModelResponse:
+    """A response whose tokens have one version and one logprob, ended by a stop unless the fields say otherwise."""
+    fields = {"stop_reason": "stop", "output_logprobs": (logprob,) * len(ids), **fields}
+    return ModelResponse(output_ids=tuple(ids), output_versions=(version,) * len(ids), **fields)
+
+
 def cut_off(text: str) -> ModelResponse:
     """An answer that a length limit ended."""
-    ids = tuple(encode(text))
-    return ModelResponse(
-        output_ids=ids, output_logprobs=(-1.0,) * len(ids), output_versions=(0,) * len(ids), stop_reason="length"
-    )
+    return response_of(encode(text), stop_reason="length")
 
 
 async def exact(answer: str, data: Any) -> float:

@@ -1,6 +1,6 @@
 """What the ready-made workflows have in common, and the simplest of them: one question, one answer, one reward."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from rewards.scoring import length
@@ -16,55 +16,38 @@ QUESTION = {"question": "2 + 2 = ?", "answer": "4"}
 TOLD = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]
 
 
-async def test_an_answer_is_rewarded() -> None:
-    workflow = SingleTurnWorkflow(TOKENIZER, exact, sampling=SamplingParams(max_new_tokens=32, temperature=0.5))
+async def test_an_answer_is_rewarded_and_the_parts_and_metrics_of_its_score_are_in_the_trajectory() -> None:
+    async def scored(answer: str, data: Example) -> Score:
+        return Score(float(answer == data["answer"]), {"brief": 0.5}, {"seen": 3})
+
+    workflow = SingleTurnWorkflow(TOKENIZER, scored, sampling=SamplingParams(max_new_tokens=32, temperature=0.5))
     async with workflow:
         engine = saying("4", "5")
         (right,) = await workflow.arun_episode(engine, QUESTION)
         (wrong,) = await workflow.arun_episode(engine, QUESTION)
     assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert (right.rewards, right.metrics["seen"], right.temperature) == ({"brief": 0.5}, 3, 0.5)
     assert said_in(right) == "4<|im_end|>"
-    assert right.temperature == 0.5
-
-
-async def test_parts_and_metrics_of_a_score_are_in_the_trajectory() -> None:
-    async def scored(answer: str, data: Example) -> Score:
-        return Score(0.5, {"correct": 1.0, "brief": 0.0}, {"seen": 3})
-
-    workflow = SingleTurnWorkflow(TOKENIZER, scored)
-    (trajectory,) = await workflow.arun_episode(saying("4"), QUESTION)
-    assert (trajectory.reward, trajectory.rewards) == (0.5, {"correct": 1.0, "brief": 0.0})
-    assert trajectory.metrics["seen"] == 3
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "settings"),
     [
-        {"messages": TOLD},
-        {"messages": tuple(TOLD[1:])},
-        {"prompt": "2 + 2 = ?"},
-        {"prompt": TOLD[1:], "question": "another"},
-        {"messages": None, "question": "2 + 2 = ?"},
+        ({"messages": TOLD}, {"system": "Be long."}),
+        ({"messages": tuple(TOLD[1:])}, {}),
+        ({"prompt": "2 + 2 = ?"}, {}),
+        ({"prompt": TOLD[1:], "question": "another"}, {}),
+        ({"messages": None, "question": "2 + 2 = ?"}, {}),
+        ({"a": 2}, {"prompt": lambda data: f"2 + {data['a']} = ?"}),
+        ({"a": 2}, {"prompt": lambda data: TOLD[1:]}),
     ],
 )
-async def test_messages_come_from_the_columns_of_the_example(data: Example) -> None:
-    engine = saying("4")
-    await SingleTurnWorkflow(TOKENIZER, exact, system="Be brief.").arun_episode(engine, {**data, "answer": "4"})
+async def test_messages_are_those_of_a_column_or_of_a_function_after_a_system_prompt(
+    data: Example, settings: dict[str, Any]
+) -> None:
+    engine, settings = saying("4"), {"system": "Be brief.", **settings}
+    await SingleTurnWorkflow(TOKENIZER, exact, **settings).arun_episode(engine, {**data, "answer": "4"})
     assert seen_by(engine) == TOKENIZER.apply_chat_template(TOLD, tokenize=False, add_generation_prompt=True)
-
-
-async def test_an_examples_own_system_prompt_comes_before_the_workflows() -> None:
-    engine = saying("4")
-    await SingleTurnWorkflow(TOKENIZER, exact, system="Be long.").arun_episode(engine, {"messages": TOLD, "answer": ""})
-    assert "Be brief." in seen_by(engine)
-    assert "Be long." not in seen_by(engine)
-
-
-@pytest.mark.parametrize("given", ["a + b = ?", [{"role": "user", "content": "a + b = ?"}]])
-async def test_a_function_makes_messages_of_what_other_columns_have(given: str | Sequence[dict[str, str]]) -> None:
-    engine = saying("4")
-    await SingleTurnWorkflow(TOKENIZER, exact, prompt=lambda data: given).arun_episode(engine, {"a": 1, "answer": ""})
-    assert "a + b = ?" in seen_by(engine)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +97,11 @@ async def test_a_reward_that_the_user_opened_stays_open() -> None:
         assert await reward("four", QUESTION) == 4.0
 
 
-async def test_a_question_that_does_not_fit_fails_its_episode() -> None:
+async def test_a_question_that_does_not_fit_and_a_reward_that_is_no_number_fail_their_episodes() -> None:
     with pytest.raises(PromptTooLongError):
         await SingleTurnWorkflow(TOKENIZER, exact).arun_episode(saying(too_long()), QUESTION)
-
-
-async def test_a_reward_that_is_no_number_fails_its_episode() -> None:
     workflow = SingleTurnWorkflow(TOKENIZER, InlineReward(lambda answer, data: float("nan")))
     with pytest.raises(RewardError, match="nan"):
         await workflow.arun_episode(saying("4"), QUESTION)
-
-
-def test_a_reward_of_a_wrong_type_is_refused_when_the_workflow_is_made() -> None:
     with pytest.raises(ConfigError, match="reward is 3"):
         SingleTurnWorkflow(TOKENIZER, 3)  # pyright: ignore[reportArgumentType]

@@ -16,26 +16,13 @@ WRITTEN_A = '{"name": "a", "arguments": {"x": {"y": [1, "}"]}}}'
 WRITTEN_B = '{"name": "b", "arguments": {}}'
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner), max_leaves=4)
 ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=3)
-TAGS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-    "<|python_tag|>",
-    "```json\n",
-    '{"name":',
-    '"parameters": {',
-)
-FRAGMENTS = st.sampled_from([*TAGS, *';{}"', WRITTEN_A, WRITTEN_B, "\ud800", "NaN", "[" * 3000])
+TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "```json\n"]
+HALVES = ['{"name":', '"parameters": {', *';{}"', "\ud800", "NaN", "[" * 3000]
+FRAGMENTS = st.sampled_from([*TAGS, *HALVES, WRITTEN_A, WRITTEN_B])
 
 
 def hermes(*bodies: str) -> str:
     return "".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
-
-
-def reason_of(call: ToolCall | MalformedCall) -> str:
-    assert isinstance(call, MalformedCall)
-    return call.reason
 
 
 @given(st.lists(st.text(max_size=5) | FRAGMENTS, max_size=12).map("".join))
@@ -48,24 +35,11 @@ def test_whatever_a_model_writes_can_be_read(form: CallFormat, text: str) -> Non
 
 
 @given(st.lists(st.tuples(st.text(min_size=1), ARGUMENTS), min_size=1, max_size=3))
-def test_calls_of_hermes_are_read_as_they_were_written(calls: list[tuple[str, dict[str, object]]]) -> None:
-    text = hermes(*(json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls))
-    assert HERMES.parse(text).calls == tuple(ToolCall(name=n, arguments=a) for n, a in calls)
-
-
-@given(st.lists(st.tuples(st.text(min_size=1), ARGUMENTS), min_size=1, max_size=3), st.sampled_from(["parameters"]))
-def test_calls_of_llama_are_read_as_they_were_written(calls: list[tuple[str, dict[str, object]]], key: str) -> None:
-    text = "; ".join(json.dumps({"name": name, key: arguments}) for name, arguments in calls)
+def test_calls_are_read_as_they_were_written(calls: list[tuple[str, dict[str, object]]]) -> None:
     expected = tuple(ToolCall(name=n, arguments=a) for n, a in calls)
-    assert LLAMA.parse(text).calls == expected
-    assert LLAMA.parse(f"Let me see. <|python_tag|>{text};").calls == expected
-
-
-def test_the_text_outside_the_calls_is_the_content() -> None:
-    answer = HERMES.parse(f"First {hermes(WRITTEN_A)} and {hermes(WRITTEN_B)}, so.\n")
-    assert (answer.content, answer.calls) == ("First  and , so.", (A, B))
-    answer = LLAMA.parse('I will. <|python_tag|>{"name": "b", "parameters": {}}')
-    assert (answer.content, answer.calls) == ("I will.", (B,))
+    assert HERMES.parse(hermes(*(json.dumps({"name": n, "arguments": a}) for n, a in calls))).calls == expected
+    text = "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
+    assert LLAMA.parse(text).calls == LLAMA.parse(f"Let me see. <|python_tag|>{text};").calls == expected
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA], ids=repr)
@@ -74,36 +48,40 @@ def test_text_without_a_call_is_all_content(form: CallFormat, text: str) -> None
     assert (form.parse(text).content, form.parse(text).calls) == (text, ())
 
 
-def test_calls_within_thinking_are_no_calls() -> None:
-    for thought in (f"<think>{hermes(WRITTEN_A)}</think>", f"{hermes(WRITTEN_A)}</think>"):  # opened in the prompt
-        answer = HERMES.parse(f"{thought}\n\n{hermes(WRITTEN_B)}")
-        assert (answer.content, answer.calls) == (thought, (B,))
-    assert HERMES.parse(f"<think>hm {hermes(WRITTEN_A)}").calls == ()
-    answer = LLAMA.parse(f'<think>{{"name": "a"}}</think>\n{WRITTEN_B}')
-    assert (answer.content, answer.calls) == ('<think>{"name": "a"}</think>', (B,))
+THOUGHT = f"<think>{hermes(WRITTEN_A)}</think>"
+B_OF_LLAMA = '{"name": "b", "parameters": {}}'
 
 
-def test_tags_within_arguments_end_nothing() -> None:
-    for tag in ("</tool_call>", "<tool_call>", "<think>", "</think>"):
-        call = ToolCall(name="a", arguments={"text": f"x{tag}y"})
-        text = hermes(json.dumps({"name": "a", "arguments": call.arguments}), WRITTEN_B)
-        assert HERMES.parse(text).calls == (call, B)
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        (HERMES, f"First {hermes(WRITTEN_A)} and {hermes(WRITTEN_B)}, so.\n", "First  and , so.", (A, B)),
+        (HERMES, f"<tool_call>{WRITTEN_A}<tool_call>{WRITTEN_B}", "", (A, B)),
+        (HERMES, f"{THOUGHT}\n\n{hermes(WRITTEN_B)}", THOUGHT, (B,)),
+        (HERMES, f"{THOUGHT[7:]}\n\n{hermes(WRITTEN_B)}", THOUGHT[7:], (B,)),  # the prompt began the thought
+        (HERMES, f"<think>hm {hermes(WRITTEN_A)}", f"<think>hm {hermes(WRITTEN_A)}", ()),
+        (LLAMA, f"I will. <|python_tag|>{B_OF_LLAMA}", "I will.", (B,)),
+        (LLAMA, f'<think>{{"name": "a"}}</think>\n{WRITTEN_B}', '<think>{"name": "a"}</think>', (B,)),
+        *(
+            (LLAMA, text, text, ())
+            for text in (f"<think><|python_tag|>{B_OF_LLAMA}</think> No.", f"<|python_tag|>{B_OF_LLAMA}</think> No.")
+        ),
+    ],
+)
+def test_calls_outside_of_thinking_are_read_and_the_rest_is_content(
+    form: CallFormat, text: str, content: str, calls: tuple[ToolCall, ...]
+) -> None:
+    answer = form.parse(text)
+    assert (answer.content, answer.calls) == (content, calls)
 
 
-def test_tags_within_the_arguments_of_llamas_calls_end_nothing() -> None:
-    for tag in ("<|python_tag|>", "<think>", "</think>", ";"):
-        calls = (B, ToolCall(name="a", arguments={"text": f"x{tag}y"}))
-        text = "; ".join(json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls)
-        assert LLAMA.parse(text).calls == LLAMA.parse(f"So: <|python_tag|>{text}").calls == calls
-    thought = '<think><|python_tag|>{"name": "b", "parameters": {}}</think>'
-    assert LLAMA.parse(f"{thought} No.").calls == LLAMA.parse(f"{thought[7:]} No.").calls == ()
-
-
-def test_an_unclosed_call_ends_where_the_next_one_begins_or_the_text_does() -> None:
-    assert HERMES.parse(f"<tool_call>{WRITTEN_A}<tool_call>{WRITTEN_B}").calls == (A, B)
-    half, whole = HERMES.parse(f'<tool_call>{{"name": "a", "argu<tool_call>{WRITTEN_B}</tool_call>').calls
-    assert reason_of(half).startswith("a tool call must be one JSON object (Unterminated string")
-    assert whole == B
+@pytest.mark.parametrize("tag", ["</tool_call>", "<tool_call>", "<|python_tag|>", "<think>", "</think>", ";"])
+def test_tags_within_arguments_end_nothing(tag: str) -> None:
+    calls = (ToolCall(name="a", arguments={"text": f"x{tag}y"}), B)
+    written = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    assert HERMES.parse(hermes(*map(json.dumps, written))).calls == calls
+    text = "; ".join(json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls[::-1])
+    assert LLAMA.parse(text).calls == LLAMA.parse(f"So: <|python_tag|>{text}").calls == calls[::-1]
 
 
 @pytest.mark.parametrize(
@@ -114,11 +92,7 @@ def test_an_unclosed_call_ends_where_the_next_one_begins_or_the_text_does() -> N
         (HERMES, hermes(WRITTEN_A + WRITTEN_B), "must be one JSON object (Extra data"),
         (HERMES, hermes('{"name": "a", "arguments": {"x": NaN}}'), "(NaN is not JSON)"),
         (HERMES, hermes('{"name": "a", "arguments": "{}"}'), 'needs "name", a string, and "arguments", an object'),
-        (
-            HERMES,
-            hermes('{"name": "a", "arguments": {"x": ' + "[" * 9999),
-            "must be one JSON object; this one is nested",
-        ),
+        (HERMES, hermes('{"name": "a", "arguments": {"x": ' + "[" * 9999), "one JSON object; this one is nested"),
         (LLAMA, '{"name": "a", "parameters": {"x": 1', "must be one JSON object (Expecting"),
         (LLAMA, '{"name": "a", "parameters": 3}', 'needs "name", a string, and "parameters", an object'),
         (LLAMA, "<|python_tag|>print(1)", "must be one JSON object (Expecting value"),
@@ -128,17 +102,27 @@ def test_an_unclosed_call_ends_where_the_next_one_begins_or_the_text_does() -> N
 )
 def test_a_malformed_call_says_why_and_keeps_what_was_written(form: CallFormat, text: str, reason: str) -> None:
     (call,) = form.parse(text).calls
-    assert reason in reason_of(call)
     assert isinstance(call, MalformedCall)
+    assert reason in call.reason
     assert call.text.strip() in text
 
 
-def test_calls_after_one_that_is_malformed_are_read() -> None:
-    _, call = HERMES.parse(hermes("nonsense", WRITTEN_B)).calls
-    assert call == B
-    call, half = LLAMA.parse('{"name": "b", "parameters": {}}; {"name": "a", ').calls
-    assert call == B
-    assert isinstance(half, MalformedCall)
+HALF_A = '{"name": "a", "argu'
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, hermes("nonsense", WRITTEN_B)),
+        (HERMES, f"<tool_call>{HALF_A}<tool_call>{WRITTEN_B}</tool_call>"),
+        (LLAMA, f"{B_OF_LLAMA}; {HALF_A}"),
+    ],
+)
+def test_calls_beside_one_that_is_malformed_are_read(form: CallFormat, text: str) -> None:
+    calls = form.parse(text).calls
+    assert [call for call in calls if isinstance(call, ToolCall)] == [B]
+    (half,) = (call for call in calls if isinstance(call, MalformedCall))
+    assert half.reason.startswith("a tool call must be one JSON object (")
 
 
 def test_each_call_has_an_id_of_its_own() -> None:

@@ -10,8 +10,9 @@ import pytest
 from chat_templates import tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_answers import response_of
 
-from arl.api.types import ModelResponse, Trajectory
+from arl.api.types import Trajectory
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.conversation import trajectories
 from arl.workflow.dialogue import Dialogue, Turn
@@ -121,12 +122,7 @@ class Episode:
         prompt = self.dialogue.prompt(messages, self.tools, after=after)
         ids = (*self.template.encode(words), *([] if is_cut else [self.template.tokenizer.eos_token_id]))
         number = len(self.inputs)
-        response = ModelResponse(
-            output_ids=ids,
-            output_logprobs=(-float(number),) * len(ids),
-            output_versions=(number,) * len(ids),
-            stop_reason="length" if is_cut else "stop",
-        )
+        response = response_of(ids, version=number, logprob=-float(number), stop_reason="length" if is_cut else "stop")
         self.inputs.append(prompt.input_ids)
         self.outputs.append(ids)
         return self.dialogue.record(prompt, response, said)

@@ -1,27 +1,25 @@
 """A teacher's judgement as the reward of each token, and a student that comes nearer to its teacher by it."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from embedded_server import server_process
 
 from arl.api.config import Config, LogConfig, RolloutConfig
 from arl.api.engine import Sampler
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, ServerError
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory, TurnSpan
+from arl.api.types import Example, SamplingParams, Trajectory, TurnSpan
 from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch
 from arl.engine.tiny import TinyShape, tiny_model, tiny_tokenizer
+from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.teachers import DistillationWorkflow, TeacherClient
 
 STUDENT = ScriptedEngine(lambda request: [0])
@@ -59,44 +57,42 @@ TWO_TURNS = Trajectory(
 )
 
 
-async def distilled(episode: Trajectory, coefficient: float = 1.0, keep_reward: bool = False) -> Trajectory:
-    workflow = DistillationWorkflow(Fixed(episode), FixedTeacher(), coefficient=coefficient, keep_reward=keep_reward)
+UNTRAINED = replace(TWO_TURNS, loss_mask=(0,) * 6)
+GAINS = (0.0, 0.0, 0.5, 0.0, -0.2, -0.55)
+
+
+async def distilled(episode: Trajectory, teacher: FixedTeacher | None = None, **settings: Any) -> Trajectory:
+    workflow = DistillationWorkflow(Fixed(episode), teacher or FixedTeacher(), **settings)
     result = await workflow.arun_episode(STUDENT, {})
     assert isinstance(result, Trajectory)
     return result
 
 
-async def test_a_trained_token_is_rewarded_with_teacher_less_behavior_logprob() -> None:
-    result = await distilled(TWO_TURNS)
-    assert result.token_rewards == pytest.approx((0.0, 0.0, 0.5, 0.0, -0.2, -0.55))
-    assert result.metrics == pytest.approx({"turns": 2.0, "task_reward": 2.0, "teacher_kl": (-0.5 + 0.2 + 0.55) / 3})
-
-
-async def test_the_teachers_rewards_are_alone_unless_the_workflows_own_are_kept() -> None:
-    alone = await distilled(TWO_TURNS)
-    assert (alone.reward, dict(alone.rewards), [turn.reward for turn in alone.turns]) == (0.0, {}, [0.0, 0.0])
-    assert alone.turns[0].state == "s"
-    kept = await distilled(TWO_TURNS, keep_reward=True)
-    assert (kept.reward, kept.rewards, kept.turns) == (2.0, {"style": 1.0}, TWO_TURNS.turns)
-    assert kept.token_rewards == pytest.approx((0.0, 0.0, 1.5, 0.0, -0.2, 3.45))
-    assert "task_reward" not in kept.metrics
-    weighed = await distilled(TWO_TURNS, coefficient=2.0, keep_reward=True)
-    assert weighed.token_rewards == pytest.approx((0.0, 0.0, 2.0, 0.0, -0.4, 2.9))
-    assert (await distilled(replace(TWO_TURNS, token_rewards=None), keep_reward=True)).token_rewards == pytest.approx(
-        (0.0, 0.0, 0.5, 0.0, -0.2, -0.55)
-    )
-
-
-async def test_distillation_changes_no_sampled_field() -> None:
-    result = await distilled(TWO_TURNS)
+@pytest.mark.parametrize(
+    ("episode", "settings", "token_rewards"),
+    [
+        (TWO_TURNS, {}, GAINS),
+        (UNTRAINED, {}, (0.0,) * 6),
+        (TWO_TURNS, {"keep_reward": True}, (0.0, 0.0, 1.5, 0.0, -0.2, 3.45)),
+        (TWO_TURNS, {"keep_reward": True, "coefficient": 2.0}, (0.0, 0.0, 2.0, 0.0, -0.4, 2.9)),
+        (replace(TWO_TURNS, token_rewards=None), {"keep_reward": True}, GAINS),
+    ],
+)
+async def test_a_trained_token_is_rewarded_with_teacher_less_behavior_logprob(
+    episode: Trajectory, settings: dict[str, Any], token_rewards: tuple[float, ...]
+) -> None:
+    """Alone, unless the workflow's own rewards are kept. The teacher is asked from the first trained token on."""
+    teacher, has_trained, keeps = FixedTeacher(), episode is not UNTRAINED, "keep_reward" in settings
+    result = await distilled(episode, teacher, **settings)
+    assert result.token_rewards == pytest.approx(token_rewards)
+    assert teacher.asked == [(TWO_TURNS.token_ids, 2)] * has_trained
     unchanged = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "role", "temperature", "is_truncated")
-    assert [getattr(result, name) for name in unchanged] == [getattr(TWO_TURNS, name) for name in unchanged]
-
-
-async def test_the_teacher_is_asked_from_the_first_trained_token_on() -> None:
-    teacher = FixedTeacher()
-    await DistillationWorkflow(Fixed(TWO_TURNS), teacher).arun_episode(STUDENT, {})
-    assert teacher.asked == [(TWO_TURNS.token_ids, 2)]
+    assert [getattr(result, name) for name in unchanged] == [getattr(episode, name) for name in unchanged]
+    told = {"teacher_kl": (-0.5 + 0.2 + 0.55) / 3} if has_trained else {}
+    assert result.metrics == pytest.approx({"turns": 2.0, **told, **({} if keeps else {"task_reward": 2.0})})
+    own = (2.0, {"style": 1.0}, TWO_TURNS.turns)
+    alone = (0.0, {}, tuple(replace(turn, reward=0.0) for turn in TWO_TURNS.turns))
+    assert (result.reward, result.rewards, result.turns) == (own if keeps else alone)
 
 
 async def test_each_trajectory_of_an_episode_is_judged_and_a_rejected_episode_stays_rejected() -> None:
@@ -126,24 +122,12 @@ async def test_each_token_of_an_episode_that_branched_is_judged_once_and_its_met
     assert second.metrics == {}
 
 
-async def test_a_trajectory_without_trained_tokens_asks_nothing() -> None:
-    teacher, untrained = FixedTeacher(), replace(TWO_TURNS, loss_mask=(0,) * 6)
-    result = await DistillationWorkflow(Fixed(untrained), teacher).arun_episode(STUDENT, {})
-    assert isinstance(result, Trajectory)
-    assert result.token_rewards == (0.0,) * 6
-    assert "teacher_kl" not in result.metrics
-    assert teacher.asked == []
-
-
-async def test_a_temperature_that_the_teacher_cannot_follow_is_refused() -> None:
+async def test_a_temperature_or_a_coefficient_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sampled at temperature 0\.7"):
         await distilled(replace(TWO_TURNS, temperature=0.7))
     for coefficient in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="coefficient"):
             DistillationWorkflow(Fixed(None), FixedTeacher(), coefficient=coefficient, keep_reward=True)
-
-
-async def test_a_coefficient_with_nothing_to_weigh_the_teacher_against_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"coefficient is 2\.0, but without keep_reward .* algorithm.advantage.coeff"):
         await distilled(TWO_TURNS, coefficient=2.0)
 
@@ -161,22 +145,6 @@ async def test_a_teacher_that_fails_fails_the_episode_with_its_own_error() -> No
 SHAPE = TinyShape(hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
 
 
-class Babbling(RolloutWorkflow):
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
-        prompt = data["input_ids"]
-        sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
-        response = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=sampling))
-        n, m = len(prompt), len(response.output_ids)
-        return Trajectory(
-            token_ids=(*prompt, *response.output_ids),
-            loss_mask=(0,) * n + (1,) * m,
-            behavior_logprobs=(0.0,) * n + response.output_logprobs,
-            versions=(-1,) * n + response.output_versions,
-            reward=1.0,
-            temperature=response.temperature,
-        )
-
-
 def write_model_of_habits(directory: Path, strength: float, seed: int) -> Path:
     """A model that says some tokens oftener than others whatever came before: what a student learns soonest.
 
@@ -191,18 +159,8 @@ def write_model_of_habits(directory: Path, strength: float, seed: int) -> Path:
     return directory
 
 
-@contextmanager
-def served(model: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "arl.engine.local", "--model", str(model)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+async def one(answer: str, data: Example) -> float:
+    return 1.0
 
 
 @pytest.mark.slow
@@ -219,10 +177,11 @@ async def test_a_few_steps_bring_the_student_nearer_to_its_teacher(tmp_path: Pat
         algorithm={"preset": "distillation"},
         log=LogConfig(console=False, trajectories=0),
     )
-    questions = [{"input_ids": [i, i + 1, i + 2]} for i in range(64)]
-    with served(teacher_model) as url:
-        async with TeacherClient(url, tokenizer=tiny_tokenizer()) as teacher:
-            workflow = DistillationWorkflow(Babbling(), teacher)
+    babbling = SingleTurnWorkflow(tiny_tokenizer(), one, sampling=SamplingParams(max_new_tokens=16, ignore_eos=True))
+    questions = [{"question": str(number)} for number in range(64)]
+    with server_process(str(teacher_model)) as server:
+        async with TeacherClient(server.url, tokenizer=tiny_tokenizer()) as teacher:
+            workflow = DistillationWorkflow(babbling, teacher)
             async with launch(config, workflow=workflow, dataset=questions) as trainer:
                 steps = [step async for step in trainer]
     gaps = [step.metrics["episode/teacher_kl"] for step in steps]

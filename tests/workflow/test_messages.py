@@ -1,10 +1,15 @@
 """Messages in the one form that templates take."""
 
+import copy
+
 import pytest
 
 from arl.workflow.chat_template import Message, history_key, normalised, tools_key
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"n": 1}'}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+OBJECT = {**CALL, "function": {"name": "look", "arguments": {"n": 1}}}
+READ = {"role": "assistant", "content": None, "tool_calls": [OBJECT]}
 
 
 @pytest.mark.parametrize(
@@ -16,20 +21,14 @@ CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments":
         ({"role": "assistant", "content": "a", "tool_calls": []}, {"role": "assistant", "content": "a"}),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, {"role": "user", "content": "a\nb"}),
         ({"role": "user", "content": []}, {"role": "user", "content": ""}),
+        ({**CALLED, "content": ""}, READ),
+        (CALLED, READ),
     ],
 )
-def test_contents_are_texts_and_none_fields_are_left_out(message: Message, form: Message) -> None:
-    assert normalised(message) == form
-    assert normalised(form) == form
-
-
-@pytest.mark.parametrize("content", [None, ""])
-def test_empty_content_beside_calls_is_none_and_arguments_are_objects(content: str | None) -> None:
-    form = normalised({"role": "assistant", "content": content, "tool_calls": [CALL]})
-    assert form["content"] is None
-    assert form["tool_calls"][0]["function"] == {"name": "look", "arguments": {"n": 1}}
-    assert CALL["function"] == {"name": "look", "arguments": '{"n": 1}'}
-    assert normalised(form) == form
+def test_contents_are_texts_arguments_are_objects_and_none_fields_are_left_out(message: Message, form: Message) -> None:
+    before = copy.deepcopy(message)
+    assert normalised(message) == normalised(form) == form
+    assert message == before
 
 
 def key(*messages: Message) -> bytes:

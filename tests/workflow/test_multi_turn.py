@@ -19,39 +19,31 @@ async def try_again(answer: str, data: Example, attempt: int) -> str | None:
     return None if answer == data["answer"] else f"No, not after {attempt}."
 
 
-async def test_feedback_is_told_until_there_is_none_and_the_last_answer_is_rewarded() -> None:
+async def test_feedback_is_told_until_there_is_none_and_the_last_answer_is_rewarded_with_a_discount() -> None:
+    async def scored(answer: str, data: Example) -> Score:
+        return Score(2.0 * (answer == "4"), {"correct": 1.0})
+
     engine = saying("5", "3", "4", "never said")
-    workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=try_again, max_turns=9)
+    workflow = MultiTurnWorkflow(TOKENIZER, scored, feedback=try_again, max_turns=9, discount=0.5, turn_reward=exact)
     (trajectory,) = await workflow.arun_episode(engine, QUESTION)
-    assert (trajectory.reward, trajectory.metrics) == (1.0, {"turns": 3, "context_full": 0})
+    assert (trajectory.reward, trajectory.rewards) == (0.5, {"correct": 0.25})
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 1.0]
+    assert trajectory.metrics == {"turns": 3, "context_full": 0}
     assert said_in(trajectory) == "5<|im_end|>3<|im_end|>4<|im_end|>"
     assert "No, not after 0." in seen_by(engine)
     assert "No, not after 1." in seen_by(engine)
 
 
-async def test_sync_feedback_runs_in_a_thread() -> None:
-    threads: list[threading.Thread] = []
+async def test_sync_feedback_runs_in_a_thread_and_the_last_answer_gets_none() -> None:
+    asked: list[tuple[int, bool]] = []
 
-    def feedback(answer: str, data: Example, attempt: int) -> str | None:
-        threads.append(threading.current_thread())
-        return None
-
-    workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=feedback)
-    await workflow.arun_episode(saying("4"), QUESTION)
-    assert threads != [threading.main_thread()]
-    assert len(threads) == 1
-
-
-async def test_the_last_answer_gets_no_feedback() -> None:
-    asked: list[int] = []
-
-    async def feedback(answer: str, data: Example, attempt: int) -> str:
-        asked.append(attempt)
+    def feedback(answer: str, data: Example, attempt: int) -> str:
+        asked.append((attempt, threading.current_thread() is threading.main_thread()))
         return "No."
 
     workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=feedback, max_turns=2)
     (trajectory,) = await workflow.arun_episode(saying("5", "6"), QUESTION)
-    assert (asked, trajectory.reward) == ([0], 0.0)
+    assert (asked, trajectory.reward) == ([(0, False)], 0.0)
 
 
 class Opened(Shared):
@@ -77,21 +69,6 @@ async def test_when_one_of_its_rewards_cannot_be_opened_the_other_is_closed() ->
     with pytest.raises(ValueError, match="no disk"):
         await workflow.__aenter__()
     assert reward.was_closed
-
-
-async def test_each_retry_discounts_the_reward_and_its_parts() -> None:
-    async def scored(answer: str, data: Example) -> Score:
-        return Score(2.0, {"correct": 1.0})
-
-    workflow = MultiTurnWorkflow(TOKENIZER, scored, feedback=try_again, discount=0.5)
-    (trajectory,) = await workflow.arun_episode(saying("5", "6", "4"), QUESTION)
-    assert (trajectory.reward, trajectory.rewards) == (0.5, {"correct": 0.25})
-
-
-async def test_each_turn_may_have_a_reward_of_its_own() -> None:
-    workflow = MultiTurnWorkflow(TOKENIZER, exact, feedback=try_again, turn_reward=exact)
-    (trajectory,) = await workflow.arun_episode(saying("5", "4"), QUESTION)
-    assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
 
 
 async def test_a_full_context_ends_the_episode_with_the_answer_there_is() -> None:

@@ -1,22 +1,28 @@
 """Trajectories of a tree of turns: each token is trained once, in whichever trajectory it comes first."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from scripted_answers import TOKENIZER
 
 from arl.api.errors import TrajectoryError
 from arl.api.types import ModelResponse, Trajectory
+from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.conversation import trajectories
-from arl.workflow.dialogue import Fingerprint, Prompt, Turn
+from arl.workflow.dialogue import Dialogue, Turn
 
 
 def turn(
-    parent: Turn | None, output_ids: Sequence[int], *, temperature: float = 1.0, is_cut: bool = False, given: int = 2
+    parent: Turn | None,
+    output_ids: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    is_cut: bool = False,
 ) -> Turn:
-    """A turn after `given` tokens 0, whose tokens have their own numbers for versions and logprobs."""
-    prompt = Prompt(
-        parent=parent, after=parent, given_ids=(0,) * given, messages=(), tools=(), shown=Fingerprint.of(""), key=b""
-    )
+    """A turn after two tokens 0, whose tokens have their own numbers for versions and logprobs."""
+    dialogue = Dialogue(ChatTemplate(TOKENIZER))
+    prompt = replace(dialogue.prompt([{"role": "user", "content": "?"}]), parent=parent, given_ids=(0, 0))
     response = ModelResponse(
         output_ids=tuple(output_ids),
         output_logprobs=tuple(-float(i) for i in output_ids),
@@ -24,15 +30,7 @@ def turn(
         stop_reason="length" if is_cut else "stop",
         temperature=temperature,
     )
-    return Turn(
-        prompt=prompt,
-        output_ids=tuple(output_ids),
-        has_ended=not is_cut,
-        response=response,
-        text="",
-        message={"role": "assistant", "content": ""},
-        key=b"",
-    )
+    return dialogue.record(prompt, response)
 
 
 def trained(trajectory: Trajectory) -> list[int]:
@@ -62,10 +60,6 @@ def test_a_shared_beginning_is_trained_in_the_first_trajectory_alone_and_is_in_a
     assert [[t.reward for t in made.turns] for made in (first, second)] == [[1.0, 2.0], [4.0]]
     assert (first.metrics, second.metrics) == ({"calls": 3}, {})
     assert {(t.reward, t.role, *t.rewards.items()) for t in (first, second)} == {(0.5, "solver", ("right", 1.0))}
-
-
-def test_samples_of_one_prompt_are_a_trajectory_each() -> None:
-    assert [trained(t) for t in trajectories([turn(None, [5]), turn(None, [5])], 1.0)] == [[5], [5]]
 
 
 def test_trajectories_come_in_the_order_of_their_last_turns() -> None:

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 from served import BREAK, Served, language_model, reward_model
 
-from arl.api.errors import (
-    ConfigError,
-    ModelError,
-    RequestTimeoutError,
-    RewardError,
-    RewardTimeoutError,
-    ServerError,
-)
+from arl.api.errors import ConfigError, ModelError, RequestTimeoutError, RewardError, RewardTimeoutError, ServerError
 from arl.engine.tiny import tiny_tokenizer
 from arl.web import client as web_client
 from arl.workflow.teachers import RewardModelClient, TeacherClient
@@ -33,35 +26,27 @@ def answering_in_turn(served: Served, *answers: Any) -> None:
     served.answers["/generate"] = lambda body: left.popleft() if left else usual(body)
 
 
-async def test_every_token_but_the_first_has_the_teachers_logprob() -> None:
-    async with language_model() as served, TeacherClient(served.url) as teacher:
-        assert await teacher.logprobs(TOKENS) == (0.0, -0.08, -0.09, -0.1)
-        _, body = served.asked[-1]
-    assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
-    assert (body["return_logprob"], body["logprob_start_len"]) == (True, 0)
-
-
-async def test_a_later_start_asks_for_no_more_and_has_zeros_before_it() -> None:
-    async with language_model() as served, TeacherClient(served.url) as teacher:
-        assert await teacher.logprobs(TOKENS, start=3) == (0.0, 0.0, 0.0, -0.1)
-        assert served.asked[-1][1]["logprob_start_len"] == 2
+async def test_every_token_but_the_first_has_the_teachers_logprob_from_a_start_on() -> None:
+    async with language_model() as served, TeacherClient(served.url, api_key="secret") as teacher:
+        for start, expected in ((1, (0.0, -0.08, -0.09, -0.1)), (3, (0.0, 0.0, 0.0, -0.1))):
+            assert await teacher.logprobs(TOKENS, start=start) == expected
+            _, body = served.asked[-1]
+            assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+            assert (body["return_logprob"], body["logprob_start_len"]) == (True, start - 1)
         assert await teacher.logprobs((7,)) == (0.0,)
         with pytest.raises(ValueError, match="at least 1"):
             await teacher.logprobs(TOKENS, start=0)
-        assert served.count("/generate") == 1
+        assert (served.count("/generate"), set(served.keys)) == (2, {"Bearer secret"})
 
 
 async def test_the_vocabularys_last_token_may_be_told_as_0_and_no_other_token() -> None:
     async with language_model() as served, TeacherClient(served.url) as teacher:
         entries = [[None, 7, None], [-1.0, 0, None], [-2.0, 8, None], [-3.0, 0, None]]
-        answering_in_turn(served, {"meta_info": {"input_token_logprobs": entries}})
+        answering_in_turn(served, *[{"meta_info": {"input_token_logprobs": entries}}] * 3)
         assert await teacher.logprobs((7, 499, 8, 499)) == (0.0, -1.0, -2.0, -3.0)
-        answering_in_turn(served, {"meta_info": {"input_token_logprobs": entries}})
-        with pytest.raises(ServerError, match="was sent token 9 and gave the logprob of token 8"):
-            await teacher.logprobs((7, 499, 9, 499))
-        answering_in_turn(served, {"meta_info": {"input_token_logprobs": entries}})
-        with pytest.raises(ServerError, match="was sent token 5 and gave the logprob of token 0"):
-            await teacher.logprobs((7, 5, 8, 499))
+        for tokens, sent, told in (((7, 499, 9, 499), 9, 8), ((7, 5, 8, 499), 5, 0)):
+            with pytest.raises(ServerError, match=f"was sent token {sent} and gave the logprob of token {told}"):
+                await teacher.logprobs(tokens)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +84,13 @@ async def test_failures_of_the_server_are_borne_and_refusals_are_not() -> None:
         assert served.count("/generate") == 7
 
 
-async def test_a_server_that_is_away_or_has_another_model_is_noticed_before_the_first_episode() -> None:
+async def test_a_server_that_is_away_or_has_another_model_or_key_is_noticed_before_the_first_episode() -> None:
     async with language_model() as served:
         url = served.url
+        served.answers["/model_info"] = lambda _: (401, {"error": "Unauthorized"})
+        with pytest.raises(ServerError, match="pass the api_key"):
+            async with TeacherClient(url):
+                pytest.fail("it was let in")
     with pytest.raises(
         ServerError, match=rf"{url.rstrip('/')}.* could not be reached: .*; is its server.*asked 2 times"
     ):
@@ -153,17 +142,6 @@ async def test_episodes_share_few_connections_and_one_greeting() -> None:
         assert served.most_running == 3
         assert len(served.peers) <= 3
         assert served.count("/model_info") == 1
-
-
-async def test_the_key_is_sent_and_a_missing_one_is_explained() -> None:
-    async with language_model() as served:
-        async with TeacherClient(served.url, api_key="secret") as teacher:
-            await teacher.logprobs(TOKENS)
-        assert set(served.keys) == {"Bearer secret"}
-        served.answers["/model_info"] = lambda _: (401, {"error": "Unauthorized"})
-        with pytest.raises(ServerError, match="pass the api_key"):
-            async with TeacherClient(served.url):
-                pytest.fail("it was let in")
 
 
 async def test_a_token_that_the_teacher_does_not_have_is_never_sent() -> None:
@@ -219,18 +197,16 @@ def test_calls_wait_for_a_greeting_in_one_event_loop_after_another(monkeypatch: 
     assert [type(answer) for _ in range(2) for answer in asyncio.run(both())] == [ServerError] * 4
 
 
-async def test_calls_that_wait_for_the_greeting_share_its_failure() -> None:
+@pytest.mark.parametrize(
+    ("info", "error"),
+    [((500, {"error": {"message": "starting"}}), ServerError), ({"is_generation": False}, ModelError)],
+)
+async def test_calls_that_wait_for_the_greeting_share_its_failure(info: Any, error: type[Exception]) -> None:
     async with language_model() as served:
         teacher = TeacherClient(served.url, retries=0)
-        served.answers["/model_info"] = lambda _: (500, {"error": {"message": "starting"}})
+        served.answers["/model_info"] = lambda _: info
         answers = await asyncio.gather(*(teacher.logprobs(TOKENS) for _ in range(5)), return_exceptions=True)
-        assert [isinstance(answer, ServerError) for answer in answers] == [True] * 5
-        assert served.count("/model_info") == 1
-        await teacher.aclose()
-    async with reward_model() as served:
-        teacher = TeacherClient(served.url)
-        answers = await asyncio.gather(*(teacher.logprobs(TOKENS) for _ in range(5)), return_exceptions=True)
-        assert [type(answer) for answer in answers] == [ModelError] * 5
+        assert [isinstance(answer, error) for answer in answers] == [True] * 5
         assert served.count("/model_info") == 1
         await teacher.aclose()
 
@@ -240,13 +216,8 @@ async def test_calls_that_wait_for_the_greeting_share_its_failure() -> None:
 
 async def test_a_sequence_has_the_score_that_the_model_gives_it() -> None:
     async with reward_model() as served, RewardModelClient(served.url, api_key="k") as judge:
-        assert await judge.score((1, 2, 3)) == 6.0
-        assert await judge.score([4]) == 4.0
-        assert served.asked == [
-            ("/model_info", None),
-            ("/classify", {"input_ids": [1, 2, 3]}),
-            ("/classify", {"input_ids": [4]}),
-        ]
+        assert [await judge.score((1, 2, 3)), await judge.score([4])] == [6.0, 4.0]
+        assert served.asked == [("/model_info", None), *(("/classify", {"input_ids": ids}) for ids in ([1, 2, 3], [4]))]
         assert set(served.keys) == {"Bearer k"}
 
 

@@ -1,10 +1,10 @@
 """Several agents in one episode: each its own conversation, role and reward; those that can, speak at the same time."""
 
 import asyncio
-import json
+from contextlib import nullcontext
 
 import pytest
-from scripted_answers import TOKENIZER, decode, ended, exact, replying, said_in, saying, seen_by, too_long
+from scripted_answers import TOKENIZER, calling, decode, ended, exact, replying, said_in, saying, seen_by, too_long
 
 from arl.api.errors import ConfigError, PromptTooLongError, ServerError
 from arl.api.scripted import ScriptedEngine
@@ -24,59 +24,46 @@ async def fetch(page: str) -> str:
 
 async def test_each_member_has_its_own_conversation_system_prompt_and_reward() -> None:
     engine = saying("a draft", "a remark", "a better one")
-    team = Team(engine, [Member(name="author", system="Write."), Member(name="critic", system="Read.")], SETTINGS)
+    team = Team(
+        engine, [Member(name="author", system="Write.", role="writer"), Member(name="critic", system="Read.")], SETTINGS
+    )
     assert await team.ask("author", "Begin.") == "a draft"
     assert await team.ask("critic", "What of it?") == "a remark"
     assert await team.ask("author", "Again.") == "a better one"
     author, critic = team.trajectories({"author": Score(1.0, {"style": 0.5}), "critic": -1.0}, {"quality": 3.0})
-    assert (author.role, author.reward, author.rewards) == ("author", 1.0, {"style": 0.5})
+    assert (author.role, author.reward, author.rewards) == ("writer", 1.0, {"style": 0.5})
     assert (critic.role, critic.reward, critic.rewards) == ("critic", -1.0, {})
     assert said_in(author) == "a draft<|im_end|>a better one<|im_end|>"
     assert (author.metrics, critic.metrics) == ({"turns": 3, "quality": 3.0, "context_full": 0}, {"context_full": 0})
     assert decode(critic.token_ids).startswith("<|im_start|>system\nRead.<|im_end|>\n<|im_start|>user\nWhat of it?")
 
 
-async def test_one_reward_can_be_shared_and_who_did_not_speak_has_no_trajectory() -> None:
-    team = Team(saying("yes"), [Member(name="a", role="pair"), Member(name="b", role="pair")], SETTINGS)
-    await team.ask("a", "?")
-    (trajectory,) = team.trajectories(0.5)
-    assert (trajectory.role, trajectory.reward) == ("pair", 0.5)
-
-
-async def test_members_that_are_asked_together_speak_at_the_same_time() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_members_that_are_asked_together_speak_at_the_same_time_and_an_error_is_the_episodes(fails: bool) -> None:
     both = asyncio.Barrier(2)
 
     async def script(request: ModelRequest) -> list[int]:
         await both.wait()
+        if fails:
+            raise ServerError("gone")
         return ended("yes")
 
     team = Team(ScriptedEngine(script), [Member(name="a"), Member(name="b")], SETTINGS)
-    assert await team.ask_all({"b": "?", "a": "?"}) == {"b": "yes", "a": "yes"}
-
-
-async def test_the_error_of_one_member_is_the_episodes() -> None:
-    engine = saying(ServerError("gone"), ServerError("gone"))
-    with pytest.raises(ServerError):
-        await Team(engine, [Member(name="a"), Member(name="b")], SETTINGS).ask_all({"a": "?", "b": "?"})
+    with pytest.raises(ServerError) if fails else nullcontext():
+        assert await team.ask_all({"b": "?", "a": "?"}) == {"b": "yes", "a": "yes"}
 
 
 async def test_a_member_may_have_tools() -> None:
-    call = f"<tool_call>{json.dumps({'name': 'fetch', 'arguments': {'page': 'home'}})}</tool_call>"
+    call = calling("fetch", page="home")
     engine = saying(call, "found", call, call)
     member = Member(name="a", tools=[Tool.from_function(fetch)], max_turns=2, sampling=SamplingParams(temperature=0.5))
-    team = Team(engine, [member], SETTINGS)
+    team = Team(engine, [member, Member(name="silent")], SETTINGS)
     assert await team.ask("a", "Look.") == "found"
     assert "<home>" in seen_by(engine)
     assert await team.ask("a", "Look again.") is None
     (trajectory,) = team.trajectories(1.0)
-    assert trajectory.metrics == {
-        "turns": 4,
-        "tool_calls": 3,
-        "tool_errors": 0,
-        "malformed_calls": 0,
-        "context_full": 0,
-    }
-    assert trajectory.temperature == 0.5
+    counts = {"turns": 4, "tool_calls": 3, "tool_errors": 0, "malformed_calls": 0, "context_full": 0}
+    assert (trajectory.metrics, trajectory.temperature, trajectory.reward) == (counts, 0.5, 1.0)
 
 
 async def test_a_member_whose_context_is_full_answers_nothing_more() -> None:
@@ -98,6 +85,10 @@ async def test_mistakes_in_a_team_are_errors_that_say_so() -> None:
     await team.ask("a", "?")
     with pytest.raises(ConfigError, match="a spoke but has no reward"):
         team.trajectories({"b": 1.0})
+    with pytest.raises(ConfigError, match="debaters is 1"):
+        DebateWorkflow(TOKENIZER, exact, debaters=1)
+    with pytest.raises(ConfigError, match="max_attempts is 0"):
+        SolverCheckerWorkflow(TOKENIZER, exact, max_attempts=0)
 
 
 def persuaded(said: str) -> str:
@@ -160,23 +151,13 @@ async def test_the_solver_tries_again_until_the_checker_accepts() -> None:
 async def test_the_checker_is_paid_for_being_right(
     said: list[str | Exception], solver_reward: float, checker_reward: float
 ) -> None:
-    workflow = SolverCheckerWorkflow(TOKENIZER, exact, max_attempts=2)
-    solver, checker = await workflow.arun_episode(saying(*said), QUESTION)
-    assert (solver.reward, checker.reward) == (solver_reward, checker_reward)
-    workflow = SolverCheckerWorkflow(TOKENIZER, exact, max_attempts=2, shared=True)
-    solver, checker = await workflow.arun_episode(saying(*said), QUESTION)
-    assert (solver.reward, checker.reward) == (solver_reward, solver_reward)
+    for shared, rewards in ((False, (solver_reward, checker_reward)), (True, (solver_reward, solver_reward))):
+        workflow = SolverCheckerWorkflow(TOKENIZER, exact, max_attempts=2, shared=shared)
+        solver, checker = await workflow.arun_episode(saying(*said), QUESTION)
+        assert (solver.reward, checker.reward) == rewards
 
 
 async def test_an_answer_too_long_for_the_checker_is_rewarded_all_the_same() -> None:
-    workflow = SolverCheckerWorkflow(TOKENIZER, exact)
-    (solver,) = await workflow.arun_episode(saying("4", too_long()), QUESTION)
+    (solver,) = await SolverCheckerWorkflow(TOKENIZER, exact).arun_episode(saying("4", too_long()), QUESTION)
     assert (solver.role, solver.reward) == ("solver", 1.0)
     assert (solver.metrics["attempts"], solver.metrics["accepted"]) == (1, 0)
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="debaters is 1"):
-        DebateWorkflow(TOKENIZER, exact, debaters=1)
-    with pytest.raises(ConfigError, match="max_attempts is 0"):
-        SolverCheckerWorkflow(TOKENIZER, exact, max_attempts=0)

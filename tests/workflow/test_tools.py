@@ -5,23 +5,17 @@ import functools
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from arl.api.errors import ConfigError, ServerError, ToolError
 from arl.workflow.call_formats import ToolCall, parse_tool_calls
-from arl.workflow.tools import (
-    DEFAULT_LIMITS,
-    Tool,
-    ToolLimits,
-    ToolResult,
-    acall_tools,
-    arun_tools,
-)
+from arl.workflow.tools import DEFAULT_LIMITS, Tool, ToolLimits, ToolResult, acall_tools, arun_tools
 
 
 def divide(dividend: int, divisor: int = 2) -> str:
@@ -39,34 +33,11 @@ async def fetch(page: str) -> str:
 DIVIDE, FETCH = Tool.from_function(divide), Tool.from_function(fetch)
 
 
-async def answer(text: str) -> list[str]:
-    return [message["content"] for message in await acall_tools(parse_tool_calls(text), [DIVIDE, FETCH])]
-
-
-def test_a_tool_is_described_as_its_function_is() -> None:
-    assert DIVIDE.spec == {
-        "type": "function",
-        "function": {
-            "name": "divide",
-            "description": "Divide one number by another.",
-            "parameters": {
-                "type": "object",
-                "properties": {"dividend": {"type": "integer"}, "divisor": {"type": "integer", "default": 2}},
-                "required": ["dividend"],
-            },
-        },
-    }
-
-
-async def test_calls_of_sync_and_async_tools_are_answered_in_order() -> None:
-    text = '<tool_call>{"name": "divide", "arguments": {"dividend": 9}}</tool_call>'
-    text += '<tool_call>{"name": "fetch", "arguments": {"page": "home"}}</tool_call>'
-    assert await answer(text) == ["4", "<home>"]
-
-
 @pytest.mark.parametrize(
-    ("call", "complaint"),
+    ("call", "content"),
     [
+        ('{"name": "divide", "arguments": {"dividend": 9}}', "4"),
+        ('{"name": "fetch", "arguments": {"page": "home"}}', "<home>"),
         ('{"name": "divide", "arguments": {"dividend": 1, "divisor": 0}}', "error: division by zero"),
         ('{"name": "divide", "arguments": {"dividend": "one"}}', "error: argument dividend: Input should be"),
         ('{"name": "divide", "arguments": {}}', "error: argument dividend: Missing"),
@@ -75,9 +46,10 @@ async def test_calls_of_sync_and_async_tools_are_answered_in_order() -> None:
         ("nonsense", "error: a tool call must be one JSON object"),
     ],
 )
-async def test_the_model_reads_why_its_call_is_wrong(call: str, complaint: str) -> None:
-    (content,) = await answer(f"<tool_call>{call}</tool_call>")
-    assert content.startswith(complaint)
+async def test_the_model_reads_what_its_call_gave_or_why_it_is_wrong(call: str, content: str) -> None:
+    calls = parse_tool_calls(f"<tool_call>{call}</tool_call>")
+    (message,) = await acall_tools(calls, [DIVIDE, FETCH])
+    assert message["content"].startswith(content)
 
 
 async def called(tool: Tool, limits: ToolLimits = DEFAULT_LIMITS, **arguments: object) -> ToolResult:
@@ -85,25 +57,34 @@ async def called(tool: Tool, limits: ToolLimits = DEFAULT_LIMITS, **arguments: o
     return result
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), SystemExit(2), StopIteration(), asyncio.CancelledError()])
+def both(function: Callable[[], object]) -> list[Tool]:
+    """A tool that runs in a thread, and one that runs in the event loop."""
+
+    async def later() -> object:
+        return function()
+
+    later.__doc__ = function.__doc__ = "Do it."
+    return [Tool.from_function(function), Tool.from_function(later)]
+
+
+ERRORS = [KeyError("x"), SystemExit(2), TimeoutError(), StopIteration(), asyncio.CancelledError()]
+NOT_OF_ARGUMENTS = ValidationError.from_exception_data("within the tool", [])
+
+
+@pytest.mark.parametrize("error", [*ERRORS, NOT_OF_ARGUMENTS])
 async def test_a_tool_that_raises_is_told_to_the_model_and_logged_once(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(x: int) -> int:
-        """Break."""
+    def fail() -> None:
         raise error
 
-    def broken_in_a_thread(x: int) -> int:
-        """Break."""
-        raise error
-
-    for function in (broken, broken_in_a_thread):
+    kind = "RuntimeError" if isinstance(error, StopIteration) else type(error).__name__
+    for tool in both(fail):
         caplog.clear()
-        result = await called(Tool.from_function(function), x=1)
-        kind = "RuntimeError" if isinstance(error, StopIteration) else type(error).__name__
+        result = await called(tool)
         assert (result.content, result.failure) == (f"error: the tool failed: {kind}", "failed")
         (record,) = caplog.records
-        assert function.__name__ in record.message
+        assert tool.name in record.message
         assert record.exc_info
 
 
@@ -137,10 +118,8 @@ async def test_calls_run_at_the_same_time_and_are_answered_in_order() -> None:
     messages = await acall_tools(calls, tools)
     assert [message["content"] for message in messages] == ["0", "1", "0", "1"]
     assert [message["tool_call_id"] for message in messages] == [call.id for call in calls]
-    assert {(message["role"], message["name"]) for message in messages} == {
-        ("tool", "meet"),
-        ("tool", "meet_in_a_thread"),
-    }
+    names = [(message["role"], message["name"]) for message in messages]
+    assert names == [("tool", tool.name) for tool in tools for _ in range(2)]
 
 
 class Notebook:
@@ -148,15 +127,9 @@ class Notebook:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.is_written = threading.Event()
 
     async def write(self, line: str) -> int:
-        """Write a line.
-
-        Args:
-            line: what to write,
-                without its end
-        """
+        """Write a line."""
         before = len(self.lines)
         await asyncio.sleep(0)
         self.lines.append(line)
@@ -214,14 +187,6 @@ async def test_a_tool_that_hangs_is_cancelled_or_left_behind_and_the_model_is_to
     assert was_cancelled.is_set()
 
 
-async def test_a_time_limit_of_the_tools_own_is_its_failure() -> None:
-    async def slow() -> None:
-        """Be slow."""
-        raise TimeoutError
-
-    assert (await called(Tool.from_function(slow))).content == "error: the tool failed: TimeoutError"
-
-
 async def test_cancelling_an_episode_cancels_its_tools() -> None:
     has_begun, release = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
@@ -239,23 +204,13 @@ async def test_cancelling_an_episode_cancels_its_tools() -> None:
     release.set()
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_a_megabyte_is_cut_with_a_note_of_how_much_is_missing(kind: str) -> None:
-    def print_much() -> str:
-        """Print."""
-        return "é" * 1_000_000
-
-    async def print_much_later() -> str:
-        """Print."""
-        return print_much()
-
-    tool = Tool.from_function(print_much if kind == "sync" else print_much_later)
-    result = await called(tool, ToolLimits(max_output_chars=100))
-    assert result.content == "é" * 100 + "\n[cut here: 999900 more characters]"
-    assert result.failure is None
-    assert (await called(tool)).content.startswith("é" * 2000 + "\n[cut here")
-    own = Tool.from_function(tool.function, max_output_chars=5)
-    assert (await called(own)).content == "é" * 5 + "\n[cut here: 999995 more characters]"
+async def test_a_megabyte_is_cut_with_a_note_of_how_much_is_missing() -> None:
+    for tool in both(lambda: "é" * 1_000_000):
+        result = await called(tool, ToolLimits(max_output_chars=100))
+        assert (result.content, result.failure) == ("é" * 100 + "\n[cut here: 999900 more characters]", None)
+        assert (await called(tool)).content.startswith("é" * 2000 + "\n[cut here")
+        own = Tool.from_function(tool.function, max_output_chars=5)
+        assert (await called(own)).content == "é" * 5 + "\n[cut here: 999995 more characters]"
 
 
 @dataclass
@@ -291,21 +246,15 @@ class Unprintable:
     ],
 )
 async def test_whatever_a_tool_returns_is_text_for_the_model(result: object, text: str) -> None:
-    def look() -> object:
-        """Look."""
-        return result
-
-    async def look_later() -> object:
-        """Look."""
-        return result
-
-    for function in (look, look_later):
-        content = (await called(Tool.from_function(function))).content
+    for tool in both(lambda: result):
+        content = (await called(tool)).content
         assert content.startswith(text)
         content.encode()
 
 
 async def test_only_so_many_calls_of_one_turn_are_answered() -> None:
+    with pytest.raises(ConfigError, match="timeout_s=0"):
+        ToolLimits(timeout_s=0)
     calls = [ToolCall(name="fetch", arguments={"page": str(i)}) for i in range(3)]
     results = await arun_tools(calls, [FETCH], ToolLimits(max_calls=2))
     assert [result.failure for result in results] == [None, None, "refused"]
@@ -323,22 +272,7 @@ async def test_a_tool_runs_with_the_episodes_context_variables() -> None:
     assert (await called(Tool.from_function(look))).content == "mine"
 
 
-async def test_a_validation_error_within_a_tool_is_not_blamed_on_the_arguments() -> None:
-    def look(x: int) -> Place:
-        """Look."""
-        return Place(name=x)  # pyright: ignore[reportArgumentType]
-
-    assert (await called(Tool.from_function(look), x=1)).content == "error: the tool failed: ValidationError"
-
-
-async def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two tools are named 'fetch'"):
-        await acall_tools([], [FETCH, FETCH])
-
-
-def test_limits_that_allow_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="timeout_s=0"):
-        ToolLimits(timeout_s=0)
+PLACE = {"type": "object", "title": "Place", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 
 
 def travel(
@@ -365,7 +299,9 @@ def travel(
 
 
 def test_a_schema_has_types_defaults_and_what_the_docstring_says_of_each_argument() -> None:
-    about = Tool.from_function(travel).spec["function"]
+    spec = Tool.from_function(travel).spec
+    about = spec["function"]
+    assert (spec["type"], about["name"]) == ("function", "travel")
     assert about["description"] == "Travel somewhere.\n\nIt takes a while.\n\nReturns:\n    what was seen"
     assert about["parameters"] == {
         "type": "object",
@@ -380,14 +316,7 @@ def test_a_schema_has_types_defaults_and_what_the_docstring_says_of_each_argumen
             "km": {"type": "number"},
         },
         "required": ["to", "km"],
-        "$defs": {
-            "Place": {
-                "type": "object",
-                "title": "Place",
-                "properties": {"name": {"type": "string"}},
-                "required": ["name"],
-            }
-        },
+        "$defs": {"Place": PLACE},
     }
 
 
@@ -423,25 +352,32 @@ async def test_a_tool_can_be_made_from_a_schema() -> None:
     assert (await called(tool, self=1, name="x")).content == '{"self":1,"name":"x"}'
 
 
-def test_a_function_that_says_too_little_is_no_tool() -> None:
-    def silent(x: int) -> int:
-        return x
+def silent(x: int) -> int:
+    return x
 
-    def variadic(*all: int) -> None:
-        """Take all."""
 
-    def strange(x: threading.Thread) -> None:
-        """Take a thread."""
+def variadic(*all: int) -> None:
+    """Take all."""
 
-    def untyped(x) -> int:  # pyright: ignore[reportMissingParameterType]
-        """Return it."""
-        return x
 
-    with pytest.raises(ToolError, match="silent has no docstring"):
-        Tool.from_function(silent)
-    with pytest.raises(ToolError, match="'x' of untyped has no type"):
-        Tool.from_function(untyped)
-    with pytest.raises(ToolError, match=r"argument \*all: int of variadic cannot be given by name"):
-        Tool.from_function(variadic)
-    with pytest.raises(ToolError, match="the arguments of strange have no JSON schema"):
-        Tool.from_function(strange)
+def strange(x: threading.Thread) -> None:
+    """Take a thread."""
+
+
+def untyped(x) -> int:  # pyright: ignore[reportMissingParameterType]
+    """Return it."""
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (silent, "silent has no docstring"),
+        (untyped, "'x' of untyped has no type"),
+        (variadic, r"argument \*all: int of variadic cannot be given by name"),
+        (strange, "the arguments of strange have no JSON schema"),
+    ],
+)
+def test_a_function_that_says_too_little_is_no_tool(function: Callable[..., object], reason: str) -> None:
+    with pytest.raises(ToolError, match=reason):
+        Tool.from_function(function)

@@ -1,11 +1,15 @@
-"""An environment of verifiers for tests: which letter of a word? One turn, with a reward of two parts and a metric."""
+"""An environment of verifiers for tests: which letter of a word? One turn, with a reward of two parts and a metric.
 
+The tasks after those of WORDS fail, each in its own way.
+"""
+
+import asyncio
 from collections.abc import Iterable
-from typing import Any
 
 import verifiers.v1 as vf
 
 WORDS = ("stone", "river", "cloud")
+FAILURES = ("reward raises", "setup hangs", "stops at once")
 
 
 class LettersData(vf.TaskData):
@@ -13,8 +17,14 @@ class LettersData(vf.TaskData):
 
 
 class LettersTask(vf.Task[LettersData]):
+    async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        if self.data.name == "setup hangs":
+            await asyncio.Event().wait()
+
     @vf.reward
     async def correct(self, trace: vf.Trace) -> float:
+        if self.data.name == "reward raises":
+            raise ZeroDivisionError("nobody was fair")
         return float(said(trace) == self.data.answer)
 
     @vf.reward(weight=0.5)
@@ -25,27 +35,21 @@ class LettersTask(vf.Task[LettersData]):
     async def length(self, trace: vf.Trace) -> float:
         return float(len(said(trace)))
 
+    @vf.stop
+    async def never_begins(self, request: vf.Request) -> bool:
+        return self.data.name == "stops at once"
+
 
 class Letters(vf.Taskset[LettersTask]):
     def load(self) -> Iterable[LettersTask]:
-        for word in WORDS:
-            data = LettersData(prompt=f"The last letter of {word}?", system_prompt="Answer.", answer=word[-1])
+        for word in (*WORDS, *FAILURES):
+            prompt = f"The last letter of {word}?"
+            data = LettersData(name=word, prompt=prompt, system_prompt="Answer.", answer=word[-1])
             yield LettersTask(data, self.config.task)
 
 
-class LettersEnv(vf.SingleAgentEnv):
-    """Keeps what verifiers recorded, for tests to compare."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.episodes: list[vf.Episode] = []
-
-    async def finalize(self, task: vf.Task, episode: vf.Episode) -> None:
-        self.episodes.append(episode)
-
-
 def said(trace: vf.Trace) -> str:
-    return (trace.assistant_messages[-1].content or "").strip()
+    return "".join((message.content or "").strip() for message in trace.assistant_messages[-1:])
 
 
-__all__ = ["Letters", "LettersEnv"]
+__all__ = ["Letters"]

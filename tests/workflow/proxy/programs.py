@@ -1,17 +1,19 @@
 """What tests of the endpoint share: a scripted engine, an episode, OpenAI's client of it, and what of it is trained."""
 
+import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-from workflow.scripted_answers import TOKENIZER, calling, decode, ended
+from workflow import scripted_answers
+from workflow.scripted_answers import TOKENIZER, calling, decode
 
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import ModelRequest, Trajectory
+from arl.api.types import ModelRequest, ModelResponse, Trajectory
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 from arl.workflow.proxy.session import EpisodeSession
 
@@ -37,20 +39,26 @@ def trained(trajectory: Trajectory) -> list[str]:
 
 def saying(*answers: str | Exception) -> ScriptedEngine:
     """One answer after another, or an exception in its place; the last of them for ever."""
-    remaining = list(answers)
-
-    def answer(_: ModelRequest) -> list[int]:
-        now = remaining.pop(0) if len(remaining) > 1 else remaining[0]
-        if isinstance(now, Exception):
-            raise now
-        return ended(now)
-
-    return ScriptedEngine(answer)
+    return scripted_answers.saying(*answers, forever=True)
 
 
-def replying(reply: Callable[[str], str]) -> ScriptedEngine:
-    """What `reply` makes of the text that the model is shown."""
-    return ScriptedEngine(lambda request: ended(reply(shown(request))))
+class Gated:
+    """An engine whose calls wait, and tell that they began and were cancelled."""
+
+    def __init__(self, answer: str | Exception = "late") -> None:
+        self.began, self.cancelled = asyncio.Semaphore(0), asyncio.Semaphore(0)
+        self.gate = asyncio.Event()
+        self.engine = ScriptedEngine(self._script)
+        self._model = saying(answer)
+
+    async def _script(self, request: ModelRequest) -> ModelResponse:
+        self.began.release()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.release()
+            raise
+        return await self._model.agenerate(request)
 
 
 def shown(request: ModelRequest) -> str:

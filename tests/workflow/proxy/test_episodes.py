@@ -5,83 +5,38 @@ import json
 
 import openai
 import pytest
-from programs import ASK, client_of, opened, post, replying, saying, shown
-from workflow.scripted_answers import TOKENIZER, decode
+from programs import ASK, Gated, client_of, opened, post, saying
+from workflow.scripted_answers import TOKENIZER, decode, replying
 
 from arl.api.errors import ArlError, TrajectoryError
-from arl.api.scripted import ScriptedEngine
-from arl.api.types import ModelRequest
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 from arl.workflow.proxy.session import CallCounts, EpisodeSession
 
-BODY = {"model": "m", "messages": ASK}
-
 
 async def status_of(url: str, headers: dict[str, str]) -> int:
-    status, answer = await post(url, json.dumps(BODY).encode(), headers)
+    status, answer = await post(url, json.dumps({"model": "m", "messages": ASK}).encode(), headers)
     assert status == 200 or answer["error"]["message"]
     return status
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"Authorization": "Bearer "},
-        {"Authorization": "Bearer arl-wrong"},
-        {"Authorization": "Bearer clé"},
-        {"Authorization": "Basic YTpi"},
-        {"x-api-key": "arl-wrong"},
-    ],
-)
-async def test_a_missing_or_wrong_key_is_answered_with_401_and_touches_nothing(headers: dict[str, str]) -> None:
-    engine = saying("never")
-    async with opened(engine) as episode:
-        assert await status_of(f"{episode.session.base_url}/chat/completions", headers) == 401
-        assert await status_of(f"{episode.session.base_url}/no/such/path", headers) == 401
-        assert await status_of(f"{episode.session.url}x/v1/chat/completions", headers) == 401
-        assert (engine.requests, episode.session.counts) == ([], CallCounts())
-
-
-async def test_a_key_is_taken_as_openai_or_as_anthropic_sends_it() -> None:
-    async with opened(saying("a")) as episode:
-        url, key = f"{episode.session.base_url}/chat/completions", episode.session.api_key
-        assert await status_of(url, {"authorization": f"bearer {key}"}) == 200
-        assert await status_of(url, {"x-api-key": key}) == 200
-
-
-async def test_the_key_of_another_episode_opens_nothing() -> None:
-    engine = saying("never")
-    async with OpenAIProxy(TOKENIZER) as proxy, proxy.episode(engine) as mine, proxy.episode(engine) as theirs:
-        assert mine.api_key != theirs.api_key
-        async with client_of(mine, api_key=theirs.api_key) as client:
-            with pytest.raises(openai.AuthenticationError):
-                await client.chat.completions.create(model="m", messages=ASK)
-        assert (engine.requests, mine.counts, theirs.counts) == ([], CallCounts(), CallCounts())
-
-
-async def test_a_key_expires_with_its_episode() -> None:
+async def test_its_own_key_alone_opens_an_episode_as_either_sdk_sends_it_and_while_it_lasts() -> None:
     engine = saying("a")
     async with OpenAIProxy(TOKENIZER) as proxy:
-        async with proxy.episode(engine) as session, client_of(session) as client:
-            await client.chat.completions.create(model="m", messages=ASK)
-        async with client_of(session) as client:
-            with pytest.raises(openai.AuthenticationError):
-                await client.chat.completions.create(model="m", messages=ASK)
-        assert len(engine.requests) == 1
-        assert len(session.trajectories(1.0)) == 1, "what was said is there still"
+        async with proxy.episode(engine) as mine, proxy.episode(engine) as theirs:
+            url = f"{mine.base_url}/chat/completions"
+            bearers = ("Bearer ", "Bearer arl-wrong", "Bearer clé", "Basic YTpi", f"Bearer {theirs.api_key}")
+            for headers in ({}, {"x-api-key": "arl-wrong"}, *({"Authorization": bearer} for bearer in bearers)):
+                for path in (url, f"{mine.base_url}/no/such/path", f"{mine.url}x/v1/chat/completions"):
+                    assert await status_of(path, headers) == 401
+            assert (engine.requests, mine.counts, theirs.counts) == ([], CallCounts(), CallCounts())
+            right = ({"authorization": f"bearer {mine.api_key}"}, {"x-api-key": mine.api_key})
+            assert [await status_of(url, headers) for headers in right] == [200, 200]
+        assert [await status_of(url, headers) for headers in right] == [401, 401]
+        assert len(mine.trajectories(1.0)) == len(engine.requests) == 2, "what was said is there still"
 
 
 async def test_the_end_of_an_episode_ends_its_calls() -> None:
-    began, ended = asyncio.Semaphore(0), asyncio.Event()
-
-    async def hang(request: ModelRequest) -> list[int]:
-        began.release()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        return []
+    model = Gated()
 
     async def ask(session: EpisodeSession, stream: bool) -> None:
         async with client_of(session) as client:
@@ -89,17 +44,17 @@ async def test_the_end_of_an_episode_ends_its_calls() -> None:
                 await client.chat.completions.create(model="m", messages=ASK, stream=stream)
 
     async with OpenAIProxy(TOKENIZER) as proxy, asyncio.TaskGroup() as group:
-        async with proxy.episode(ScriptedEngine(hang)) as session:
+        async with proxy.episode(model.engine) as session:
             group.create_task(ask(session, stream=False))
             group.create_task(ask(session, stream=True))
-            await began.acquire()
-            await began.acquire()
-        assert ended.is_set()
+            await model.began.acquire()
+            await model.began.acquire()
+        assert not model.cancelled.locked()
         assert (session.counts.cancelled, session.turns()) == (2, ())
 
 
 async def test_episodes_at_the_same_time_are_kept_apart() -> None:
-    engine = replying(lambda text: text.split("user\n")[1].split("<|im_end|>")[0].upper())
+    engine = replying(lambda said: said.removeprefix("user\n").upper())
 
     async def run(proxy: OpenAIProxy, name: str) -> str:
         async with proxy.episode(engine) as session, client_of(session) as client:
@@ -110,6 +65,7 @@ async def test_episodes_at_the_same_time_are_kept_apart() -> None:
     names = [f"episode {i}" for i in range(20)]
     async with OpenAIProxy(TOKENIZER) as proxy, asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(proxy, name)) for name in names]
+    assert len({request.session_id for request in engine.requests}) == 20, "a server for each episode"
     for task, name in zip(tasks, names, strict=True):
         assert task.result().endswith(f"{name}<|im_end|>\n<|im_start|>assistant\n{name.upper()}<|im_end|>")
 
@@ -122,12 +78,8 @@ async def test_agents_with_roles_make_trajectories_of_their_own() -> None:
         made = episode.session.trajectories({"solver": 1.0, "checker": 0.5}, {"rounds": 2})
         with pytest.raises(TrajectoryError, match="the role 'solver' has no reward; there are rewards for checker"):
             episode.session.trajectories({"checker": 0.5})
-    assert [(trajectory.role, trajectory.reward) for trajectory in made] == [
-        ("solver", 1.0),
-        ("solver", 1.0),
-        ("checker", 0.5),
-    ]
-    assert [trajectory.metrics.get("rounds") for trajectory in made] == [2, None, None]
+    told = [(trajectory.role, trajectory.reward, trajectory.metrics.get("rounds")) for trajectory in made]
+    assert told == [("solver", 1.0, 2), ("solver", 1.0, None), ("checker", 0.5, None)]
 
 
 @pytest.mark.parametrize("role", ["v1", "a/b", "", "a b", "ä"])
@@ -159,7 +111,7 @@ async def test_a_program_that_calls_nothing_has_nothing_to_train_on() -> None:
 
 async def test_parallel_agents_of_one_role_do_not_mix() -> None:
     """Two sub-agents with prompts of their own, by turns."""
-    engine = replying(lambda text: f"I was shown {text.count('user')} questions.")
+    engine = replying(str.upper)
     async with opened(engine) as episode:
 
         async def converse(topic: str) -> None:
@@ -172,6 +124,7 @@ async def test_parallel_agents_of_one_role_do_not_mix() -> None:
             group.create_task(converse("cats"))
             group.create_task(converse("dogs"))
         made = episode.session.trajectories(1.0)
+    assert len({request.session_id for request in engine.requests}) == 1
     texts = [decode(trajectory.token_ids) for trajectory in made]
     assert [len(trajectory.turns) for trajectory in made] == [3, 3]
     assert [("cats" in text, "dogs" in text) for text in sorted(texts)] == [(True, False), (False, True)]
@@ -188,13 +141,3 @@ async def test_a_proxy_is_open_while_anybody_uses_it_and_opens_again() -> None:
                 pass
             async with proxy.episode(saying("a")) as session, client_of(session) as client:
                 await client.chat.completions.create(model="m", messages=ASK)
-
-
-async def test_the_turns_of_an_episode_ask_for_one_server() -> None:
-    engine = saying("a")
-    async with opened(engine) as one, opened(engine) as other:
-        for episode in (one, one, other):
-            await episode.ask()
-    sessions = [request.session_id for request in engine.requests]
-    assert sessions[0] == sessions[1] != sessions[2]
-    assert shown(engine.requests[0]) == shown(engine.requests[2])

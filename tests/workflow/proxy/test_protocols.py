@@ -2,87 +2,97 @@
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import anthropic
 import openai
 import pytest
-from programs import ADD, CALL_ADD, CERTIFICATES, saying, shown, trained
-from workflow.scripted_answers import TOKENIZER
+from programs import ADD, CALL_ADD, CERTIFICATES, client_of, saying, shown, trained
+from workflow.scripted_answers import calling
 
 from arl.api.errors import ServerError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
+from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 from arl.workflow.proxy.session import EpisodeSession
 
 HI: Any = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+SHORT = {"type": "ephemeral"}
 DEFAULTS = SamplingParams(max_new_tokens=200, temperature=0.7, min_p=0.1)
-DISHONOURED = {
-    "response_format": {"type": "json_object"}, "frequency_penalty": 0.5, "presence_penalty": -0.5,
-    "logit_bias": {"7": 1}, "top_logprobs": 2, "modalities": ["text", "audio"], "functions": [{"name": "add"}],
-}  # fmt: skip
 FUNCTION: dict[str, Any] = {**ADD["function"], "strict": True}
+TOKENIZER = tiny_tokenizer()
+TOKENIZER.chat_template = CHAT_TEMPLATE.replace(
+    "(message.content", "(message.reasoning_content or '') + (message.content"
+)
 
 
 class Answer(NamedTuple):
+    """What the SDK made of a response. usage: tokens of the prompt, and of the answer."""
+
     text: str
-    calls: list[tuple[str, Any]]
     ending: str | None
+    calls: tuple[tuple[str, Any], ...] = ()
+    thought: str | None = None
+    usage: tuple[int, int] = (0, 0)
 
 
-async def by_chat(session: EpisodeSession, key: str, has_tool: bool, streams: bool, fields: Any) -> Answer:
-    asked: Any = {"messages": HI, "tools": [{"type": "function", "function": FUNCTION}] if has_tool else openai.omit}
-    async with openai_client(session, key) as client:
+async def by_chat(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
+    body = {"tools": [{"type": "function", "function": FUNCTION}], **fields}
+    async with client_of(session, api_key=key, max_retries=0) as client:
         if streams:
-            async with client.chat.completions.stream(model="any", **asked, extra_body=fields) as stream:
-                choice = (await stream.get_final_completion()).choices[0]
+            body["stream_options"] = {"include_usage": True}
+            async with client.chat.completions.stream(model="any", messages=HI, extra_body=body) as stream:
+                await stream.until_done()
+                made: Any = stream.current_completion_snapshot
         else:
-            choice = (await client.chat.completions.create(model="any", **asked, extra_body=fields)).choices[0]
-    calls: Any = choice.message.tool_calls or ()
-    made = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-    return Answer(choice.message.content or "", made, choice.finish_reason)
+            made = await client.chat.completions.create(model="any", messages=HI, extra_body=body)
+    said, ending = made.choices[0].message, made.choices[0].finish_reason
+    calls = tuple((call.function.name, json.loads(call.function.arguments)) for call in said.tool_calls or ())
+    usage = (made.usage.prompt_tokens, made.usage.completion_tokens)
+    return Answer(said.content or "", ending, calls, said.model_extra.get("reasoning_content"), usage)
 
 
-async def by_responses(session: EpisodeSession, key: str, has_tool: bool, streams: bool, fields: Any) -> Answer:
-    asked: Any = {"input": "hi", "tools": [{"type": "function", **FUNCTION}] if has_tool else openai.omit}
-    async with openai_client(session, key) as client:
+async def by_responses(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
+    body = {"tools": [{"type": "function", **FUNCTION}], **fields}
+    async with client_of(session, api_key=key, max_retries=0) as client:
         if streams:
-            async with client.responses.stream(model="any", **asked, extra_body=fields) as stream:
-                response: Any = await stream.get_final_response()
+            async with client.responses.stream(model="any", input="hi", extra_body=body) as stream:
+                *_, last = [event async for event in stream]
+                made: Any = last.response
         else:
-            response = await client.responses.create(model="any", **asked, extra_body=fields)
-    made = [(item.name, json.loads(item.arguments)) for item in response.output if item.type == "function_call"]
-    details = response.incomplete_details
-    return Answer(response.output_text, made, details.reason if details else response.status)
+            made = await client.responses.create(model="any", input="hi", extra_body=body)
+    ending = made.incomplete_details.reason if made.incomplete_details else made.status
+    calls = tuple((item.name, json.loads(item.arguments)) for item in made.output if item.type == "function_call")
+    thought = next((item.content[0].text for item in made.output if item.type == "reasoning"), None)
+    return Answer(made.output_text, ending, calls, thought, (made.usage.input_tokens, made.usage.output_tokens))
 
 
-async def by_anthropic(session: EpisodeSession, key: str, has_tool: bool, streams: bool, fields: Any) -> Answer:
+async def by_anthropic(session: EpisodeSession, key: str, streams: bool, fields: Any) -> Answer:
     tool = {"name": "add", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]}
-    asked: Any = {"max_tokens": 200, "messages": HI, "tools": [tool] if has_tool else anthropic.omit}
+    body = {"tools": [{**tool, "cache_control": SHORT}], **fields}
+    asked: Any = {"model": "any", "max_tokens": 200, "messages": HI, "extra_body": body}
     http = anthropic.DefaultAsyncHttpxClient(verify=CERTIFICATES)
     async with anthropic.AsyncAnthropic(base_url=session.url, api_key=key, max_retries=0, http_client=http) as client:
         if streams:
-            async with client.messages.stream(model="any", **asked, extra_body=fields) as stream:
-                message: Any = await stream.get_final_message()
+            async with client.messages.stream(**asked) as stream:
+                made: Any = await stream.get_final_message()
         else:
-            message = await client.messages.create(model="any", **asked, extra_body=fields)
-    made = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
-    return Answer("".join(block.text for block in message.content if block.type == "text"), made, message.stop_reason)
+            made = await client.messages.create(**asked)
+    ending = f"{made.stop_reason} {made.stop_sequence}" if made.stop_sequence else made.stop_reason
+    calls = tuple((block.name, block.input) for block in made.content if block.type == "tool_use")
+    thought = next((block.thinking for block in made.content if block.type == "thinking"), None)
+    text = "".join(block.text for block in made.content if block.type == "text")
+    return Answer(text, ending, calls, thought, (made.usage.input_tokens, made.usage.output_tokens))
 
 
-def openai_client(session: EpisodeSession, key: str) -> openai.AsyncOpenAI:
-    http = openai.DefaultAsyncHttpxClient(verify=CERTIFICATES)
-    return openai.AsyncOpenAI(base_url=session.base_url, api_key=key, max_retries=0, http_client=http)
-
-
-PROTOCOLS: dict[str, Callable[[EpisodeSession, str, bool, bool, Any], Awaitable[Answer]]] = {
+PROTOCOLS: dict[str, Callable[[EpisodeSession, str, bool, Any], Awaitable[Answer]]] = {
     "chat": by_chat,
     "responses": by_responses,
     "anthropic": by_anthropic,
 }
-every_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
 whole_or_streamed = pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 
 
@@ -91,100 +101,133 @@ class Asked(NamedTuple):
 
     session: EpisodeSession
     answer: Answer | None
-    error: openai.APIStatusError | anthropic.APIStatusError | None
+    error: Any
 
 
 async def asked(
-    protocol: str,
-    engine: ScriptedEngine,
-    *,
-    key: str | None = None,
-    has_tool: bool = False,
-    streams: bool = False,
-    **fields: Any,
+    protocol: str, engine: ScriptedEngine, *, key: str | None = None, streams: bool = False, **fields: Any
 ) -> Asked:
+    """Ask with one tool, `add`, unless the fields say otherwise."""
     async with OpenAIProxy(TOKENIZER, sampling=DEFAULTS) as proxy, proxy.episode(engine) as session:
         try:
-            answer = await PROTOCOLS[protocol](session, key or session.api_key, has_tool, streams, fields)
+            answer = await PROTOCOLS[protocol](session, key or session.api_key, streams, fields)
         except (openai.APIStatusError, anthropic.APIStatusError) as error:
             return Asked(session, None, error)
         return Asked(session, answer, None)
 
 
+BOTH, LONG, THOUGHTFUL = f"I add.{CALL_ADD}", "A long answer.", "<think>\nHm.\n</think>\n\nSo."
+ADDS = ("add", {"a": 1, "b": 2})
+HARMLESS_IN_CHAT = [
+    {"user": "me", "metadata": {"run": "1"}, "store": False, "service_tier": "auto", "seed": None, "top_logprobs": 0},
+    {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}},
+    {"reasoning_effort": "low", "verbosity": "low", "tool_choice": None, "parallel_tool_calls": True},
+]
+ANSWERS: list[tuple[str, str, dict[str, Any], Answer]] = [
+    ("chat", BOTH, {}, Answer("I add.", "tool_calls", (ADDS,))),
+    ("chat", LONG, {"max_completion_tokens": 3}, Answer("A l", "length")),
+    ("chat", LONG, {"max_tokens": 3}, Answer("A l", "length")),
+    ("chat", CALL_ADD, {"tool_choice": "none"}, Answer(CALL_ADD, "stop")),
+    ("chat", CALL_ADD * 2, {}, Answer("", "tool_calls", (ADDS, ADDS))),
+    ("chat", CALL_ADD * 2, {"parallel_tool_calls": False}, Answer("", "tool_calls", (ADDS,))),
+    ("chat", THOUGHTFUL, {}, Answer("So.", "stop", (), "Hm.")),
+    ("chat", "Well\nSo:", {"stop": ["\nSo:", "never"]}, Answer("Well", "stop")),
+    ("chat", half := CALL_ADD[:30], {}, Answer(half, "stop")),
+    ("chat", odd := f"{CALL_ADD}<tool_call>?</tool_call>", {}, Answer(odd, "stop")),
+    *(("chat", "fine", fields, Answer("fine", "stop")) for fields in HARMLESS_IN_CHAT),
+    ("responses", BOTH, {}, Answer("I add.", "completed", (ADDS,))),
+    ("responses", LONG, {"max_output_tokens": 3}, Answer("A l", "max_output_tokens")),
+    ("responses", CALL_ADD, {"tool_choice": "none"}, Answer(CALL_ADD, "completed")),
+    ("responses", CALL_ADD * 2, {}, Answer("", "completed", (ADDS, ADDS))),
+    ("responses", CALL_ADD * 2, {"parallel_tool_calls": False}, Answer("", "completed", (ADDS,))),
+    ("responses", THOUGHTFUL, {}, Answer("So.", "completed", (), "Hm.")),
+    ("responses", "fine", {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}}, Answer("fine", "completed")),
+    ("responses", "fine", {"metadata": {}, "include": ["reasoning.encrypted_content"]}, Answer("fine", "completed")),
+    ("anthropic", BOTH, {}, Answer("I add.", "tool_use", (ADDS,))),
+    ("anthropic", LONG, {"max_tokens": 3}, Answer("A l", "max_tokens")),
+    ("anthropic", CALL_ADD, {"tool_choice": {"type": "none"}}, Answer(CALL_ADD, "end_turn")),
+    ("anthropic", CALL_ADD * 2, {}, Answer("", "tool_use", (ADDS, ADDS))),
+    ("anthropic", CALL_ADD * 2, {"tool_choice": {"disable_parallel_tool_use": True}}, Answer("", "tool_use", (ADDS,))),
+    ("anthropic", THOUGHTFUL, {}, Answer("So.", "end_turn")),
+    ("anthropic", THOUGHTFUL, {"thinking": {"type": "adaptive"}}, Answer("So.", "end_turn", (), "Hm.")),
+    ("anthropic", "one. two", {"stop_sequences": ["two", "."]}, Answer("one", "stop_sequence .")),
+    ("anthropic", "fine", {"metadata": {"user_id": "1"}, "service_tier": "auto"}, Answer("fine", "end_turn")),
+    ("anthropic", "fine", {"cache_control": SHORT}, Answer("fine", "end_turn")),
+]
+
+
 @whole_or_streamed
-@every_protocol
-async def test_text_and_calls_are_answered_and_their_turn_is_trained(protocol: str, streams: bool) -> None:
-    engine = saying(f"I add.{CALL_ADD}")
-    session, answer, _ = await asked(protocol, engine, has_tool=True, streams=streams)
-    assert answer is not None
-    assert answer[:2] == ("I add.", [("add", {"a": 1, "b": 2})])
-    assert "Add two numbers." in shown(engine.requests[0])
-    assert trained(session.trajectories(1.0)[0]) == [f"I add.{CALL_ADD}"]
-    assert session.counts.answered == 1
-
-
-@pytest.mark.parametrize(
-    ("protocol", "limit", "ending"),
-    [
-        ("chat", "max_completion_tokens", "length"),
-        ("chat", "max_tokens", "length"),
-        ("responses", "max_output_tokens", "max_output_tokens"),
-        ("anthropic", "max_tokens", "max_tokens"),
-    ],
-)
-async def test_an_answer_that_ran_out_of_tokens_says_so_and_its_trajectory_is_truncated(
-    protocol: str, limit: str, ending: str
+@pytest.mark.parametrize(("protocol", "said", "fields", "answer"), ANSWERS)
+async def test_a_program_gets_what_the_model_said_and_its_turn_is_trained(
+    protocol: str, said: str, fields: dict[str, Any], answer: Answer, streams: bool
 ) -> None:
-    session, answer, _ = await asked(protocol, saying("A long answer."), **{limit: 3})
-    assert answer == ("A l", [], ending)
-    assert session.trajectories(1.0)[0].is_truncated
+    engine = saying(said)
+    session, got, _ = await asked(protocol, engine, streams=streams, **fields)
+    (turn,) = session.turns()
+    (made,) = session.trajectories(1.0)
+    assert got == answer._replace(usage=(len(engine.requests[0].input_ids), len(turn.output_ids)))
+    assert trained(made) == [answer.text if said == LONG else said]
+    assert (made.is_truncated, session.counts.answered) == (said == LONG, 1)
+    assert ("Add two numbers." in shown(engine.requests[0])) == ("none" not in str(fields.get("tool_choice")))
 
 
-@pytest.mark.parametrize(
-    ("protocol", "none"), [("chat", "none"), ("responses", "none"), ("anthropic", {"type": "none"})]
-)
-async def test_tools_that_may_not_be_called_are_not_shown_and_calls_are_text(protocol: str, none: Any) -> None:
-    engine = saying(CALL_ADD)
-    _, answer, _ = await asked(protocol, engine, has_tool=True, tool_choice=none)
-    assert answer is not None
-    assert answer[:2] == (CALL_ADD, [])
-    assert "Add two numbers." not in shown(engine.requests[0])
+def by(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
 
 
-@pytest.mark.parametrize(
-    ("protocol", "fields"),
-    [
-        ("chat", {"parallel_tool_calls": False}),
-        ("responses", {"parallel_tool_calls": False}),
-        ("anthropic", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
-    ],
-)
-async def test_a_program_that_wants_one_call_gets_the_first(protocol: str, fields: dict[str, Any]) -> None:
-    for more, number in (({}, 2), (fields, 1)):
-        _, answer, _ = await asked(protocol, saying(CALL_ADD + CALL_ADD), has_tool=True, **more)
-        assert answer is not None
-        assert answer.calls == [("add", {"a": 1, "b": 2})] * number
+def text(said: str, kind: str = "text", **more: Any) -> dict[str, Any]:
+    return {"type": kind, "text": said, **more}
 
 
-SAMPLED = {"max_new_tokens": 9, "temperature": 0.2, "top_p": 0.5, "min_p": 0.1}
+USE = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
+FAILED = {"type": "tool_result", "tool_use_id": "1", "is_error": True, "content": [text("no b")]}
+THINKING = {"type": "thinking", "thinking": "1?"}
+REASONING = {"type": "reasoning", "id": "r", "summary": [], "content": [text("Ann or Bob?", "reasoning_text")]}
+NAMED = [by("user", [text("A name?", "input_text")]), REASONING, by("assistant", [text("Ann", "output_text")]), *HI]
+FAILING = [*HI, by("assistant", [THINKING, text("I add."), USE]), by("user", [FAILED, text("Well?")])]
+SYSTEM, USER, MODEL = (f"<|im_start|>{role}\n" for role in ("system", "user", "assistant"))
+END = "<|im_end|>\n"
+RESULT = "<tool_response>\nerror: no b\n</tool_response>"
+SHOWN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("chat", {"messages": [by("user", [text("one"), text("two")])]}, (USER, "one\ntwo")),
+    ("chat", {"messages": [by("developer", "Be kind."), *HI]}, (SYSTEM, "Be kind.", END, USER, "hi")),
+    ("responses", {"instructions": "Be brief."}, (SYSTEM, "Be brief.", END, USER, "hi")),
+    ("responses", {"input": NAMED}, (USER, "A name?", END, MODEL, "Ann or Bob?Ann", END, USER, "hi")),
+    (
+        "anthropic",
+        {"system": [text("Be kind.", cache_control=SHORT)]},
+        (SYSTEM, "Be kind.", END, USER, "hi"),
+    ),
+    (
+        "anthropic",
+        {"messages": FAILING},
+        (USER, "hi", END, MODEL, "1?I add.\n", calling("add", a=1), END, USER, RESULT, END, USER, "Well?"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("protocol", "fields", "prompt"), SHOWN)
+async def test_the_model_is_shown_what_was_said_in_the_templates_words(
+    protocol: str, fields: dict[str, Any], prompt: tuple[str, ...]
+) -> None:
+    engine = saying("a")
+    await asked(protocol, engine, tools=[], **fields)
+    assert shown(engine.requests[0]) == "".join((*prompt, END, MODEL))
+
+
+NUCLEUS = {"temperature": 0.2, "top_p": 0.5}
 
 
 @pytest.mark.parametrize(
     ("protocol", "fields", "sampling"),
     [
-        ("chat", {}, {"max_new_tokens": 200, "temperature": 0.7, "min_p": 0.1}),
-        (
-            "chat",
-            {"max_tokens": 9, "temperature": 0.2, "top_p": 0.5, "min_p": 0, "top_k": 5, "stop": "x", "seed": 4},
-            {**SAMPLED, "min_p": 0, "top_k": 5, "stop": ("x",), "seed": 4},
-        ),
+        ("chat", {}, {}),
+        ("chat", {"max_tokens": 9, **NUCLEUS}, {"max_new_tokens": 9, **NUCLEUS}),
+        ("chat", {"min_p": 0, "top_k": 5, "stop": "x", "seed": 4}, {"min_p": 0, "top_k": 5, "stop": ("x",), "seed": 4}),
         ("chat", {"stop_token_ids": [3], "ignore_eos": True}, {"stop_token_ids": (3,), "ignore_eos": True}),
-        ("responses", {"max_output_tokens": 9, "temperature": 0.2, "top_p": 0.5}, SAMPLED),
-        (
-            "anthropic",
-            {"max_tokens": 9, "temperature": 0.2, "top_p": 0.5, "top_k": 5, "stop_sequences": ["x"]},
-            {**SAMPLED, "top_k": 5, "stop": ("x",)},
-        ),
+        ("responses", {"max_output_tokens": 9, **NUCLEUS}, {"max_new_tokens": 9, **NUCLEUS}),
+        ("anthropic", {"max_tokens": 9, **NUCLEUS}, {"max_new_tokens": 9, **NUCLEUS}),
+        ("anthropic", {"top_k": 5, "stop_sequences": ["x"]}, {"top_k": 5, "stop": ("x",)}),
     ],
 )
 async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
@@ -192,36 +235,7 @@ async def test_a_call_is_sampled_as_it_says_and_else_as_the_proxy_says(
 ) -> None:
     engine = saying("a")
     await asked(protocol, engine, **fields)
-    defaults = {"max_new_tokens": 200, "temperature": 0.7, "min_p": 0.1}
-    assert engine.requests[0].sampling == SamplingParams(**{**defaults, **sampling})
-
-
-@pytest.mark.parametrize(
-    ("protocol", "fields"),
-    [
-        (
-            "chat",
-            {
-                "user": "me", "metadata": {"run": "1"}, "store": False, "service_tier": "auto", "seed": None,
-                "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"},
-                "reasoning_effort": "low", "verbosity": "low", "tool_choice": None, "top_logprobs": 0,
-                "parallel_tool_calls": True,
-            },
-        ),
-        (
-            "responses",
-            {
-                "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "metadata": {"run": "1"},
-                "include": ["reasoning.encrypted_content"],
-            },
-        ),
-        ("anthropic", {"metadata": {"user_id": "1"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}}),
-    ],
-)  # fmt: skip
-async def test_fields_that_change_nothing_are_taken(protocol: str, fields: dict[str, Any]) -> None:
-    session, answer, _ = await asked(protocol, saying("fine"), **fields)
-    assert answer is not None
-    assert (answer.text, session.counts.answered) == ("fine", 1)
+    assert engine.requests[0].sampling == replace(DEFAULTS, **sampling)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +253,13 @@ async def test_fields_that_change_nothing_are_taken(protocol: str, fields: dict[
         ("chat", {"tools": [{"type": "web_search"}]}, "tools[0]", "must be a function"),
         ("chat", {"tool_choice": "required"}, "tool_choice", "cannot be forced here"),
         ("chat", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", "cannot be forced"),
-        *(("chat", {field: value}, field, "cannot be honoured") for field, value in DISHONOURED.items()),
+        ("chat", {"response_format": {"type": "json_object"}}, "response_format", "cannot be honoured"),
+        ("chat", {"frequency_penalty": 0.5}, "frequency_penalty", "cannot be honoured"),
+        ("chat", {"presence_penalty": -0.5}, "presence_penalty", "cannot be honoured"),
+        ("chat", {"logit_bias": {"7": 1}}, "logit_bias", "cannot be honoured"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs", "cannot be honoured"),
+        ("chat", {"modalities": ["text", "audio"]}, "modalities", "cannot be honoured"),
+        ("chat", {"functions": [{"name": "add"}]}, "functions", "cannot be honoured"),
         ("chat", {"audio": {"voice": "alloy"}}, "audio", "not known here"),
         ("chat", {"best_of": 2}, "best_of", "not known here"),
         ("chat", {"messages": []}, "messages", "not empty"),
@@ -263,20 +283,10 @@ async def test_fields_that_change_nothing_are_taken(protocol: str, fields: dict[
         ("responses", {"no_such_field": 1}, "no_such_field", "not known here"),
         ("anthropic", {"tools": [{"type": "web_search_20250305"}]}, "tools[0]", "own tools are not available"),
         ("anthropic", {"tool_choice": {"type": "any"}}, "tool_choice", "cannot be forced here"),
-        (
-            "anthropic",
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            "thinking",
-            "length of thinking",
-        ),
+        ("anthropic", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking", "length of thinking"),
         ("anthropic", {"container": "c"}, "container", "runs no code"),
         ("anthropic", {"mcp_servers": [{"name": "m"}]}, "mcp_servers", "the program calls"),
-        (
-            "anthropic",
-            {"messages": [*HI, {"role": "assistant", "content": "Well,"}]},
-            "messages",
-            "cannot be prefilled",
-        ),
+        ("anthropic", {"messages": [*HI, {"role": "assistant", "content": "I"}]}, "messages", "cannot be prefilled"),
         ("anthropic", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]", ""),
         ("anthropic", {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role", "must be user"),
         ("anthropic", {"messages": []}, "messages", "is empty"),
@@ -289,7 +299,6 @@ async def test_a_field_that_cannot_be_honoured_is_refused_by_its_name(
 ) -> None:
     engine = saying("never")
     session, _, error = await asked(protocol, engine, **fields)
-    assert error is not None
     message, kind, named = told_by(error)
     assert message.startswith(param)
     assert reason in message
@@ -305,17 +314,20 @@ def told_by(error: Any) -> tuple[str, str, str | None]:
 
 
 @whole_or_streamed
-@every_protocol
+@pytest.mark.parametrize(
+    ("protocol", "unauthorized", "overloaded"),
+    [
+        ("chat", "invalid_request_error", "server_error"),
+        ("responses", "invalid_request_error", "server_error"),
+        ("anthropic", "authentication_error", "overloaded_error"),
+    ],
+)
 async def test_a_wrong_key_and_an_engine_that_is_down_are_errors_in_the_protocols_shape(
-    protocol: str, streams: bool
+    protocol: str, unauthorized: str, overloaded: str, streams: bool
 ) -> None:
-    is_anthropic = protocol == "anthropic"
     engine = saying(ServerError("all servers are down"))
     _, _, error = await asked(protocol, engine, key="arl-wrong", streams=streams)
-    assert error is not None
-    assert (error.status_code, engine.requests) == (401, [])
-    assert told_by(error)[1] == ("authentication_error" if is_anthropic else "invalid_request_error")
+    assert (error.status_code, told_by(error)[1], engine.requests) == (401, unauthorized, [])
     session, _, error = await asked(protocol, engine, streams=streams)
-    assert error is not None
     assert (error.status_code, session.counts.failed) == (503, 1)
-    assert told_by(error)[:2] == ("all servers are down", "overloaded_error" if is_anthropic else "server_error")
+    assert told_by(error)[:2] == ("all servers are down", overloaded)

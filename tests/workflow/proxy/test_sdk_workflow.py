@@ -80,25 +80,25 @@ async def test_a_program_that_fails_fails_its_episode_with_its_own_words(program
         await run(program, saying("a"))
 
 
-async def test_a_program_need_not_read_its_example() -> None:
+RUN = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {!r}]{})"
+DETACHED = "import os, sys; os.setsid(); sys.stdout.write('x' * 100); sys.stdout.flush(); sys.stdin.read()"
+
+
+@pytest.mark.parametrize(
+    ("code", "drain_s"),
+    [
+        ("import os; os.close(0)", None),
+        (RUN.format("import time; time.sleep(600)", ""), None),  # killed with its group: it holds the pipe open
+        (RUN.format(DETACHED, ", stdin=subprocess.PIPE"), 0.05),  # outside of the group: it is left behind
+    ],
+    ids=["its example", "its child", "a child that left"],
+)
+async def test_what_a_program_leaves_behind_is_not_waited_for(
+    code: str, drain_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdk_agent, "_DRAIN_S", drain_s or sdk_agent._DRAIN_S)
     with pytest.raises(TrajectoryError, match="made no call"):
-        await run(python("import os; os.close(0)"), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
-
-
-async def test_the_children_of_a_program_die_with_its_episode() -> None:
-    """It would hold the pipe open for ten minutes."""
-    program = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    with pytest.raises(TrajectoryError, match="made no call"):
-        await run(python(program), saying("a"))
-
-
-async def test_a_program_that_something_outlives_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it started left its group, and holds its output open until we close our end."""
-    monkeypatch.setattr(sdk_agent, "_DRAIN_S", 0.05)
-    child = "import os, sys; os.setsid(); sys.stdout.write('x' * 100); sys.stdout.flush(); sys.stdin.read()"
-    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)"
-    with pytest.raises(TrajectoryError, match="made no call"):
-        await run(python(program), saying("a"))
+        await run(python(code), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
 
 
 async def test_a_program_is_killed_when_its_episode_is_cancelled(tmp_path: Path) -> None:
@@ -147,14 +147,10 @@ async def test_a_proxy_that_the_user_opened_stays_open() -> None:
                 assert made.reward == 1.0
 
 
-@pytest.mark.parametrize("arguments", ["python agent.py", []])
-def test_a_command_line_is_a_list(arguments: Any) -> None:
-    with pytest.raises(ConfigError, match="as a list"):
-        Command(arguments=arguments)
-
-
-def test_a_workflow_needs_one_way_to_reach_the_model() -> None:
-    with pytest.raises(ConfigError, match="either a tokenizer"):
-        SDKWorkflow(asks, InlineReward(right))
-    with pytest.raises(ConfigError, match="either a tokenizer"):
-        SDKWorkflow(asks, InlineReward(right), TOKENIZER, proxy=OpenAIProxy(TOKENIZER))
+def test_a_command_line_is_a_list_and_a_workflow_has_one_way_to_reach_the_model() -> None:
+    for arguments in ("python agent.py", []):
+        with pytest.raises(ConfigError, match="as a list"):
+            Command(arguments=arguments)
+    for tokenizer, proxy in ((None, None), (TOKENIZER, OpenAIProxy(TOKENIZER))):
+        with pytest.raises(ConfigError, match="either a tokenizer"):
+            SDKWorkflow(asks, InlineReward(right), tokenizer, proxy=proxy)

@@ -24,6 +24,10 @@ from arl.workflow.proxy.openai_proxy import KEY_HEADER, OpenAIProxy
 from arl.workflow.verifiers_workflow import EnvironmentFailedError, VerifiersWorkflow, local_environment
 
 
+def letters(**config: Any) -> vf.Env:
+    return local_environment({"taskset": {"id": "letters_env"}, **config})
+
+
 def unevenly(*answers: str) -> ScriptedEngine:
     """Each token has a logprob of its own."""
     remaining = iter(answers)
@@ -45,9 +49,9 @@ async def run(environment: vf.Env, engine: ScriptedEngine, place: int = 0, **opt
 
 
 async def test_a_single_turn_is_a_trajectory_with_what_was_sampled_and_the_parts_of_its_reward() -> None:
-    env, engine = local_environment({"taskset": {"id": "letters_env"}}), unevenly("e")
+    engine = unevenly("e")
     sampling = SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=5)
-    (trajectory,) = await run(env, engine, sampling=sampling)
+    (trajectory,) = await run(letters(), engine, sampling=sampling)
     (turn,) = trajectory.turns
     assert engine.requests[0].sampling == sampling
     assert trajectory.token_ids == (*engine.requests[0].input_ids, *ended("e"))
@@ -107,24 +111,20 @@ async def test_verifiers_starts_a_process_that_serves_its_tools(monkeypatch: pyt
 
 
 async def test_each_attempt_of_an_agent_is_a_trajectory_with_its_own_reward() -> None:
-    env = local_environment({"id": "best-of-n", "n": 2, "taskset": {"id": "letters_env"}})
-    first, second = await run(env, unevenly("e", "five"))
+    first, second = await run(letters(id="best-of-n", n=2), unevenly("e", "five"))
     assert [trained(first), trained(second)] == [["e"], ["five"]]
     assert [first.reward, second.reward] == [1.5, 0.0]
     assert [first.role, second.role] == ["agent", "agent"]
 
 
 async def test_an_agent_that_plays_the_user_is_not_trained() -> None:
-    env = local_environment({"id": "user-sim", "taskset": {"id": "letters_env"}})
-    engine = unevenly("Which letter?", "e", "###DONE###")
-    (trajectory,) = await run(env, engine)
+    (trajectory,) = await run(letters(id="user-sim"), unevenly("Which letter?", "e", "###DONE###"))
     assert (trajectory.role, trained(trajectory)) == ("assistant", ["e"])
 
 
 async def test_episodes_run_at_once_and_each_has_its_own_turns() -> None:
-    env = local_environment({"taskset": {"id": "letters_env"}})
-    workflow = VerifiersWorkflow(env, TOKENIZER)
-    rows = workflow.rows(env.taskset)
+    workflow = VerifiersWorkflow(letters(), TOKENIZER)
+    rows = workflow.rows(workflow.env.taskset)
     both = asyncio.Barrier(2)
 
     def engine(answer: str) -> ScriptedEngine:
@@ -142,31 +142,29 @@ async def test_episodes_run_at_once_and_each_has_its_own_turns() -> None:
     assert [trained(task.result()[0]) for task in tasks] == [["e"], ["r"]]
 
 
+SCORING = "its agent: TaskError: task LettersTask scoring: ZeroDivisionError: nobody was fair"
+DOWN = ServerError("all servers are down")
+
+
 @pytest.mark.parametrize(
-    ("place", "config", "said"),
+    ("place", "config", "answer", "said"),
     [
-        (0, {}, "its agent: TaskError: task FailingTask scoring: ZeroDivisionError: nobody was fair"),
-        (1, {"agent": {"timeout": {"setup": 0.05}}}, "called the model; the agents ended by: setup_timeout"),
-        (2, {}, "called the model; the agents ended by: never_begins"),
+        (3, {}, "g", SCORING),
+        (4, {"agent": {"timeout": {"setup": 0.05}}}, "g", "called the model; the agents ended by: setup_timeout"),
+        (5, {}, "g", "called the model; the agents ended by: never_begins"),
+        (0, {}, DOWN, "all servers are down"),
     ],
 )
 async def test_an_environment_that_fails_or_hangs_is_an_error_that_says_where(
-    place: int, config: dict[str, Any], said: str
+    place: int, config: dict[str, Any], answer: str | Exception, said: str
 ) -> None:
-    env = local_environment({"taskset": {"id": "failing_env"}, **config})
     with pytest.raises(EnvironmentFailedError) as failure:
-        await run(env, saying("I am."), place)
+        await run(letters(**config), saying(answer), place)
     assert said in str(failure.value)
+    assert (failure.value.__cause__ is DOWN) == (answer is DOWN)
 
 
-async def test_the_engines_error_is_the_cause_of_a_failed_episode() -> None:
-    env = local_environment({"taskset": {"id": "letters_env"}})
-    with pytest.raises(EnvironmentFailedError, match="all servers are down") as failure:
-        await run(env, saying(ServerError("all servers are down")))
-    assert isinstance(failure.value.__cause__, ServerError)
-
-
-async def test_an_episode_that_is_cancelled_leaves_nothing_behind() -> None:
+async def test_an_episode_that_is_cancelled_leaves_nothing_behind_and_a_workflow_is_opened_again() -> None:
     asked = asyncio.Event()
 
     async def hang(_: ModelRequest) -> list[int]:
@@ -174,38 +172,30 @@ async def test_an_episode_that_is_cancelled_leaves_nothing_behind() -> None:
         await asyncio.Event().wait()
         return []
 
-    env = local_environment({"taskset": {"id": "letters_env"}})
-    workflow = VerifiersWorkflow(env, TOKENIZER)
-    rows = workflow.rows(env.taskset)
-    async with workflow:
-        hanging = asyncio.create_task(workflow.arun_episode(ScriptedEngine(hang), rows[0]))
-        await asked.wait()
-        hanging.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await hanging
-        (trajectory,) = await workflow.arun_episode(unevenly("e"), rows[0])
-    assert trained(trajectory) == ["e"]
-
-
-async def test_a_workflow_is_opened_again_after_it_was_left() -> None:
-    env = local_environment({"taskset": {"id": "letters_env"}})
-    workflow = VerifiersWorkflow(env, TOKENIZER)
-    rows = workflow.rows(env.taskset)
+    workflow = VerifiersWorkflow(letters(), TOKENIZER)
+    row, *_ = workflow.rows(workflow.env.taskset)
     for _ in range(2):
+        with pytest.raises(ArlError, match="not open"):
+            await workflow.arun_episode(saying("e"), row)
         async with workflow:
-            (trajectory,) = await workflow.arun_episode(unevenly("e"), rows[0])
+            hanging = asyncio.create_task(workflow.arun_episode(ScriptedEngine(hang), row))
+            await asked.wait()
+            hanging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await hanging
+            (trajectory,) = await workflow.arun_episode(unevenly("e"), row)
         assert trained(trajectory) == ["e"]
+        asked.clear()
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(ArlError, match=r"pip install 'arl\[verifiers\]'"):
-        local_environment({"taskset": {"id": "letters_env"}})
+        letters()
 
 
 def test_an_environments_choices_for_its_agents_are_kept() -> None:
-    env = local_environment({"taskset": {"id": "letters_env"}, "agent": {"harness": {"id": "bash"}, "max_turns": 3}})
-    agent = env.config.agent
+    agent = letters(agent={"harness": {"id": "bash"}, "max_turns": 3}).config.agent
     assert (agent.harness.id, agent.runtime.type, agent.max_turns) == ("bash", "subprocess", 3)
 
 
@@ -236,9 +226,3 @@ async def test_a_shared_url_takes_calls_of_admitted_runs_alone(run_id: str | Non
                 await client.close()
     assert refusal.value.status_code == 401
     assert not engine.requests
-
-
-async def test_a_workflow_that_is_not_open_runs_nothing() -> None:
-    workflow = VerifiersWorkflow(local_environment({"taskset": {"id": "letters_env"}}), TOKENIZER)
-    with pytest.raises(ArlError, match="not open"):
-        await workflow.arun_episode(saying("e"), {"task": 0})
