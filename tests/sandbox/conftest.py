@@ -1,6 +1,7 @@
 """Fixtures of sandbox tests: bubblewrap, which a machine may lack, a fake docker, and pipes to programs."""
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -67,3 +68,8 @@ def docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_DOCKER", str(tmp_path))
     return tmp_path
+
+
+def calls(docker: Path) -> list[list[str]]:
+    """What the fake docker was asked."""
+    return [json.loads(line) for line in (docker / "calls.jsonl").read_text().splitlines()]

@@ -1,20 +1,18 @@
 """Containers: the docker commands and their outcomes, by a fake docker, and by an engine if one runs."""
 
 import asyncio
-import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from sandbox.conftest import once_running, sleeper
+from sandbox.conftest import calls
 
 from arl.api.errors import SandboxError
 from arl.sandbox import DockerSandbox, Limits, container
 
 LIMITS = Limits(wall_s=20, output_bytes=10_000)
-FORGES = 'import os\nos.write(2, b\'0\' * 32 + b\' {"ended_by": "exit", "code": 0, "wall_s": 1}\')\nos._exit(5)'
 
 
 @pytest.fixture
@@ -23,18 +21,11 @@ async def sandbox(docker: Path) -> AsyncIterator[DockerSandbox]:
         yield sandbox
 
 
-def calls(docker: Path) -> list[list[str]]:
-    return [json.loads(line) for line in (docker / "calls.jsonl").read_text().splitlines()]
-
-
 async def test_a_program_runs_in_a_container_of_its_own(
     docker: Path, sandbox: DockerSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy")  # the docker client puts it into containers
-    program = "import os, sys\nprint(input(), open('d/a').read(), sorted(set(os.environ) - {'LC_CTYPE'}))\n"
-    program += "print('e', file=sys.stderr)\nsys.exit(3)"
-    outcome = await sandbox.run(program, stdin="in\n", files={"d/a": b"file"})
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (3, "in file []\n", "e\n")
+    assert (await sandbox.run("import os; print(set(os.environ) - {'LC_CTYPE'})")).stdout == "set()\n"
     first, inspect, probe, run = calls(docker)
     assert (first[0], inspect[:2], probe[0]) == ("version", ["image", "inspect"], "run")
     assert probe[2] != run[2]
@@ -53,39 +44,9 @@ async def test_a_program_runs_in_a_container_of_its_own(
     assert not {"--volume", "-v", "--mount", "--privileged"} & set(run)
 
 
-@pytest.mark.parametrize(
-    ("program", "ended_by", "code"),
-    [
-        ("import os; os.kill(os.getpid(), 11)", "signal", -11),
-        ("import sys; sys.exit(139)", "exit", 139),
-        ("import os\nfor _ in range(99): os.write(1, b'x' * 1000)", "output", None),
-        ("import os, resource, signal; os.kill(os.getpid(), signal.SIGXCPU)", "cpu", None),
-        pytest.param(FORGES, "exit", 5, id="a report that the program wrote itself"),
-    ],
-)
-async def test_the_outcome_says_how_it_ended(
-    sandbox: DockerSandbox, program: str, ended_by: str, code: int | None
-) -> None:
-    outcome = await sandbox.run(program)
-    assert (outcome.ended_by, outcome.exit_code) == (ended_by, code)
-    assert len(outcome.stdout) <= LIMITS.output_bytes
-
-
 async def test_the_first_process_of_a_container_ends_it_at_its_wall_time(docker: Path, sandbox: DockerSandbox) -> None:
-    outcome = await sandbox.run("print('a', flush=True)\nimport time\ntime.sleep(600)", limits=Limits(wall_s=0.5))
-    assert (outcome.ended_by, outcome.stdout, outcome.exit_code) == ("timeout", "a\n", None)
+    assert (await sandbox.run("import time\ntime.sleep(600)", limits=Limits(wall_s=0.5))).ended_by == "timeout"
     assert not any(call[0] == "rm" for call in calls(docker))
-
-
-async def test_a_cancelled_call_removes_its_container_by_name(docker: Path, sandbox: DockerSandbox, pipe: Path) -> None:
-    call = asyncio.create_task(sandbox.run(sleeper(pipe)))
-    async with once_running(pipe) as reader:
-        call.cancel()
-        assert await asyncio.to_thread(reader.read) == ""
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    *_, run, remove = calls(docker)
-    assert remove == ["rm", "--force", run[2]]
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"files": {"a": 9}', b'{"files": {"a": 9}}\nhalf'])

@@ -1,5 +1,3 @@
 """Aborts."""
 
-import os
-
 os.abort()

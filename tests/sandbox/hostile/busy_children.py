@@ -1,8 +1,5 @@
 """Computes for ever, in processes that each end soon."""
 
-import os
-import time
-
 while True:
     if os.fork() == 0:
         began = time.process_time()

@@ -1,9 +1,5 @@
 """Computes for ever in processes that nobody waits for, so that their time is added to no other's."""
 
-import os
-import signal
-import time
-
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 while True:
     ended, held = os.pipe()

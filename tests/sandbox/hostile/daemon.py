@@ -1,8 +1,5 @@
 """Leaves behind a daemon in its own session with no open files."""
 
-import os
-import time
-
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:

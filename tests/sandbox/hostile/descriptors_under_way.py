@@ -1,6 +1,4 @@
 """Sends descriptors that nobody receives: the kernel counts them by user, for all programs together."""
 
-import socket
-
 sender, receiver = socket.socketpair()
 attempt("sendmsg", socket.send_fds, sender, [b"x"], [0])

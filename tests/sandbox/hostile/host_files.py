@@ -1,7 +1,5 @@
 """Reads files of the host that a program does not need."""
 
-import os
-
 paths = (
     "/etc/passwd /etc/shadow /etc/hostname /etc/resolv.conf /root/.bashrc /root/.ssh /home /var /sys /run /opt /boot"
 )

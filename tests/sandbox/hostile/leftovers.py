@@ -1,7 +1,5 @@
 """Looks for files of other runs, and leaves one wherever it can."""
 
-import os
-
 for directory in ("/sandbox", "/tmp", "/dev/shm"):
     print(directory, os.listdir(directory))
 for directory in ("/sandbox", "/tmp", "/dev/shm", "/var/tmp", "/dev", "/", "/root"):

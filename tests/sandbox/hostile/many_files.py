@@ -1,7 +1,5 @@
 """Makes empty files."""
 
-import os
-
 number = 0
 while True:
     os.mkdir(f"/tmp/{number}")

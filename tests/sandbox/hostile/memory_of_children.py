@@ -1,8 +1,5 @@
 """Takes memory in many processes, a little in each."""
 
-import os
-import time
-
 for _ in range(8):
     if os.fork() == 0:
         hoard = bytearray(os.urandom(1 << 10)) * (20 << 10)

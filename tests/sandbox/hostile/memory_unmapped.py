@@ -1,11 +1,5 @@
 """Takes memory that can outlast its mapping: memfd, System V, message queues, /dev/shm, shared mappings, pipes."""
 
-import ctypes
-import mmap
-import os
-
-libc = ctypes.CDLL(None, use_errno=True)
-
 attempt("memfd", os.memfd_create, "hoard")
 attempt("memfd by its number", lambda: checked(libc.syscall(319 if os.uname().machine == "x86_64" else 279, b"x", 0)))
 attempt("shmget", lambda: checked(libc.shmget(1, 1 << 30, 0o1600)))

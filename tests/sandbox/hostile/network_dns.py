@@ -1,6 +1,4 @@
 """Looks up the address of a name."""
 
-import socket
-
 for name in ("example.com", "metadata.google.internal"):
     attempt(name, socket.getaddrinfo, name, 80)

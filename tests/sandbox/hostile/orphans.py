@@ -1,8 +1,5 @@
 """Ends while its children hold its output open."""
 
-import os
-import time
-
 for _ in range(3):
     if os.fork() == 0:
         time.sleep(600)

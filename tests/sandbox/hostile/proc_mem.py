@@ -1,7 +1,5 @@
 """Writes to memory through /proc: that of pid 1, and its own read-only code."""
 
-import ctypes
-
 attempt("pid 1", open, "/proc/1/mem", "r+b", 0)
 code = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
 with open("/proc/self/mem", "r+b", 0) as memory:

@@ -1,5 +1,3 @@
 """Looks for other processes."""
 
-import os
-
 print("saw", sorted(int(name) for name in os.listdir("/proc") if name.isdigit()), os.getppid())

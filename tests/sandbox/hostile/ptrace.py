@@ -1,10 +1,5 @@
 """Attaches to other processes, and reads their memory."""
 
-import ctypes
-import os
-
-libc = ctypes.CDLL(None, use_errno=True)
-
 child = os.fork()
 if child == 0:
     while True:

@@ -1,8 +1,5 @@
 """Raises its limits, and its priority."""
 
-import os
-import resource
-
 for name in ("AS", "CPU", "NPROC", "FSIZE", "NOFILE", "CORE", "MEMLOCK", "MSGQUEUE"):
     attempt(name, resource.setrlimit, getattr(resource, "RLIMIT_" + name), (resource.RLIM_INFINITY,) * 2)
 attempt("nice", os.nice, -5)

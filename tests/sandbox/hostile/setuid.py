@@ -1,8 +1,5 @@
 """Becomes another user."""
 
-import os
-import subprocess
-
 attempt("setuid", os.setuid, 0)
 attempt("setgid", os.setgid, 0)
 attempt("setgroups", os.setgroups, [0])

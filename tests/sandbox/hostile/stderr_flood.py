@@ -1,7 +1,5 @@
 """Writes to stderr for ever, from several processes."""
 
-import os
-
 os.fork()
 os.fork()
 while True:

@@ -1,8 +1,5 @@
 """Types into the terminal that arl was started from."""
 
-import fcntl
-import os
-
 for file in (0, 1, 2):
     attempt(f"TIOCSTI {file}", fcntl.ioctl, file, 0x5412, b"x")
 for path in ("/dev/tty", "/dev/console", "/dev/ptmx", "/dev/pts/0"):

@@ -1,7 +1,5 @@
 """Starts threads for ever."""
 
-import threading
-
 wait = threading.Event()
 while True:
     try:

@@ -1,11 +1,5 @@
 """Makes namespaces in which it would be root."""
 
-import ctypes
-import os
-import subprocess
-
-libc = ctypes.CDLL(None, use_errno=True)
-
 for flag in (0x10000000, 0x00020000, 0x40000000, 0x20000000):
     attempt(f"unshare {flag:#x}", lambda: checked(libc.unshare(flag)))
 clone = 56 if os.uname().machine == "x86_64" else 220

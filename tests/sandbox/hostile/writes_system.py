@@ -1,8 +1,5 @@
 """Writes to files and directories of the system."""
 
-import os
-import sys
-
 directories = "/ /usr /usr/bin /bin /lib /etc /dev /root /proc/sys/kernel".split()
 for directory in [*directories, sys.prefix, os.path.dirname(os.__file__), *sys.path[1:]]:
     attempt(directory, lambda: open(os.path.join(directory, "planted"), "w").write("x"))

@@ -1,7 +1,5 @@
 """Forks children that end at once, and waits for none."""
 
-import os
-
 while True:
     try:
         if os.fork() == 0:
