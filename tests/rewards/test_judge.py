@@ -200,11 +200,7 @@ async def test_a_failing_server_is_a_reward_error_that_says_what_to_do() -> None
         async with says(answer) as served, JudgeReward(server_at(served, retries=1)) as judge:
             with pytest.raises(RewardError, match=what):
                 await judge("4", EXAMPLE)
-
-    async def hangs(body: Any) -> Any:
-        await asyncio.sleep(100)
-
-    async with Served({PATH: hangs}) as served, JudgeReward(server_at(served, timeout_s=0.05)) as judge:
+    async with says(asyncio.sleep(100)) as served, JudgeReward(server_at(served, timeout_s=0.05)) as judge:
         with pytest.raises(RewardTimeoutError, match=r"took longer than timeout_s=0\.05"):
             await judge("4", EXAMPLE)
 

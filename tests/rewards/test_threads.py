@@ -25,13 +25,6 @@ async def hang(threads: CallThreads, release: threading.Event) -> None:
         await threads.acall(lambda: release.wait(60), timeout_s=0.01)
 
 
-async def test_a_call_returns_the_result_or_raises_the_error() -> None:
-    threads = CallThreads()
-    assert await threads.acall(lambda: 3) == 3
-    with pytest.raises(KeyError):
-        await threads.acall(lambda: {}["x"])
-
-
 async def test_time_in_the_queue_does_not_count(release: threading.Event) -> None:
     threads = CallThreads(max_threads=1)
     async with asyncio.TaskGroup() as group:

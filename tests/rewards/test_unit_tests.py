@@ -63,11 +63,6 @@ async def test_an_answer_continues_the_prompt_of_human_eval_or_replaces_it(
     assert (await in_the_session(bubblewrap, code, HUMAN_EVAL)).failures == (None,)
 
 
-async def test_an_answer_cannot_redefine_names_of_the_prompt(bubblewrap: BubblewrapSandbox) -> None:
-    code = "def poly(xs, x):\n    return 0\n\ndef find_zero(xs):\n    return 5"
-    assert (await in_the_session(bubblewrap, code, HUMAN_EVAL)).failures != (None,)
-
-
 async def test_programs_are_tested_by_what_they_print(bubblewrap: BubblewrapSandbox) -> None:
     tests = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n1\n", "output": "3\n"}, {"input": "", "output": ""}]
     report = await in_the_session(bubblewrap, "print(int(input()) + int(input()), ' ')", {"tests": tests})
@@ -227,14 +222,25 @@ async def test_no_trick_passes_a_test(bubblewrap: BubblewrapSandbox) -> None:
     assert (await run_unit_tests(bubblewrap, honest, tests, limits=limits)).failures == (None,)
 
 
-async def test_modules_that_tests_use_are_not_taken_from_the_answer(bubblewrap: BubblewrapSandbox) -> None:
-    code = "class math:\n    isclose = lambda *a, **k: True\ndef f(): return 2.0"
-    assert await failures(bubblewrap, code, "assert math.isclose(f(), 1.0)") != [None]
+INTRUSIONS = {
+    "gives a module that the tests use": (
+        "class math:\n    isclose = lambda *a, **k: True\ndef f(): return 2.0",
+        CallTests(tests=["assert math.isclose(f(), 1.0)"]),
+    ),
+    "ends a loop of the tests": (
+        "def f(x):\n    raise StopIteration",
+        CallTests(tests=["assert all(map(lambda x: f(x) == 7 * x, [1, 2]))"]),
+    ),
+    "redefines a name of the prompt": (
+        "def poly(xs, x):\n    return 0\n\ndef find_zero(xs):\n    return 5",
+        unit_tests_of(HUMAN_EVAL),
+    ),
+}
 
 
-async def test_an_exception_of_the_answer_does_not_end_a_loop_of_the_tests(bubblewrap: BubblewrapSandbox) -> None:
-    code = "def f(x):\n    raise StopIteration"
-    assert await failures(bubblewrap, code, "assert all(map(lambda x: f(x) == 7 * x, [1, 2]))") != [None]
+async def test_an_answer_does_not_change_what_is_tested(bubblewrap: BubblewrapSandbox) -> None:
+    for name, (code, tests) in INTRUSIONS.items():
+        assert (await run_unit_tests(bubblewrap, code, tests, timeout_s=20)).failures != (None,), name
 
 
 async def test_the_reward_is_the_share_passed_or_all_or_nothing(bubblewrap: BubblewrapSandbox) -> None:
@@ -254,16 +260,14 @@ async def test_a_failing_sandbox_is_an_error_and_not_a_reward_of_zero() -> None:
         await reward("print(1)", MBPP)
 
 
-async def test_examples_without_tests_are_refused() -> None:
+async def test_the_columns_of_an_example_say_what_is_tested() -> None:
     with pytest.raises(DatasetError, match=r"\['question'\]; unit tests need test_list"):
         unit_tests_of({"question": "?"})
     with pytest.raises(DatasetError, match="no unit tests"):
         unit_tests_of({"test_list": []})
     with pytest.raises(ConfigError, match="grade is 'most'"):
         UnitTestsReward(BubblewrapSandbox(), grade="most")  # pyright: ignore[reportArgumentType]
-
-
-async def test_sanitized_mbpp_has_imports_instead_of_setup_code() -> None:
+    # Sanitized MBPP has imports instead of setup code.
     tests = unit_tests_of({"test_list": ["assert f()"], "test_imports": ["import math", "import re"]})
     assert tests == CallTests(tests=("assert f()",), setup="import math\nimport re")
 
