@@ -75,10 +75,10 @@ class Server:
     `requests` holds every /generate body, `calls` every other call, `aborted` the rids told to /abort_request.
     """
 
-    def __init__(self, *, label: str = "default", is_automatic: bool = True, sends_spans: bool = True) -> None:
-        self.label = label
-        self.is_automatic = is_automatic
-        self.sends_spans = sends_spans
+    def __init__(self) -> None:
+        self.label = "default"
+        self.is_automatic = True
+        self.sends_spans = True
         self.faults: deque[str | int] = deque()
         self.error_body: dict[str, Any] = {"error": {"message": "it broke"}}
         self.is_healthy = True
@@ -88,7 +88,6 @@ class Server:
         self.tells: dict[str, Any] = {}
         self.load_gate = asyncio.Event()
         self.load_gate.set()
-        self.eos_token_id: int | None = None
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -117,7 +116,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen, on the port of the last time if there was one."""
-        app = web.Application(client_max_size=1 << 28)
+        app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_route("*", "/{name:.+}", self._control)
         self._runner = web.AppRunner(app, shutdown_timeout=0.0, handler_cancellation=True)

@@ -19,17 +19,15 @@ async def nothing(server: WeightServer) -> None: ...
 
 @dataclass(frozen=True)
 class ScriptedWeights:
-    """before: what `prepare` does. midway: what happens once the server holds, and says that it does, some of it.
-
-    `calls` holds what was asked for, with the address of the server.
-    """
-
     version: int
     before: Act = nothing
+    """Called by `prepare`."""
     midway: Act = nothing
+    """Called when the server has loaded some of the weights, and already shows their label."""
     num_bytes: int = 0
     adapter: str | None = None
     calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """The calls so far, each with the address of the server."""
 
     async def prepare(self, server: WeightServer) -> None:
         self.calls.append(("prepare", server.address))

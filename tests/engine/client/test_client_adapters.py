@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from protocol_server import Server, ask, assert_seamless, over
-from scripted_weights import weights
 
 from arl.api.engine import DiskWeights
 from arl.api.errors import ServerError
@@ -30,30 +29,8 @@ async def test_requests_name_the_published_adapter_and_their_tokens_are_of_its_v
         assert len({body["extra_key"] for body in server.requests}) == 2
         assert server.label == "default"
         assert server.adapters == {"run-v0": "/adapters/0", "run-v1": "/adapters/1"}
-
-
-async def test_without_adapters_requests_name_none_and_servers_are_asked_for_none(server: Server):
-    async with over(server) as engine:
-        await engine.update_weights(weights(1))
-        await engine.agenerate(ask())
-        assert "lora_path" not in server.requests[0]
-    assert not {"v1/models", "load_lora_adapter", "unload_lora_adapter"} & set(server.names())
-
-
-async def test_a_publish_pauses_nothing_and_requests_in_flight_end_under_their_adapter(server: Server):
-    server.is_automatic = False
-    async with over(server) as engine, asyncio.TaskGroup() as group:
-        await engine.update_weights(adapter(0))
-        old = await server.begin(group, engine.agenerate(ask()))
-        server.advance(2)
-        stats = await engine.update_weights(adapter(1))
-        new = await server.begin(group, engine.agenerate(ask()))
-        server.advance(4)
-        assert (await old).output_versions == (0, 0, 0, 0)
-        assert (await new).output_versions == (1, 1, 1, 1)
-        assert named(server) == ["run-v0", "run-v1"]
-        assert stats.pause_s == 0
-        assert not {"pause_generation", "continue_generation"} & set(server.names())
+    assert server.adapters == {}
+    assert not {"pause_generation", "update_weights_from_disk"} & set(server.names())
 
 
 async def test_a_request_that_was_cut_short_goes_on_under_the_newest_adapter(server: Server):
@@ -87,14 +64,6 @@ async def test_an_adapter_is_unloaded_when_two_newer_ones_are_there_and_no_reque
         await engine.update_weights(adapter(4))
         await server.until(lambda: len(server.adapters) == 2)
         assert list(server.adapters) == ["run-v3", "run-v4"]
-
-
-async def test_the_end_of_the_engine_leaves_no_adapter_loaded(server: Server):
-    async with over(server) as engine:
-        for version in (0, 1):
-            await engine.update_weights(adapter(version))
-        assert len(server.adapters) == 2
-    assert server.adapters == {}
 
 
 async def test_an_adapter_whose_load_was_given_up_and_came_about_all_the_same_is_unloaded(server: Server):

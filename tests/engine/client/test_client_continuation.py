@@ -1,19 +1,13 @@
 """A response that was interrupted reads like one that was not, but for its versions."""
 
 import asyncio
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from protocol_server import Server, ask, assert_seamless, letter, outcome, over, token_at
+from scripted_weights import weights
 
-from arl.api.engine import DiskWeights
 from arl.api.errors import ServerError
-from arl.api.types import ModelRequest, SamplingParams
-from arl.engine.client.continuation import PartialResponse
-from arl.engine.client.server_client import Answer
-
-WEIGHTS = Path("/weights")
 
 
 async def test_a_response_over_two_updates_continues_each_time_with_what_is_left(server: Server):
@@ -21,10 +15,10 @@ async def test_a_response_over_two_updates_continues_each_time_with_what_is_left
     async with over(server, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(10, ignore_eos=True)))
         server.advance(4)
-        await engine.update_weights(DiskWeights(version=1, directory=WEIGHTS))
+        await engine.update_weights(weights(1))
         await server.until(lambda: len(server.requests) == 2 and len(server.running) == 1)
         server.advance(3)
-        await engine.update_weights(DiskWeights(version=2, directory=WEIGHTS))
+        await engine.update_weights(weights(2))
         await server.until(lambda: len(server.requests) == 3 and len(server.running) == 1)
         server.advance(10)
         response = await call
@@ -34,48 +28,6 @@ async def test_a_response_over_two_updates_continues_each_time_with_what_is_left
     assert [len(sent["input_ids"]) for sent in server.requests] == [3, 7, 10]
     assert [sent["sampling_params"]["max_new_tokens"] for sent in server.requests] == [10, 6, 3]
     assert len({sent["rid"] for sent in server.requests}) == 3
-
-
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_under_the_other_modes_the_server_itself_goes_on(server: Server, mode: str):
-    server.is_automatic = False
-    async with over(server, pause_mode=mode) as engine, asyncio.TaskGroup() as group:
-        call = await server.begin(group, engine.agenerate(ask(6)))
-        server.advance(2)
-        await engine.update_weights(DiskWeights(version=1, directory=WEIGHTS))
-        server.advance(4)
-        response = await call
-    assert_seamless(response, 6)
-    assert response.output_versions == (0, 0, 1, 1, 1, 1)
-    assert len(server.requests) == 1
-
-
-async def test_an_aborted_request_waits_until_its_server_is_resumed(server: Server, other: Server):
-    server.is_automatic = False
-    async with over(server, other, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        call = await server.begin(group, engine.agenerate(ask(4, session="s")))
-        server.advance(2)
-        await engine.pause()
-        late = group.create_task(engine.agenerate(ask(4, session="s")))
-        await server.until(lambda: not server.running)
-        await _settle()
-        assert len(server.requests) == 1
-        server.is_automatic = True
-        await engine.resume()
-        assert_seamless(await call, 4)
-        assert_seamless(await late, 4)
-    assert other.requests == []
-
-
-async def test_an_abort_that_nobody_asked_for_is_continued(server: Server):
-    server.is_automatic = False
-    async with over(server) as engine, asyncio.TaskGroup() as group:
-        call = await server.begin(group, engine.agenerate(ask(5)))
-        server.advance(2)
-        server.abort_running()
-        await server.until(lambda: len(server.requests) == 2 and len(server.running) == 1)
-        server.advance(3)
-        assert_seamless(await call, 5)
 
 
 async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(server: Server):
@@ -91,17 +43,6 @@ async def test_aborts_that_nobody_asked_for_are_continued_max_retries_times(serv
     assert "nobody asked for it" in str(error)
 
 
-async def test_an_abort_before_the_first_token_sends_the_same_prompt_again(server: Server):
-    server.is_automatic = False
-    async with over(server, pause_mode="abort") as engine, asyncio.TaskGroup() as group:
-        call = await server.begin(group, engine.agenerate(ask(4)))
-        await engine.pause()
-        server.is_automatic = True
-        await engine.resume()
-        assert_seamless(await call, 4)
-    assert [sent["input_ids"] for sent in server.requests] == [[9, 8, 7]] * 2
-
-
 def _text(num_tokens: int) -> str:
     return "".join(letter(token_at(3 + i)) for i in range(num_tokens))
 
@@ -109,10 +50,12 @@ def _text(num_tokens: int) -> str:
 STOP, END = _text(6)[2:], token_at(5)
 """Tokens 3 to 6 of the response as text, and token 3, which is one of the model's end tokens if it is not ignored."""
 SEAMS: dict[str, tuple[int, dict[str, Any], int, list[int]]] = {
+    "before the first token": (0, {}, 12, [12, 12]),
     "a stop string after its first token": (3, {"stop": (STOP,), "ignore_eos": True}, 6, [12, 1, 1, 1]),
     "a stop string in its middle": (4, {"stop": (STOP,)}, 6, [12, 1, 1]),
     "a stop string before its last token": (5, {"stop": (STOP,)}, 6, [12, 1]),
     "the beginning of a stop string that does not go on": (4, {"stop": (STOP[:2] + "!",)}, 12, [12, 1, 7]),
+    "the beginning of a stop string, and an end token after it": (2, {"stop": (_text(2)[1:] + "!",)}, 3, [12, 1]),
     "just after a stop string": (4, {"stop": (STOP[:2],)}, 4, [12]),
     "just after an end token": (3, {}, 3, [12]),
     "just after an ignored end token": (3, {"ignore_eos": True}, 12, [12, 9]),
@@ -133,6 +76,10 @@ async def test_a_response_ends_where_it_would_without_the_seam(
         for run in server.running:
             run.labels += [server.label] * seam  # sampled without being looked at, as before an abort
         await engine.pause()
+        await server.until(lambda: not server.running)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(server.requests) == 1  # nothing is sent while paused
         server.is_automatic = True
         await engine.resume()
         response = await call
@@ -154,29 +101,3 @@ async def test_a_continuation_that_no_longer_fits_ends_at_the_end_of_the_context
         response = await call
     assert_seamless(response, 6)
     assert response.stop_reason == "length"
-
-
-def test_an_end_token_ends_the_response_also_where_a_seams_one_token_budget_was_used_up_by_it():
-    partial = PartialResponse(ModelRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=9, stop=("</x>",))))
-    partial.extend(answer("ab<", [5, 6, 7], "abort"), [0, 0, 0], eos_token_ids=[2])
-    assert partial.payload("r.1", "0")["sampling_params"]["max_new_tokens"] == 1
-    partial.extend(answer("", [2], "length"), [1], eos_token_ids=[2])
-    assert partial.stop_reason == "stop"
-    assert partial.response().output_ids == (5, 6, 7, 2)
-
-
-def answer(text: str, output_ids: list[int], finish: Literal["stop", "length", "abort"]) -> Answer:
-    return Answer(
-        output_ids=output_ids,
-        output_logprobs=[-0.5] * len(output_ids),
-        finish=finish,
-        text=text,
-        label="0",
-        spans=(),
-    )
-
-
-async def _settle() -> None:
-    """Let everything that can run do so."""
-    for _ in range(20):
-        await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Who the servers are: what is no SGLang server, and servers of different models, are told at the start."""
+"""The start of an engine names servers that are not SGLang, are unwell, or serve different models."""
 
 import re
 from typing import Any
@@ -19,21 +19,23 @@ async def refused(*servers: Server) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("told", ["<html>hello</html>", {"object": "list"}, 404, 405])
-async def test_something_else_than_sglang_is_named_with_its_address(server: Server, told: Any):
-    server.tells["model_info"] = told
-    message = await refused(server)
-    assert message.startswith(f"no inference server answers at {server.address} (")
-    assert "SGLang server" in message or "HTTP 405" in message
-    assert "engine.addresses" in message
+NO_SERVERS: list[tuple[str, Any, str]] = [
+    ("model_info", "<html>hello</html>", "SGLang server"),
+    ("model_info", {"object": "list"}, "SGLang server"),
+    ("model_info", 404, "SGLang server"),
+    ("model_info", 405, "HTTP 405"),
+    ("health", 503, "HTTP 503"),
+]
 
 
-async def test_a_server_that_is_unwell_is_named_with_its_address(server: Server, other: Server):
-    other.tells["health"] = 503
+@pytest.mark.parametrize(("path", "told", "named"), NO_SERVERS)
+async def test_what_is_no_server_that_is_well_is_named(server: Server, other: Server, path: str, told: Any, named: str):
+    other.tells[path] = told
     message = await refused(server, other)
-    assert f"{other.address} (" in message
-    assert "HTTP 503" in message
+    assert message.startswith(f"no inference server answers at {other.address} (")
+    assert named in message
     assert server.address not in message
+    assert "engine.addresses" in message
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from arl.api.errors import ConfigError, ServerError, TransportError
 
 async def test_a_server_that_joins_holds_the_current_weights_before_its_first_request(server: Server, other: Server):
     gate = asyncio.Event()
+    other.label = "3"  # as another run has left it
     async with over(server) as engine, asyncio.TaskGroup() as group:
         await engine.update_weights(ScriptedWeights(3, before=waiting(gate, at=other.address)))
         joining = group.create_task(engine.add_server(other.address))
@@ -21,6 +22,7 @@ async def test_a_server_that_joins_holds_the_current_weights_before_its_first_re
         await joining
         responses = await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
     assert len(other.requests) == 2
+    assert other.names().count("update_weights_from_disk") == 1
     assert {response.output_versions for response in responses} == {(3, 3, 3, 3)}
 
 
@@ -46,14 +48,6 @@ async def test_a_server_that_joins_during_an_update_gets_the_newer_weights(serve
         assert engine.version == 2
 
 
-async def test_a_server_that_joins_though_another_run_left_it_with_that_label_is_loaded(server: Server, other: Server):
-    other.label = "1"
-    async with over(server) as engine:
-        await engine.update_weights(weights(1))
-        await engine.add_server(other.address)
-    assert other.names().count("update_weights_from_disk") == 1
-
-
 async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(server: Server, other: Server):
     async with over(server, update_timeout_s=0.5) as engine:
         with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9/model_info could not be reached"):
@@ -67,6 +61,12 @@ async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(se
         )
         with pytest.raises(ServerError, match="did not get the current weights: no mirror"):
             await engine.add_server(other.address)
+        assert "pause_generation" not in other.names()
+        await engine.update_weights(ScriptedWeights(1, midway=raising(ServerError("it broke"), at=other.address)))
+        with pytest.raises(ServerError, match="it broke"):
+            await engine.add_server(other.address)
+        assert "pause_generation" in other.names()
+        assert other.pause_mode is None
         other.load_gate.clear()
         await engine.update_weights(weights(2))
         with pytest.raises(ServerError, match=r"was not ready within 0\.5 s \(engine\.update_timeout_s\)"):
@@ -74,16 +74,6 @@ async def test_a_server_that_cannot_join_is_an_error_and_leaves_all_as_it_was(se
         assert [s.address for s in engine._pool.servers] == [server.address]
         assert_seamless(await engine.agenerate(ask()), 4)
         other.load_gate.set()
-
-
-async def test_a_server_whose_first_load_breaks_off_is_left_out_but_not_paused(server: Server, other: Server):
-    async with over(server) as engine:
-        await engine.update_weights(ScriptedWeights(1, midway=raising(ServerError("it broke"), at=other.address)))
-        with pytest.raises(ServerError, match="it broke"):
-            await engine.add_server(other.address)
-        assert "pause_generation" in other.names()
-        assert other.pause_mode is None
-        assert [s.address for s in engine._pool.servers] == [server.address]
 
 
 async def test_a_server_that_leaves_ends_what_it_runs_and_gets_nothing_new(server: Server, other: Server):

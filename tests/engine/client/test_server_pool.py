@@ -36,11 +36,6 @@ def brought(pool: ServerPool, *calls: str) -> Server:
     return server
 
 
-@pytest.mark.parametrize("state", ServerState)
-async def test_each_state_is_reached(pool: ServerPool, state: ServerState):
-    assert brought(pool, *PATHS[state]).state == state
-
-
 @pytest.mark.parametrize(
     ("state", "call"),
     [
