@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from arl.engine.local.__main__ import application, load_scheduler, parse_arguments
 from arl.engine.local.generate import Inflight
@@ -52,14 +50,32 @@ def server_here(model: str, *options: str) -> Iterator[str]:
         thread.join()
 
 
-@dataclass(frozen=True)
-class RunningServer:
-    process: subprocess.Popen[str]
-    ready: dict[str, Any]
+class ServerProcess:
+    """A server of arl in a process of its own, which may be killed, and started again at the same address."""
+
+    def __init__(self, module: str, *options: str) -> None:
+        self._command = [sys.executable, "-m", module, "--parent-pid", str(os.getpid()), *options]
+        self._port = 0
+        self.process = self.start()
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.ready['port']}"
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> subprocess.Popen[str]:
+        """Returns when it is ready."""
+        command = [*self._command, "--port", str(self._port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+        assert self.process.stdout is not None
+        self._port = json.loads(self.process.stdout.readline())["port"]
+        return self.process
+
+    def kill(self) -> None:
+        """Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def command(model: str, *options: str) -> list[str]:
@@ -71,15 +87,12 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def server_process(model: str, *options: str) -> Iterator[RunningServer]:
-    process = subprocess.Popen(command(model, *options), stdout=subprocess.PIPE, text=True, env=environment())
-    assert process.stdout is not None
+def server_process(model: str, *options: str) -> Iterator[ServerProcess]:
+    process = ServerProcess("arl.engine.local", "--model", model, *options)
     try:
-        yield RunningServer(process, json.loads(process.stdout.readline()))
+        yield process
     finally:
         process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def free_port() -> int:

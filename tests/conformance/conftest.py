@@ -72,7 +72,7 @@ def math_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_reward_model(directory: Path, seed: int) -> Path:
-    """A Llama, whose scores stock SGLang computes as transformers does: to those of a Qwen3 it adds a constant."""
+    """A Llama: stock SGLang computes its scores as transformers does, but adds a constant to those of a Qwen3."""
     vocabulary = tiny_tokenizer().get_vocab()
     config = LlamaConfig(
         vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -95,7 +95,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One at a time: stock SGLang keeps a core busy.
+    """One server at a time: stock SGLang keeps a core busy.
 
     A test can ask for `sglang-math`, which serves math_model, `embedded-reward` and `sglang-reward`: reward_model, or
     `sglang-lora`, which takes adapters.
@@ -115,7 +115,7 @@ def server(
             yield Server("embedded", url)
     else:  # a process, because a trainer and its server cannot be in one
         with server_process(str(model), *limit) as process:
-            yield Server("embedded", process.url)
+            yield Server("embedded", process.address)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ PROMPT = [30, 40, 50, 60]
 @pytest.fixture
 def server(model_dir: Path) -> Iterator[str]:
     with server_process(str(model_dir), "--device", "cuda", "--context-length", "128") as server:
-        yield server.url
+        yield server.address
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def server_of_another_gpu(model_dir: Path) -> Iterator[str]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: NCCL refuses two processes on one")
     with server_process(str(model_dir), "--device", "cuda:1", "--context-length", "128") as server:
-        yield server.url
+        yield server.address
 
 
 def assert_agrees(response: ModelResponse, engine: FSDPTrainEngine) -> None:

@@ -30,7 +30,7 @@ def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def references(adapters: Path, reference: Reference) -> dict[str, Reference]:
-    """By adapter; of the empty name, the model alone."""
+    """The reference of each adapter; the empty name is the model alone."""
     merged = {n: Reference(adapters / f"merged-{n}") for n in NAMES}
     return {"": reference, **merged}
 
@@ -40,31 +40,19 @@ def load(batch: RunningBatch, name: str, directory: Path) -> None:
     batch._runner.adapters.add(adapter)
 
 
-@pytest.fixture
-def adapted(batch: RunningBatch, adapters: Path) -> RunningBatch:
-    for name in NAMES:
-        load(batch, name, adapters / name)
-    return batch
-
-
 def job_under(adapter: str, prompt: list[int], **options: Any) -> Job:
     job = make_job(prompt, **options)
     job.adapter = adapter
     return job
 
 
-def test_a_batch_of_one_adapter_alone(adapted: RunningBatch, references: dict[str, Reference]) -> None:
-    jobs = [job_under("one", prompt_of(12, i)) for i in range(3)]
-    run_all(adapted, jobs)
-    for job in jobs:
-        references["one"].check(job)
-
-
 def test_running_requests_of_other_adapters_share_no_prefix(
-    adapted: RunningBatch, references: dict[str, Reference]
+    batch: RunningBatch, adapters: Path, references: dict[str, Reference]
 ) -> None:
+    for name in NAMES:
+        load(batch, name, adapters / name)
     jobs = [job_under(name, prompt_of(40, 0)) for name in ("one", "two", "")]
-    run_all(adapted, jobs)
+    run_all(batch, jobs)
     for job in jobs:
         assert job.cached_tokens == 0
         references[job.adapter].check(job)
@@ -82,9 +70,8 @@ def test_a_name_that_was_given_anew_finds_nothing_of_the_adapter_before(
         batch._runner.adapters.remove("same")
 
 
-@pytest.mark.parametrize("is_retracted", [False, True])
 def test_requests_under_way_and_waiting_keep_an_adapter_that_is_unloaded(
-    make_batch: Callable[..., RunningBatch], adapters: Path, references: dict[str, Reference], is_retracted: bool
+    make_batch: Callable[..., RunningBatch], adapters: Path, references: dict[str, Reference]
 ) -> None:
     batch = make_batch(max_rows=1)
     load(batch, "one", adapters / "one")
@@ -93,8 +80,7 @@ def test_requests_under_way_and_waiting_keep_an_adapter_that_is_unloaded(
     batch.add(waiting)
     step_until_sampled(batch, running, 3)
     batch._runner.adapters.remove("one")
-    if is_retracted:
-        batch.retract()
+    batch.retract()
     run_all(batch)
     for job in (running, waiting):
         references["one"].check(job)
@@ -113,40 +99,26 @@ def configured(directory: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def rewritten(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def rewritten(directory: Path, **changes: torch.Tensor | None) -> None:
+    """With other tensors; None takes one away."""
     file = directory / "adapter_model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, file)
+    tensors = {**load_file(file), **changes}
+    save_file({name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}, file)
 
 
-Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+Q, ONE = "base_model.model.model.layers.0.self_attn.q_proj.lora_", torch.ones(1)
 SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: configured(at, use_dora=True), "needs use_dora, which this server does not support"),
-    (lambda at: configured(at, rank_pattern={"q_proj": 2}), "needs rank_pattern"),
-    (lambda at: configured(at, modules_to_save=["lm_head"]), "needs modules_to_save"),
     (lambda at: configured(at, bias="lora_only"), "trains biases"),
     (lambda at: configured(at, peft_type="IA3"), "an adapter of type IA3"),
     (lambda at: configured(at, r="many"), "is not a configuration as peft writes it"),
     (lambda at: (at / "adapter_config.json").unlink(), "is not a configuration as peft writes it"),
     (lambda at: (at / "adapter_model.safetensors").unlink(), "cannot read .*adapter_model.safetensors"),
     (lambda at: (at / "adapter_model.safetensors").write_bytes(b"x"), "cannot read .*adapter_model.safetensors"),
-    (lambda at: rewritten(at, lambda t: t.pop(f"{Q}B.weight")), r"q_proj has A \[4, 32\] and B None; it must have A"),
-    (lambda at: rewritten(at, lambda t: t.pop(f"{Q}A.weight")), "q_proj.lora_B.weight, which no layer has a use for"),
-    (
-        lambda at: rewritten(at, lambda t: t.update({f"{Q}A.weight": torch.ones(4, 31)})),
-        r"q_proj has A \[4, 31\] and B \[64, 4\]; it must have A \[rank, 32\] and B \[64, rank\]",
-    ),
-    (
-        lambda at: rewritten(
-            at, lambda t: t.update({"base_model.model.model.layers.9.x.lora_A.weight": torch.ones(1)})
-        ),
-        "no linear layer model.layers.9.x to adapt",
-    ),
-    (
-        lambda at: rewritten(at, lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(1)})),
-        "no linear layer lm_head to adapt",
-    ),
+    (lambda at: rewritten(at, **{f"{Q}B.weight": None}), r"q_proj has A \[4, 32\] and B None; it must have A"),
+    (lambda at: rewritten(at, **{f"{Q}A.weight": None}), "q_proj.lora_B.weight, which no layer has a use for"),
+    (lambda at: rewritten(at, **{f"{Q}A.weight": torch.ones(4, 31)}), r"q_proj has A \[4, 31\] and B \[64, 4\]; it"),
+    (lambda at: rewritten(at, **{"base_model.model.lm_head.lora_A.weight": ONE}), "no linear layer lm_head to adapt"),
     (shutil.rmtree, "is not an absolute path of a directory here"),
 ]
 

@@ -14,6 +14,7 @@ from tiny_qwen import (
     random_model,
     run_all,
     save,
+    scored,
     step_until_sampled,
 )
 from transformers import GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
@@ -35,68 +36,55 @@ MakeBatch = Callable[..., RunningBatch]
     ],
     ids=lambda config: type(config).__name__,
 )
-def test_other_architectures_generate_as_transformers_does(tmp_path: Path, config: Any) -> None:
+def test_other_architectures_generate_and_score_as_transformers_does(tmp_path: Path, config: Any) -> None:
     reference = Reference(random_model(config))
     batch = make_batch_of(save(reference.model, tmp_path), max_rows=4, prefill_tokens=20, context_length=100)
     jobs = [make_job(prompt_of(3 + 13 * i, i), temperature=0, max_new_tokens=15) for i in range(5)]
     run_all(batch, jobs)
     reference.check_greedy(*jobs)
-    for job in jobs:
+    given = scored(prompt_of(50, 1))
+    run_all(batch, [given])
+    for job in (*jobs, given):
         reference.check(job)
 
 
-def test_rows_of_very_different_lengths_share_a_batch(make_batch: MakeBatch, reference: Reference) -> None:
-    batch = make_batch(max_rows=40)
-    jobs = [
-        make_job(prompt_of(180 if i == 20 else 5 + i, i), temperature=0, max_new_tokens=10 + i % 3) for i in range(40)
-    ]
+def test_rows_of_very_different_lengths_share_a_cache_that_grows(make_batch: MakeBatch, reference: Reference) -> None:
+    batch = make_batch(max_rows=40, context_length=512)
+    lengths = [300 if i == 20 else 5 + i for i in range(40)]
+    jobs = [make_job(prompt_of(n, n), temperature=0, max_new_tokens=10 + n % 3) for n in lengths]
     run_all(batch, jobs)
+    assert batch._runner.cache.capacity == 512
     reference.check_greedy(*jobs[::4])
 
 
-def test_greedy_output_is_the_same_when_prompts_are_computed_in_chunks(
-    make_batch: MakeBatch, reference: Reference
-) -> None:
+def test_decoding_goes_on_while_prompts_are_computed_in_chunks(make_batch: MakeBatch, reference: Reference) -> None:
     batch = make_batch(prefill_tokens=10)
     jobs = [make_job(prompt_of(35 + i, i), temperature=0, max_new_tokens=20) for i in range(4)]
-    late = make_job(prompt_of(47, 9), temperature=0, max_new_tokens=20)
+    late = make_job(prompt_of(100, 9), temperature=0, max_new_tokens=20)
     for job in jobs:
         batch.add(job)
-    step_until_sampled(batch, jobs[0], 5)
-    run_all(batch, [late])
+    step_until_sampled(batch, jobs[-1], 1)
+    batch.add(late)
+    before = len(jobs[-1].output_ids)
+    for num_steps in range(1, 10):
+        batch.step()
+        assert len(jobs[-1].output_ids) == before + num_steps
+        assert not late.output_ids
+    run_all(batch)
     reference.check_greedy(*jobs, late)
 
 
-def test_decoding_goes_on_while_a_long_prompt_is_computed(make_batch: MakeBatch) -> None:
-    batch = make_batch(prefill_tokens=10)
-    running, late = make_job(prompt_of(5, 1), max_new_tokens=60), make_job(prompt_of(100, 2))
-    batch.add(running)
-    step_until_sampled(batch, running, 1)
-    batch.add(late)
-    for num_steps in range(1, 10):
-        batch.step()
-        assert len(running.output_ids) == 1 + num_steps
-        assert not late.output_ids
-
-
-def test_a_second_turn_continues_from_the_first_ones_cache(batch: RunningBatch, reference: Reference) -> None:
-    first = make_job(prompt_of(30, 1), temperature=0, max_new_tokens=15)
+def test_a_prompt_uses_what_it_has_in_common_with_a_known_one(batch: RunningBatch, reference: Reference) -> None:
+    first = make_job(prompt_of(60, 1), temperature=0, max_new_tokens=15)
     run_all(batch, [first])
     second = make_job([*first.input_ids, *first.output_ids, *prompt_of(9, 2)], temperature=0, max_new_tokens=15)
     run_all(batch, [second])
-    assert second.cached_tokens == 30 + 15 - 1
+    assert second.cached_tokens == 60 + 15 - 1
     reference.check_greedy(second)
-
-
-def test_a_prompt_that_leaves_a_known_one_midway_uses_the_common_part(
-    batch: RunningBatch, reference: Reference
-) -> None:
-    first = make_job(prompt_of(60, 1))
-    run_all(batch, [first])
-    second = make_job([*first.input_ids[:40], *prompt_of(20, 2)])
-    run_all(batch, [second])
-    assert second.cached_tokens >= 32
-    reference.check(second)
+    parting = make_job([*first.input_ids[:40], *prompt_of(20, 2)])
+    run_all(batch, [parting])
+    assert parting.cached_tokens >= 32
+    reference.check(parting)
 
 
 @pytest.mark.parametrize("length", [5, 16, 40, 90])
@@ -122,7 +110,7 @@ def test_a_seeded_request_does_not_depend_on_its_company(make_batch: MakeBatch) 
     assert other_seed.output_ids != alone.output_ids
 
 
-def test_a_seeded_request_that_was_retracted_goes_on_as_if_it_was_not(make_batch: MakeBatch) -> None:
+def test_a_seeded_request_that_is_interrupted_goes_on_as_if_it_was_not(make_batch: MakeBatch) -> None:
     whole, retracted = (make_job(prompt_of(20, 1), seed=7, max_new_tokens=30) for _ in range(2))
     run_all(make_batch(), [whole])
     batch = make_batch()
@@ -131,6 +119,9 @@ def test_a_seeded_request_that_was_retracted_goes_on_as_if_it_was_not(make_batch
     batch.retract()
     run_all(batch)
     assert retracted.output_ids == whole.output_ids
+    sent_again = make_job([*whole.input_ids, *whole.output_ids[:10]], seed=7, max_new_tokens=20)
+    run_all(make_batch(), [sent_again])
+    assert sent_again.output_ids == whole.output_ids[10:]
 
 
 def test_requests_beyond_the_batch_wait_and_all_finish(make_batch: MakeBatch) -> None:
@@ -147,14 +138,6 @@ def test_requests_beyond_the_batch_wait_and_all_finish(make_batch: MakeBatch) ->
     assert all(job.finish_reason == {"type": "length", "length": len(job.output_ids)} for job in jobs)
 
 
-def test_a_cache_that_grows_keeps_what_it_holds(make_batch: MakeBatch, reference: Reference) -> None:
-    batch = make_batch(context_length=512)
-    jobs = [make_job(prompt_of(20 + 100 * i, i), temperature=0, max_new_tokens=60) for i in range(3)]
-    run_all(batch, jobs)
-    assert batch._runner.cache.capacity == 512
-    reference.check_greedy(*jobs)
-
-
 def test_retained_prefixes_beyond_their_memory_are_evicted(make_batch: MakeBatch, reference: Reference) -> None:
     bytes_per_token = 2 * 2 * 2 * 16 * 4
     batch = make_batch(prefix_cache_bytes=70 * bytes_per_token)
@@ -166,3 +149,35 @@ def test_retained_prefixes_beyond_their_memory_are_evicted(make_batch: MakeBatch
         run_all(batch, [turn])
         assert turn.cached_tokens == num_cached
         reference.check(turn)
+
+
+def test_a_retraction_begins_a_prompt_anew_and_keeps_what_was_told(make_batch: MakeBatch, reference: Reference) -> None:
+    batch, midway, job = make_batch(prefill_tokens=16), scored(prompt_of(60, 3), 5), make_job(prompt_of(30, 4))
+    job.logprob_start = 0
+    batch.add(midway)
+    batch.step()
+    batch.step()
+    assert 0 < len(midway.input_logprobs) < midway.num_input_logprobs
+    batch.retract()
+    batch.add(job)
+    step_until_sampled(batch, job, 5)
+    told = list(job.input_logprobs)
+    batch.retract()
+    run_all(batch)
+    assert job.input_logprobs == told
+    assert len(job.output_ids) == 8
+    reference.check(midway)
+    reference.check(job)
+
+
+@pytest.mark.parametrize("prefill_tokens", [1, 16])
+def test_jobs_of_one_prompt_that_run_at_once_are_each_told_all(
+    make_batch: MakeBatch, reference: Reference, prefill_tokens: int
+) -> None:
+    prompt = prompt_of(60, 5)
+    jobs = [scored(prompt, start) for start in (0, 40, 58, 59, 0)]
+    run_all(make_batch(prefill_tokens=prefill_tokens), jobs)
+    for job in jobs:
+        reference.check(job)
+        assert job.output_ids == []
+    assert jobs[1].cached_tokens == 40

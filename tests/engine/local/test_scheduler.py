@@ -11,20 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_qwen import Deliveries, Reference, make_job, prompt_of
 
-from arl.api.errors import ConfigError, EngineClosedError, ModelError
+from arl.api.errors import ArlError, ConfigError, EngineClosedError, ModelError
 from arl.engine.local.runner import ModelRunner
 from arl.engine.local.scheduler import Scheduler, SchedulerSettings
-from arl.engine.local.sequences import Job
-
-
-def start_long(scheduler: Scheduler, num_jobs: int = 3) -> list[Job]:
-    """Jobs that generate until they are stopped; returns when each has some tokens."""
-    jobs = [make_job(prompt_of(8 + i, i), max_new_tokens=240) for i in range(num_jobs)]
-    for job in jobs:
-        scheduler.submit(job)
-    while any(len(job.output_ids) < 3 for job in jobs):
-        time.sleep(0.001)
-    return jobs
 
 
 def test_a_step_that_raises_fails_its_requests_and_not_the_thread(
@@ -50,10 +39,14 @@ def test_a_step_that_raises_fails_its_requests_and_not_the_thread(
 def test_closing_returns_unfinished_requests_and_refuses_later_ones(
     scheduler: Scheduler, deliveries: Deliveries
 ) -> None:
-    jobs = start_long(scheduler)
+    jobs = [make_job(prompt_of(8 + i, i), max_new_tokens=240) for i in range(3)]
+    for job in jobs:
+        scheduler.submit(job)
+    while any(len(job.output_ids) < 3 for job in jobs):
+        time.sleep(0.001)
     scheduler.pause("in_place").result(10)
-    scheduler.close()
-    scheduler.close()
+    for _ in range(2):
+        scheduler.close()
     late = make_job([1])
     scheduler.submit(late)
     deliveries.wait_done(*jobs, late)
@@ -121,13 +114,17 @@ def test_a_directory_that_cannot_be_served_is_refused(
         Scheduler(str(directory), lambda _: None, SchedulerSettings())
 
 
-@pytest.mark.parametrize("setting", [{"device": "gpu"}, {"dtype": "int8"}, {"dtype": "nothing"}])
-def test_an_unknown_device_or_dtype_is_refused(model_dir: str, setting: dict[str, str]) -> None:
-    (name,) = setting
-    with pytest.raises(ConfigError, match=name):
+UNKNOWN: list[tuple[dict[str, Any], type[ArlError], str]] = [
+    ({"device": "gpu"}, ConfigError, "device"),
+    ({"dtype": "int8"}, ConfigError, "dtype"),
+    ({"dtype": "nothing"}, ConfigError, "dtype"),
+    ({"context_length": 513}, ModelError, "positions for 512 tokens"),
+]
+
+
+@pytest.mark.parametrize(("setting", "error", "sentence"), UNKNOWN)
+def test_settings_that_cannot_be_are_refused(
+    model_dir: str, setting: dict[str, Any], error: type[ArlError], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
         Scheduler(model_dir, lambda _: None, SchedulerSettings(**setting))
-
-
-def test_a_context_beyond_the_models_positions_is_refused(model_dir: str) -> None:
-    with pytest.raises(ModelError, match="positions for 512 tokens"):
-        Scheduler(model_dir, lambda _: None, SchedulerSettings(context_length=513))

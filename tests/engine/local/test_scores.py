@@ -1,7 +1,6 @@
 """A reward model over the slot cache: the head's numbers at each prompt's last token, and nothing sampled."""
 
-from collections.abc import Callable
-from functools import partial
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from tiny_qwen import build_model, make_batch_of, make_job, prompt_of, run_all, 
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from arl.api.errors import ModelError
-from arl.engine.local.running_batch import RunningBatch
 
 PAD = 255
 
@@ -20,25 +18,11 @@ PAD = 255
 @pytest.fixture(scope="module")
 def scorer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("scorer")
-    write_scorer(directory, 0)
-    return directory
-
-
-def write_scorer(directory: Path, seed: int) -> Any:
-    config = build_model(seed).config
+    config = build_model(0).config
     config.num_labels, config.pad_token_id = 1, PAD
-    torch.manual_seed(seed)
-    model = Qwen3ForSequenceClassification(config).eval()
-    save(model, directory)
-    return model
-
-
-MakeScorer = Callable[..., RunningBatch]
-
-
-@pytest.fixture
-def make_scorer(scorer_dir: Path) -> MakeScorer:
-    return partial(make_batch_of, str(scorer_dir), max_rows=4)
+    torch.manual_seed(0)
+    save(Qwen3ForSequenceClassification(config).eval(), directory)
+    return directory
 
 
 @torch.no_grad()
@@ -51,12 +35,18 @@ def check(model: Any, jobs: list[Any]) -> None:
         torch.testing.assert_close(torch.tensor(job.scores), wanted, atol=1e-4, rtol=0)
 
 
-def test_scores_are_the_models_own_whoever_shares_the_batch(make_scorer: MakeScorer, scorer_dir: Path) -> None:
+@pytest.mark.parametrize("is_short", [True, False])
+def test_scores_are_the_models_own_whoever_shares_the_batch_on_each_way_through_the_layers(
+    scorer_dir: Path, is_short: bool
+) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(scorer_dir).eval()
     shared = prompt_of(40, 3)
     jobs = [make_job(prompt_of(n, n)) for n in (1, 2, 70, 130)]
     jobs += [make_job(prompt) for prompt in (shared, shared, [*shared, 5, 6], [*shared[:30], PAD], shared[:10])]
-    batch = make_scorer(prefill_tokens=16)
+    batch = make_batch_of(str(scorer_dir), max_rows=4, prefill_tokens=16)
+    assert batch._runner._stack is not None
+    if not is_short:
+        batch._runner._stack = None
     run_all(batch, jobs)
     check(model, jobs)
     again = [make_job(job.input_ids) for job in jobs]
@@ -65,17 +55,8 @@ def test_scores_are_the_models_own_whoever_shares_the_batch(make_scorer: MakeSco
     assert again[2].cached_tokens == 69
 
 
-def test_the_long_way_through_the_layers_gives_the_same_scores(make_scorer: MakeScorer, scorer_dir: Path) -> None:
-    batch = make_scorer()
-    assert batch._runner._stack is not None
-    batch._runner._stack = None
-    jobs = [make_job(prompt_of(n, n)) for n in (1, 40, 90)]
-    run_all(batch, jobs)
-    check(AutoModelForSequenceClassification.from_pretrained(scorer_dir).eval(), jobs)
-
-
 def test_a_reward_model_without_the_weights_of_its_head_is_refused(scorer_dir: Path, tmp_path: Path) -> None:
-    write_scorer(tmp_path, 0)
+    shutil.copytree(scorer_dir, tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["score.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,10 @@ SHAPE = TinyShape(
     initializer_range=0.3,
 )  # fmt: skip
 SIZES: dict[str, Any] = {
-    "vocab_size": 288,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "eos_token_id": EOS,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
+    "vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "eos_token_id": EOS,
+    "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 """The same size, for configurations of other architectures."""
 
 
@@ -79,7 +72,7 @@ class Reference(reference.Reference):
     """What plain transformers says of jobs."""
 
     def check(self, job: Job) -> None:
-        """The model says of the job's tokens, given and sampled, what the job was told."""
+        """The job's logprobs, of given and of sampled tokens, are the model's."""
         if job.logprob_start is not None:
             first = job.logprob_start + 1
             close(job.input_logprobs, self.logprobs(job.input_ids[:first], job.input_ids[first:]))
@@ -99,6 +92,11 @@ _rid = itertools.count()
 def make_job(prompt: Sequence[int], **sampling: Any) -> Job:
     settings: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True, **sampling}
     return Job(f"job-{next(_rid)}", list(prompt), SamplingParams(**settings))
+
+
+def scored(prompt: list[int], start: int = 0) -> Job:
+    """A job that generates nothing: it asks for the logprobs of the prompt's tokens after `start`."""
+    return replace(make_job(prompt), logprob_start=start, is_prefill_only=True)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

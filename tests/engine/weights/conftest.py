@@ -2,7 +2,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from published import EmbeddedServer, Trainee, trainee, write_model
+from embedded_server import ServerProcess, server_process
+from published import Trainee, trainee, write_model
 
 
 @pytest.fixture(scope="session")
@@ -17,15 +18,13 @@ def trainer(model: Path, tmp_path: Path) -> Iterator[Trainee]:
 
 
 @pytest.fixture(scope="session")
-def first(model: Path) -> Iterator[EmbeddedServer]:
-    server = EmbeddedServer(model)
-    yield server
-    server.kill()
+def first(model: Path) -> Iterator[ServerProcess]:
+    with server_process(str(model)) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def second(model: Path) -> Iterator[EmbeddedServer]:
+def second(model: Path) -> Iterator[ServerProcess]:
     """The one that tests kill and start again; it runs when they end."""
-    server = EmbeddedServer(model)
-    yield server
-    server.kill()
+    with server_process(str(model)) as server:
+        yield server

@@ -1,38 +1,99 @@
-"""Servers that read what they are told to load, an engine that updates them, and snapshots of one small file."""
+"""A server that takes weights in every way, an engine that updates such servers, and snapshots of one small file."""
 
+import asyncio
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from arl.api.engine import UpdateStats, WeightUpdate
+import torch
+import torch.distributed as dist
+
+from arl.api.engine import TensorSpec, UpdateStats, WeightGroup, WeightUpdate
 from arl.api.errors import ServerError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.engine.weights.sender import byte_size, views
+
+TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass
-class Loader:
-    """A WeightServer that keeps which directories it was told to load, and what was in their files then."""
+class Receiver:
+    """A WeightServer of `num_ranks` ranks, which joins groups for real and keeps what it loads and receives.
 
-    address: str = "http://server"
+    `calls` is what it was asked for; `errors` are raised instead, once each.
+    """
+
+    address: str = "http://127.0.0.1:1"
     num_ranks: int = 1
-    refuses: bool = False
+    calls: list[str] = field(default_factory=list[str])
+    errors: dict[str, Exception] = field(default_factory=dict[str, Exception])
+    names: list[int | str | None] = field(default_factory=list[int | str | None])
+    """The version that each load and bucket names, or the adapter."""
+    flushes: list[bool] = field(default_factory=list[bool])
     directories: list[Path] = field(default_factory=list[Path])
     files: list[dict[str, bytes]] = field(default_factory=list[dict[str, bytes]])
-    names: list[int | str] = field(default_factory=list[int | str])
-    """Versions of models and names of adapters."""
-    flushes: list[bool] = field(default_factory=list[bool])
+    """What was in the directories when they were loaded."""
+    groups: dict[str, list[dist.ProcessGroupGloo]] = field(default_factory=dict[str, list[dist.ProcessGroupGloo]])
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if error := self.errors.pop(call, None):
+            raise error
 
     async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
         await self.load_adapter(version, directory)
         self.flushes.append(flush_cache)
 
     async def load_adapter(self, name: int | str, directory: Path) -> None:
-        if self.refuses:
-            raise ServerError("it does not fit")
+        self._note("load")
         self.names.append(name)
         self.directories.append(directory)
         self.files.append(contents(directory))
+
+    async def join_group(self, group: WeightGroup) -> None:
+        self._note("join")
+
+        def join(rank: int) -> dist.ProcessGroupGloo:
+            store = dist.TCPStore(group.address, group.port, group.world_size, False, timeout=TIMEOUT)
+            # As torch's own groups meet; but that keeps one of a name in a process, and the trainer is here too.
+            for prefix in (group.name, f"{group.name}/", "cpu/"):
+                store = dist.PrefixStore(prefix, store)
+            return dist.ProcessGroupGloo(store, rank, group.world_size, TIMEOUT)
+
+        ranks = [asyncio.to_thread(join, rank) for rank in range(1, group.world_size)]
+        self.groups[group.name] = await asyncio.gather(*ranks)
+
+    async def leave_group(self, name: str) -> None:
+        self._note("leave")
+        self.groups.pop(name, None)
+
+    async def begin_update(self) -> None:
+        self._note("begin")
+
+    async def receive(
+        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
+    ) -> None:
+        self._note("receive")
+        num_bytes = sum(map(byte_size, specs))
+        ranks = [asyncio.to_thread(receive, rank, num_bytes) for rank in self.groups[group.name]]
+        received = await asyncio.gather(*ranks)
+        assert all(torch.equal(flat, received[0]) for flat in received)
+        self.tensors.update(zip([spec.name for spec in specs], views(specs, received[0]), strict=True))
+        self.names.append(version)
+        self.flushes.append(flush_cache)
+
+    async def end_update(self) -> None:
+        self._note("end")
+
+
+def receive(rank: dist.ProcessGroupGloo, num_bytes: int) -> torch.Tensor:
+    flat = torch.empty(num_bytes, dtype=torch.uint8)
+    rank.broadcast([flat], dist.BroadcastOptions()).wait()
+    return flat
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -87,7 +148,7 @@ class Weights:
 
 
 class Exporter(ScriptedTrainEngine):
-    """Its snapshots are Weights, of which `error` becomes a part; the newest is `newest`."""
+    """Takes Weights as snapshots and gives each its `error`; `newest` is the last one."""
 
     error: Exception | None = None
     newest: Weights
@@ -101,7 +162,7 @@ class Exporter(ScriptedTrainEngine):
 
 
 class AdapterExporter(Exporter):
-    """Has adapters, and no model that anyone may ask for."""
+    """Has adapters; nobody may ask for its model."""
 
     def snapshot_adapter(self) -> Weights:
         return super().snapshot()

@@ -1,13 +1,11 @@
 """Mirrors: in this process, or in one of their own that may be killed and started again at the same address."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from embedded_server import ServerProcess
 
 from arl.engine.weights.mirror import MirrorStore, build_app
 from arl.web.server import bind, serving
@@ -22,7 +20,7 @@ class Mirror:
 
     @property
     def versions(self) -> list[int]:
-        """Of the directories that are there under their names."""
+        """The versions whose directories have their final names."""
         return sorted(int(path.name.split("-")[1]) for path in self.directory.glob("version-*"))
 
     @property
@@ -38,22 +36,7 @@ async def mirror_here(directory: Path) -> AsyncIterator[Mirror]:
             yield Mirror(directory, f"http://127.0.0.1:{port}")
 
 
-class MirrorProcess(Mirror):
+class MirrorProcess(ServerProcess, Mirror):
     def __init__(self, directory: Path, *options: str) -> None:
-        self._options = options
-        self._port = 0
         self.directory = directory
-        self.process = self.start()
-        super().__init__(directory, f"http://127.0.0.1:{self._port}")
-
-    def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "arl.engine.weights.mirror", "--port", str(self._port)]
-        command += ["--directory", str(self.directory), "--parent-pid", str(os.getpid()), *self._options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self.process.stdout is not None
-        self._port = json.loads(self.process.stdout.readline())["port"]
-        return self.process
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        super().__init__("arl.engine.weights.mirror", "--directory", str(directory), *options)

@@ -1,10 +1,6 @@
-"""A tiny trainer, embedded servers of its model, and what the trainer says of tokens that were sampled meanwhile."""
+"""A tiny trainer that checks the tokens which servers sampled against each of its versions."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from embedded_server import ServerProcess
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs, WeightGroup
@@ -24,24 +21,15 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 
 PROMPT = (30, 40, 50, 60)
-CONTEXT = 800
 
 
 def write_model(directory: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
     """A Qwen3 of two layers whose next token is seldom nearly a tie; its vocabulary does not split evenly."""
     tokenizer = tiny_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=46,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-    )
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=46, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=800, initializer_range=0.3, tie_word_embeddings=tied,
+    )  # fmt: skip
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).to(dtype).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -146,44 +134,13 @@ class HookedEngine(ScriptedTrainEngine):
         return snapshot
 
 
-class EmbeddedServer:
-    """An embedded server in a process of its own, which may be killed, and started again at the same address."""
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-        self._port = 0
-        self.process = self.start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
-    def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "arl.engine.local", "--model", str(self._model), "--port", str(self._port)]
-        command += ["--parent-pid", str(os.getpid())]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-        )
-        assert self.process.stdout is not None
-        self._port = json.loads(self.process.stdout.readline())["port"]
-        return self.process
-
-    def kill(self) -> None:
-        """Idempotent."""
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-def client(*servers: EmbeddedServer, **settings: Any) -> RemoteSGLangEngine:
+def client(*servers: ServerProcess, **settings: Any) -> RemoteSGLangEngine:
     config = ClientConfig(**{"request_timeout_s": 60.0, **settings})
     return RemoteSGLangEngine([server.address for server in servers], config)
 
 
 def request(count: int, seed: int = 0) -> ModelRequest:
-    """For so many tokens, after `prompt(seed)`."""
+    """A request for `count` tokens after `prompt(seed)`."""
     sampling = SamplingParams(max_new_tokens=count, ignore_eos=True, seed=seed)
     return ModelRequest(input_ids=prompt(seed), sampling=sampling)
 

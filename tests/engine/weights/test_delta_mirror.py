@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -92,17 +91,12 @@ def send_to(models: list[Replica], pool: Executor):
     return send
 
 
-@pytest.fixture
-def send(mirror: Mirror, send_to):
-    return partial(send_to, mirror)
-
-
 async def test_it_holds_to_the_bit_what_was_sent_whole_and_then_in_part_and_the_version_before(
-    send, client: MirrorClient, mirror: Mirror, models: list[Replica]
+    send_to, client: MirrorClient, mirror: Mirror, models: list[Replica]
 ):
     assert await client.held() == Held(checksum=None, directory=None)
     for version, base in ((0, None), (1, 0), (2, 1)):
-        held = await send(version, base)
+        held = await send_to(mirror, version, base)
         assert held == await client.held()
         assert held.checksum == models[version].checksum
         assert held.directory is not None
@@ -111,20 +105,20 @@ async def test_it_holds_to_the_bit_what_was_sent_whole_and_then_in_part_and_the_
     assert mirror.versions == [1, 2]
 
 
-async def test_a_base_that_is_not_held_is_refused_and_what_is_held_stays(send, client: MirrorClient, mirror: Mirror):
-    before = await send(0)
+async def test_a_base_that_is_not_held_is_refused_and_what_is_held_stays(send_to, client: MirrorClient, mirror: Mirror):
+    before = await send_to(mirror, 0)
     with pytest.raises(WrongBaseError, match="not held here"):
-        await send(2, base=1)
+        await send_to(mirror, 2, base=1)
     assert await client.held() == before
-    assert (await send(1, base=0)).directory is not None
+    assert (await send_to(mirror, 1, base=0)).directory is not None
     assert mirror.versions == [0, 1]
 
 
 async def test_a_result_with_another_checksum_is_never_named(
-    send, client: MirrorClient, mirror: Mirror, models: list[Replica], pool: Executor
+    send_to, client: MirrorClient, mirror: Mirror, models: list[Replica], pool: Executor
 ):
     """As when a sender's memory fails: it says one thing and sends another."""
-    before = await send(0)
+    before = await send_to(mirror, 0)
     pieces = delta_package(models[0], models[1], 1, pool, max_bytes=1 << 30)
     assert pieces is not None
     pieces[0] = pieces[0].replace(models[1].checksum.encode(), models[2].checksum.encode())
@@ -184,18 +178,18 @@ async def test_a_mirror_killed_in_the_middle_begins_again_with_nothing(
 
 
 async def test_a_sender_that_goes_away_leaves_nothing_and_the_next_one_is_served(
-    send, mirror: Mirror, models: list[Replica]
+    send_to, mirror: Mirror, models: list[Replica]
 ):
     writer, _ = await begin(mirror, models, 0)
     writer.close()
-    await send(1)
+    await send_to(mirror, 1)
     assert mirror.versions == [1]
     assert mirror.unfinished == []
 
 
-async def test_two_senders_are_served_one_after_the_other(send, mirror: Mirror, models: list[Replica]):
+async def test_two_senders_are_served_one_after_the_other(send_to, mirror: Mirror, models: list[Replica]):
     writer, rest = await begin(mirror, models, 0)
-    other = asyncio.create_task(send(1))
+    other = asyncio.create_task(send_to(mirror, 1))
     await asyncio.sleep(0)
     writer.write(rest)
     assert (await other).checksum == models[1].checksum
@@ -242,15 +236,12 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path):
 
 def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path):
     parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    command = [sys.executable, "-m", "arl.engine.weights.mirror", "--directory", str(tmp_path / "m")]
-    mirror = subprocess.Popen([*command, "--parent-pid", str(parent.pid)], stdout=subprocess.PIPE, text=True)
-    assert mirror.stdout is not None
-    mirror.stdout.readline()
+    mirror = MirrorProcess(tmp_path / "m", "--parent-pid", str(parent.pid))
     parent.kill()
     parent.communicate()
-    mirror.communicate(timeout=20)
-    assert mirror.returncode == 0
+    assert mirror.process.wait(20) == 0
     assert not (tmp_path / "m").exists()
+    mirror.kill()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loaders import AdapterExporter, Exporter, Loader, Servers, Weights
+from loaders import AdapterExporter, Exporter, Receiver, Servers, Weights
 
 from arl.api.config import Config
 from arl.api.engine_config import AdapterWeightsConfig, DiskWeightsConfig
@@ -35,7 +35,7 @@ def transport(tmp_path: Path) -> Iterator[DiskTransport]:
 async def prepared(transport: DiskTransport, engine: Exporter) -> Path:
     """The directory of a snapshot of the engine."""
     update = transport.snapshot(engine)
-    await update.prepare(Loader())
+    await update.prepare(Receiver())
     return update.directory
 
 
@@ -43,7 +43,7 @@ async def test_servers_load_an_absolute_directory_with_the_engines_version(trans
     engine.train()
     update = transport.snapshot(engine)
     assert (update.version, update.adapter, update.num_bytes) == (1, None, 0)
-    server = Loader()
+    server = Receiver()
     await transport.deliver(update, Servers(server))
     assert (server.directories, server.names, server.flushes) == ([update.directory], [1], [True])
     assert update.directory.is_absolute()
@@ -52,10 +52,10 @@ async def test_servers_load_an_absolute_directory_with_the_engines_version(trans
 
 
 async def test_each_version_of_each_run_is_an_adapter_of_its_own_name(tmp_path: Path):
-    names: set[int | str] = set()
+    names: set[int | str | None] = set()
     for _ in range(2):
         transport = DiskTransport(AdapterWeightsConfig(directory=tmp_path), tmp_path)
-        engine, server = AdapterExporter(), Loader()
+        engine, server = AdapterExporter(), Receiver()
         for version in range(3):
             update = transport.snapshot(engine)
             await transport.deliver(update, Servers(server))
@@ -82,8 +82,8 @@ async def test_it_is_written_once_beside_training_however_many_servers_prepare(
     update = transport.snapshot(engine)
     weights = engine.newest
     weights.may_write.clear()
-    first = asyncio.create_task(update.prepare(Loader()))
-    others = [asyncio.create_task(update.prepare(Loader())) for _ in range(3)]
+    first = asyncio.create_task(update.prepare(Receiver()))
+    others = [asyncio.create_task(update.prepare(Receiver())) for _ in range(3)]
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait([first])
@@ -93,48 +93,34 @@ async def test_it_is_written_once_beside_training_however_many_servers_prepare(
     assert (weights.num_writes, weights.is_released) == (1, True)
 
 
-async def test_snapshots_before_a_delivered_one_are_removed_and_it_stays(transport: DiskTransport, engine: Exporter):
-    updates = []
-    for _ in range(3):
+async def test_snapshots_that_no_server_will_need_are_let_go(transport: DiskTransport, engine: Exporter):
+    updates, snapshots = [], []
+    for _ in range(5):
         updates.append(transport.snapshot(engine))
+        snapshots.append(engine.newest)
         engine.train()
-    for update in updates:
-        await update.prepare(Loader())
-    directories = [update.directory for update in updates]
-    await transport.deliver(updates[1], Servers(Loader()))
-    assert [directory.is_dir() for directory in directories] == [False, True, True]
-
-
-async def test_a_snapshot_that_was_skipped_lets_go_of_its_memory(transport: DiskTransport, engine: Exporter):
-    transport.snapshot(engine)
-    skipped = engine.newest
-    engine.train()
-    await transport.deliver(transport.snapshot(engine), Servers(Loader()))
-    assert (skipped.num_writes, skipped.is_released) == (0, True)
-
-
-def test_a_discarded_snapshot_lets_go_of_its_memory_at_once(transport: DiskTransport, engine: Exporter):
-    kept, discarded = transport.snapshot(engine), transport.snapshot(engine)
     for _ in range(2):
-        transport.discard(discarded)
-    assert engine.newest.is_released
-    assert transport._updates == [kept]
+        transport.discard(updates[4])
+    assert snapshots[4].is_released
+    written, _, delivered, newer, _ = updates
+    for update in (written, newer):
+        await update.prepare(Receiver())
+    directory = written.directory
+    await transport.deliver(delivered, Servers(Receiver()))
+    assert (directory.exists(), delivered.directory.is_dir(), newer.directory.is_dir()) == (False, True, True)
+    assert (snapshots[1].num_writes, snapshots[1].is_released) == (0, True)
+    assert transport._updates == [delivered, newer]
 
 
 async def test_a_delivery_that_failed_stays_for_servers_that_come_back(transport: DiskTransport, engine: Exporter):
     first = await prepared(transport, engine)
     engine.train()
-    second, server = transport.snapshot(engine), Loader(refuses=True)
+    second, server = transport.snapshot(engine), Receiver(errors={"load": ServerError("it does not fit")})
     with pytest.raises(ServerError):
         await transport.deliver(second, Servers(server))
     assert not first.exists()
-    server.refuses = False
     await Servers(server).update_weights(second)
     assert server.names == [1]
-
-
-async def test_the_same_version_may_be_snapshot_again(transport: DiskTransport, engine: Exporter):
-    assert await prepared(transport, engine) != await prepared(transport, engine)
 
 
 async def test_a_snapshot_that_fails_half_way_leaves_nothing(transport: DiskTransport, engine: Exporter):
@@ -157,19 +143,19 @@ async def test_a_full_disk_is_named_with_what_to_do(transport: DiskTransport, en
     update = transport.snapshot(engine)
     for _ in range(2):
         with pytest.raises(TransportError, match=r"no room for version 0's weights in .*weights.*weights\.directory"):
-            await update.prepare(Loader())
+            await update.prepare(Receiver())
     with pytest.raises(TransportError, match="was not written"):
-        await update.load(Loader(), flush_cache=False)
+        await update.load(Receiver(), flush_cache=False)
     assert engine.newest.num_writes == 1
     engine.error = None
     assert (await prepared(transport, engine)).is_dir()
 
 
 async def test_closing_removes_everything_twice_over(transport: DiskTransport, engine: Exporter):
-    await prepared(transport, engine)
-    transport.close()
-    assert not transport.directory.exists()
-    transport.close()
+    assert await prepared(transport, engine) != await prepared(transport, engine)  # of one version
+    for _ in range(2):
+        transport.close()
+        assert not transport.directory.exists()
     with pytest.raises(TransportError, match="closed"):
         await prepared(transport, engine)
 
@@ -178,16 +164,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TransportError, match=r"can't write weights to .*file.*set a writable weights\.directory"):
         DiskTransport(DiskWeightsConfig(directory=tmp_path / "file" / "weights"), tmp_path)
-
-
-@pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTransport]:
-    """A transport whose first choice is a directory `shm` in memory, and then `run/weights`."""
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
-    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
-    yield transport
-    transport.close()
 
 
 @pytest.mark.parametrize(("has_memory", "place"), [(True, "shm"), (False, "run/weights")])
@@ -203,22 +179,9 @@ def test_memory_is_the_default_place_and_the_run_directory_where_there_is_none(
     assert list((tmp_path / place).iterdir()) == []
 
 
+@pytest.mark.parametrize("is_foreseen", [True, False])
 async def test_when_memory_has_no_room_for_another_snapshot_the_run_directory_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: DiskTransport, engine: Exporter
-):
-    first = await prepared(memory, engine)
-    monkeypatch.setattr(module, "_room", lambda directory: 0)
-    second = await prepared(memory, engine)
-    assert first.is_relative_to(tmp_path / "shm")
-    assert first.is_dir()
-    assert second.is_relative_to(tmp_path / "run")
-    memory.close()
-    assert not first.exists()
-    assert not second.exists()
-
-
-async def test_a_full_memory_directory_gives_way_to_the_run_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: DiskTransport, engine: Exporter
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Exporter, is_foreseen: bool
 ):
     write = Weights.write
 
@@ -227,8 +190,21 @@ async def test_a_full_memory_directory_gives_way_to_the_run_directory(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, directory)
 
-    monkeypatch.setattr(Weights, "write", write_where_there_is_room)
-    assert (await prepared(memory, engine)).is_relative_to(tmp_path / "run")
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
+    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run")
+    first = await prepared(transport, engine)
+    if is_foreseen:
+        monkeypatch.setattr(module, "_room", lambda directory: 0)
+    else:
+        monkeypatch.setattr(Weights, "write", write_where_there_is_room)
+    second = await prepared(transport, engine)
+    assert first.is_relative_to(tmp_path / "shm")
+    assert first.is_dir()
+    assert second.is_relative_to(tmp_path / "run")
+    transport.close()
+    assert not first.exists()
+    assert not second.exists()
 
 
 def test_directories_of_a_host_with_a_longer_name_are_left_alone(tmp_path: Path):

@@ -6,93 +6,24 @@ The server is a thread of this process that joins the group for real and receive
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from loaders import Servers
+from loaders import Receiver, Servers, receive
 from published import HookedEngine, Trainee, trainee
 from safetensors.torch import load_file
 
-from arl.api.engine import TensorSpec, WeightGroup, WeightUpdate
+from arl.api.engine import WeightGroup, WeightUpdate
 from arl.api.engine_config import DistributedWeightsConfig
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.engine.weights import distributed
 from arl.engine.weights import sender as weight_sender
 from arl.engine.weights.distributed import DistributedTransport
-from arl.engine.weights.sender import byte_size, views
-
-TIMEOUT = timedelta(seconds=30)
-
-
-def receive(rank: dist.ProcessGroupGloo, num_bytes: int) -> torch.Tensor:
-    flat = torch.empty(num_bytes, dtype=torch.uint8)
-    rank.broadcast([flat], dist.BroadcastOptions()).wait()
-    return flat
-
-
-@dataclass
-class Receiver:
-    """A WeightServer of `num_ranks` ranks. `calls` is what it was asked for; `errors` are raised instead, once each."""
-
-    address: str = "http://127.0.0.1:1"
-    num_ranks: int = 1
-    calls: list[str] = field(default_factory=list[str])
-    errors: dict[str, Exception] = field(default_factory=dict[str, Exception])
-    groups: dict[str, list[dist.ProcessGroupGloo]] = field(default_factory=dict[str, list[dist.ProcessGroupGloo]])
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    labels: list[int | None] = field(default_factory=list[int | None])
-    flushes: list[bool] = field(default_factory=list[bool])
-
-    def _note(self, call: str) -> None:
-        self.calls.append(call)
-        if error := self.errors.pop(call, None):
-            raise error
-
-    async def join_group(self, group: WeightGroup) -> None:
-        self._note("join")
-
-        def join(rank: int) -> dist.ProcessGroupGloo:
-            store = dist.TCPStore(group.address, group.port, group.world_size, False, timeout=TIMEOUT)
-            # As torch's own groups meet; but that keeps one of a name in a process, and the trainer is here too.
-            for prefix in (group.name, f"{group.name}/", "cpu/"):
-                store = dist.PrefixStore(prefix, store)
-            return dist.ProcessGroupGloo(store, rank, group.world_size, TIMEOUT)
-
-        ranks = [asyncio.to_thread(join, rank) for rank in range(1, group.world_size)]
-        self.groups[group.name] = await asyncio.gather(*ranks)
-
-    async def leave_group(self, name: str) -> None:
-        self._note("leave")
-        self.groups.pop(name, None)
-
-    async def begin_update(self) -> None:
-        self._note("begin")
-
-    async def receive(
-        self, specs: Sequence[TensorSpec], group: WeightGroup, *, version: int | None, flush_cache: bool
-    ) -> None:
-        self._note("receive")
-
-        num_bytes = sum(map(byte_size, specs))
-        ranks = [asyncio.to_thread(receive, rank, num_bytes) for rank in self.groups[group.name]]
-        received = await asyncio.gather(*ranks)
-        assert all(torch.equal(flat, received[0]) for flat in received)
-        self.tensors.update(zip([spec.name for spec in specs], views(specs, received[0]), strict=True))
-        self.labels.append(version)
-        self.flushes.append(flush_cache)
-
-    async def end_update(self) -> None:
-        self._note("end")
-
-    async def load_directory(self, directory: Path, *, version: int, flush_cache: bool) -> None:
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -145,37 +76,49 @@ def pair(transport: DistributedTransport, trainer: Trainee, server: Receiver) ->
     return Pair(transport, trainer, server)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-async def test_every_rank_of_the_server_receives_every_tensor_whole(pair: Pair, num_ranks: int):
-    pair.server.num_ranks = num_ranks
-    pair.trainer.train()
-    update = await pair.publish()
-    assert pair.is_served()
-    assert update.num_bytes == sum(tensor.nbytes for tensor in pair.weights.values())
+async def test_every_rank_receives_every_tensor_whole_and_the_last_bucket_names_the_version(pair: Pair):
+    server = pair.server
+    server.num_ranks = 2
+    for num_updates in (1, 2):
+        pair.trainer.train()
+        update = await pair.publish()
+        assert pair.is_served()
+        assert update.num_bytes == sum(tensor.nbytes for tensor in pair.weights.values())
+        buckets = len(server.names) // num_updates
+        assert buckets > 2
+        assert server.names[-buckets:] == [None] * (buckets - 1) + [pair.trainer.engine.version]
+        assert server.flushes[-buckets:] == [False] * (buckets - 1) + [True]
+    assert (server.calls.count("join"), server.calls.count("leave")) == (1, 0)
 
 
-async def test_only_the_last_bucket_names_the_version_and_flushes_the_cache(pair: Pair):
+FAILED = ServerFailedError("it broke")
+FAULTS: dict[str, tuple[bool, str, Exception, type[Exception], str]] = {
+    "begin fails": (False, "begin", FAILED, ServerFailedError, "it broke"),
+    "receive fails": (False, "receive", FAILED, ServerFailedError, "it broke"),
+    "end fails": (False, "end", FAILED, ServerFailedError, "it broke"),
+    "a server that was just met refuses": (False, "receive", ServerError("no tensor"), ServerError, "no tensor"),
+    # As after a restart: to meet it again may mend it.
+    "a server that was met before refuses": (True, "receive", ServerError("no group"), ServerFailedError, "no group"),
+    "joining is refused": (False, "join", ServerError("no gloo here"), ServerError, "no gloo here"),
+    "without transactions": (
+        False, "begin", NoSuchPathError("HTTP 404"), ServerError, r"SGLang 0\.5\.23 or newer.*transport=disk"
+    ),
+}  # fmt: skip
+"""Whether there is a group already, the call that fails and how; then what that raises."""
+
+
+@pytest.mark.parametrize(("is_met", "call", "error", "kind", "sentence"), FAULTS.values(), ids=FAULTS)
+async def test_a_group_in_which_something_failed_is_left_and_another_is_met(
+    pair: Pair, is_met: bool, call: str, error: Exception, kind: type[Exception], sentence: str
+):
+    if is_met:
+        await pair.publish()
+    pair.server.errors[call] = error
+    async with asyncio.timeout(5):
+        with pytest.raises(ServerError, match=sentence) as failure:
+            await pair.publish()
+    assert type(failure.value) is kind
     await pair.publish()
-    assert len(pair.server.labels) > 2
-    assert pair.server.labels == [None] * (len(pair.server.labels) - 1) + [pair.trainer.engine.version]
-    assert pair.server.flushes == [False] * (len(pair.server.flushes) - 1) + [True]
-
-
-async def test_the_group_is_met_once_and_serves_later_versions(pair: Pair):
-    await pair.publish()
-    pair.trainer.train()
-    await pair.publish()
-    assert pair.is_served()
-    assert (pair.server.calls.count("join"), pair.server.calls.count("leave")) == (1, 0)
-
-
-@pytest.mark.parametrize("call", ["begin", "receive", "end"])
-async def test_a_group_in_which_something_failed_is_left_and_another_is_met(pair: Pair, call: str):
-    update = pair.transport.snapshot(pair.trainer.engine)
-    pair.server.errors[call] = ServerFailedError("it broke")
-    with pytest.raises(ServerFailedError, match="it broke"):
-        await pair.transport.deliver(update, Servers(pair.server))
-    await pair.transport.deliver(update, Servers(pair.server))
     assert pair.is_served()
     assert (pair.server.calls.count("join"), pair.server.calls.count("leave")) == (2, 1)
     assert len(pair.server.groups) == 1
@@ -218,40 +161,11 @@ async def test_a_group_that_is_being_opened_when_the_time_is_over_is_left(pair: 
     assert await asyncio.to_thread(left.get, timeout=10) == opened.get(timeout=10)
 
 
-async def test_a_refusal_by_a_server_that_was_just_met_is_one(pair: Pair):
-    pair.server.errors["receive"] = ServerError("no such tensor")
-    with pytest.raises(ServerError, match="no such tensor") as failure:
-        await pair.publish()
-    assert not isinstance(failure.value, ServerFailedError)
-
-
-async def test_a_refusal_by_a_server_that_was_met_before_may_be_mended_by_meeting_it_again(pair: Pair):
-    await pair.publish()
-    pair.server.errors["receive"] = ServerError("no such group")  # as after a restart
-    with pytest.raises(ServerFailedError, match="no such group"):
-        await pair.publish()
-    await pair.publish()
-    assert pair.is_served()
-
-
-async def test_a_server_that_refuses_to_join_is_told_at_once(pair: Pair):
-    pair.server.errors["join"] = ServerError("backend 'gloo' is not available here")
-    async with asyncio.timeout(5):
-        with pytest.raises(ServerError, match="is not available here"):
-            await pair.publish()
-
-
 async def test_an_update_that_was_left_open_is_ended_first(pair: Pair):
     pair.server.errors["begin"] = ServerError("a weight-update session is already open")
     await pair.publish()
     assert pair.server.calls[:4] == ["join", "begin", "end", "begin"]
     assert pair.is_served()
-
-
-async def test_a_server_without_transactions_is_refused_with_what_to_do(pair: Pair):
-    pair.server.errors["begin"] = NoSuchPathError("HTTP 404")
-    with pytest.raises(ServerError, match=r"SGLang 0\.5\.23 or newer.*transport=disk"):
-        await pair.publish()
 
 
 async def test_what_fails_on_the_trainers_side_ends_the_servers_waiting(pair: Pair):
@@ -286,29 +200,31 @@ async def test_an_address_that_is_not_the_trainers_is_refused(
     transport.close()
 
 
-async def test_snapshots_before_a_delivered_one_are_released_and_it_stays(pair: Pair, tmp_path: Path):
-    first, second = pair.transport.snapshot(pair.trainer.engine), None
+async def test_snapshots_that_no_server_will_need_are_released(pair: Pair, tmp_path: Path):
+    def is_released(update: Any) -> bool:
+        try:
+            update.snapshot.write(tmp_path / f"{id(update)}")
+        except TransportError as error:
+            return "released" in str(error)
+        return False
+
+    transport, engine = pair.transport, pair.trainer.engine
+    first = transport.snapshot(engine)
     pair.trainer.train()
-    second = pair.transport.snapshot(pair.trainer.engine)
-    await pair.transport.deliver(second, Servers(pair.server))
-    with pytest.raises(TransportError, match="released"):
-        first.snapshot.write(tmp_path / "first")
+    second, discarded = transport.snapshot(engine), transport.snapshot(engine)
+    for _ in range(2):
+        transport.discard(discarded)
+    assert [is_released(update) for update in (first, second, discarded)] == [False, False, True]
+    await transport.deliver(second, Servers(pair.server))
+    assert is_released(first)
+    assert transport._updates == [second]
     again = Receiver(address="http://127.0.0.1:2")  # one that was away
     await second.prepare(again)
     await second.load(again, flush_cache=False)
     assert pair.is_served(again)
-    for name in list(again.groups):
-        await again.leave_group(name)
-
-
-def test_a_discarded_snapshot_is_released_at_once(transport: DistributedTransport, trainer: Trainee, tmp_path: Path):
-    kept, discarded = transport.snapshot(trainer.engine), transport.snapshot(trainer.engine)
-    for _ in range(2):
-        transport.discard(discarded)
-    with pytest.raises(TransportError, match="released"):
-        discarded.snapshot.write(tmp_path / "discarded")
-    assert kept.snapshot.write(tmp_path / "kept") > 0
-    assert transport._updates == [kept]
+    transport.close()
+    with pytest.raises(TransportError, match="closed"):
+        await second.prepare(Receiver())
 
 
 @pytest.mark.timeout(30)
@@ -328,10 +244,3 @@ async def test_closing_does_not_wait_for_what_is_stuck(pair: Pair, monkeypatch: 
     with pytest.raises(TransportError, match="released"):
         update.snapshot.send("", 0, 1)
     goes_on.set()
-
-
-async def test_a_closed_transport_says_so(pair: Pair):
-    update = pair.transport.snapshot(pair.trainer.engine)
-    pair.transport.close()
-    with pytest.raises(TransportError, match="closed"):
-        await update.prepare(pair.server)

@@ -1,14 +1,14 @@
 """From a snapshot of the trainer to embedded servers that are generating, and what their tokens are of."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
-import torch
+from embedded_server import ServerProcess
 from mirrors import mirror_here
-from published import EmbeddedServer, Trainee, client, prompt, request, sequence
+from published import Trainee, client, request
 
 from arl.api.engine import WeightTransport
 from arl.api.engine_config import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
@@ -20,19 +20,19 @@ from arl.engine.weights.distributed import DistributedTransport
 
 @pytest.fixture
 async def transport(
-    request: pytest.FixtureRequest, tmp_path: Path, first: EmbeddedServer
-) -> AsyncIterator[WeightTransport]:
+    request: pytest.FixtureRequest, tmp_path: Path, first: ServerProcess
+) -> AsyncIterator[DiskTransport | DistributedTransport]:
     """By the name of its kind."""
     directory = tmp_path / "weights"
     async with mirror_here(tmp_path / "mirror") as mirror:
-        transports: dict[str, Callable[[], DiskTransport | DistributedTransport]] = {
-            "disk": lambda: DiskTransport(DiskWeightsConfig(directory=directory), tmp_path),
-            "distributed": lambda: DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000),
-            "delta": lambda: DeltaTransport(
-                DeltaWeightsConfig(mirrors={first.address: mirror.address}, directory=directory), tmp_path
-            ),
-        }
-        transport = transports[request.param]()
+        match request.param:
+            case "disk":
+                transport = DiskTransport(DiskWeightsConfig(directory=directory), tmp_path)
+            case "delta":
+                config = DeltaWeightsConfig(mirrors={first.address: mirror.address}, directory=directory)
+                transport = DeltaTransport(config, tmp_path)
+            case _:
+                transport = DistributedTransport(DistributedWeightsConfig(), bucket_bytes=20_000)
         yield transport
         transport.close()
 
@@ -45,29 +45,19 @@ async def until_running(address: str, count: int) -> None:
                     return
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "delta"], indirect=True)
-async def test_the_servers_logprobs_are_the_trainers_after_a_publish(
-    trainer: Trainee, transport: WeightTransport, first: EmbeddedServer
-):
-    trainer.train()
-    async with client(first) as engine:
-        update = transport.snapshot(trainer.engine)
-        stats = await transport.deliver(update, engine)
-        response = await engine.agenerate(request(30))
-    assert set(response.output_versions) == {1}
-    (expected,) = trainer.engine.forward([sequence((*prompt(), *response.output_ids))])
-    torch.testing.assert_close(torch.tensor(response.output_logprobs), expected[len(prompt()) :], rtol=1e-4, atol=1e-4)
-    assert 0 < stats.load_s <= stats.pause_s
-    assert update.num_bytes >= trainer.engine.snapshot().num_bytes
-
-
 @pytest.mark.parametrize(
     ("transport", "mode"),
-    [("delta", "in_place"), ("distributed", "in_place"), ("distributed", "retract"), ("distributed", "abort")],
+    [
+        ("disk", "abort"),
+        ("delta", "in_place"),
+        ("distributed", "in_place"),
+        ("distributed", "retract"),
+        ("distributed", "abort"),
+    ],
     indirect=["transport"],
 )
 async def test_every_token_is_of_the_weights_that_its_version_names(
-    trainer: Trainee, transport: WeightTransport, first: EmbeddedServer, mode: PauseMode
+    trainer: Trainee, transport: WeightTransport, first: ServerProcess, mode: PauseMode
 ):
     updates = [transport.snapshot(trainer.engine)]
     for _ in range(3):

@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import pytest
 from protocol_client import Client, spans
 
 PROMPT = [10, 11, 12, 13]
@@ -34,16 +33,6 @@ async def test_a_request_sent_while_paused_waits_and_can_be_aborted(client: Clie
     assert len((await waiting)["output_ids"]) == 4
 
 
-async def test_the_server_tells_what_it_serves(client: Client, model_a: str) -> None:
-    info = (await client.get("/model_info")).body
-    assert (info["model_path"], info["weight_version"], info["vocab_size"]) == (model_a, "v0", 288)
-    (card,) = (await client.get("/v1/models")).body["data"]
-    assert (card["id"], card["max_model_len"]) == (model_a, 8192)
-    server_info = (await client.get("/server_info")).body
-    assert server_info["internal_states"][0]["is_paused"] is False
-    assert "api_key" not in server_info
-
-
 async def test_empty_fields_that_it_does_not_know_are_accepted(client: Client) -> None:
     answer = await client.generate(
         input_ids=PROMPT, sampling_params={**SHORT, "json_schema": None, "stop": None}, lora_path=None, stream=False
@@ -54,49 +43,37 @@ async def test_empty_fields_that_it_does_not_know_are_accepted(client: Client) -
 ANY = {"input_ids": PROMPT, "sampling_params": SHORT}
 BAD_BODIES: list[tuple[Any, str]] = [
     ({"sampling_params": SHORT}, "input_ids is missing"),
-    ({"input_ids": PROMPT}, "sampling_params is missing"),
     ({**ANY, "input_ids": []}, "input_ids cannot be empty."),
     ({**ANY, "input_ids": "abc"}, 'input_ids is "abc"; it must be a list of integers'),
-    ({**ANY, "input_ids": [PROMPT, PROMPT]}, "it must be a list of integers"),
-    ({**ANY, "input_ids": [1.5]}, "input_ids is [1.5]; it must be a list of integers"),
     ({**ANY, "input_ids": [True]}, "input_ids is [true]; it must be a list of integers"),
     ({**ANY, "input_ids": [100000]}, "input_ids holds a token outside the model's vocabulary of 288 tokens."),
     ({**ANY, "input_ids": [-1]}, "input_ids holds a token outside the model's vocabulary of 288 tokens."),
     ({**ANY, "sampling_params": "hot"}, 'sampling_params is "hot"; it must be a JSON object'),
-    ({**ANY, "rid": 7}, "rid is 7; it must be a string"),
     ({**ANY, "stream": True}, "stream (here true): it is not known here"),
-    ({**ANY, "text": "hello"}, 'text (here "hello"): it is not known here'),
     ({**ANY, "lora_path": "x"}, "LoRA adapter x is not loaded. Loaded adapters: none"),
-    ({**ANY, "lora_path": 7}, "lora_path is 7; it must be a string"),
     ({**ANY, "logprob_start_len": -2}, "logprob_start_len is -2; it must be at least -1"),
-    ({**ANY, "logprob_start_len": "0"}, 'logprob_start_len is "0"; it must be an integer'),
     ({**ANY, "never_heard_of": 1}, "never_heard_of (here 1)"),
 ]
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature is -1.0; it must be 0 (greedy) or at least 0.001"),
     ({"temperature": 1e-300}, "temperature is 1e-300; it must be 0 (greedy) or at least 0.001"),
-    ({"temperature": "hot"}, 'temperature is "hot"; it must be a number'),
     ({"top_p": 0}, "top_p is 0.0; it must be in (0, 1]"),
     ({"top_k": 0}, "top_k is 0; it must be -1 (off) or at least 1"),
     ({"min_p": 2}, "min_p is 2.0; it must be in [0, 1]"),
     ({"max_new_tokens": None}, "max_new_tokens is missing"),
     ({"max_new_tokens": -1}, "max_new_tokens is -1; it must be at least 1"),
-    ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5; it must be an integer"),
     ({"max_new_tokens": True}, "max_new_tokens is true; it must be an integer"),
     ({"stop": [""]}, "none of them empty"),
-    ({"stop": 3}, "stop is 3; it must be a string or a list of strings"),
-    ({"stop_token_ids": ["a"]}, 'stop_token_ids is ["a"]; it must be a list of integers'),
     ({"n": 2}, "n (here 2): it is not known here"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty (here 0.5): it is not known here"),
 ]
 DISK, GROUP, SENT = "/update_weights_from_disk", "/init_weights_update_group", "/update_weights_from_distributed"
 AT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 AT |= {"group_name": "g", "backend": "gloo"}
 ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "weight_version": "1", "group_name": "g"}
 ONE |= {"load_format": "flattened_bucket"}
-BAD_CONTROL: list[tuple[str, dict[str, Any], str]] = [
+BAD_CONTROL: list[tuple[str, Any, str]] = [
+    ("/generate", [1], "a JSON object"),
     ("/pause_generation", {"mode": "nicely"}, "mode is \"nicely\"; it must be 'in_place', 'retract' or 'abort'"),
-    ("/abort_request", {"rid": 5}, "rid is 5; it must be a string"),
     ("/abort_request", {"abort_all": True}, "abort_all (here true): it is not known here"),
     ("/classify", {"input_ids": [1]}, "this server has a language model; /classify is for ForSequenceClassification"),
     (DISK, {"model_path": "/"}, "weight_version is missing"),
@@ -119,10 +96,3 @@ async def test_bad_bodies_are_refused_with_a_sentence_that_names_the_field(clien
         answer = await client.post(path, body)
         assert answer.status == 400, (path, body)
         assert sentence in answer.message, (path, body)
-
-
-@pytest.mark.parametrize(("raw", "sentence"), [(b"{bad", "the request body is not JSON"), (b"[1]", "a JSON object")])
-async def test_what_is_no_json_object_is_refused(client: Client, raw: bytes, sentence: str) -> None:
-    async with client.session.post("/generate", data=raw) as response:
-        assert response.status == 400
-        assert sentence in (await response.json())["message"]

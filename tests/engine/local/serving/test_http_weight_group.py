@@ -19,7 +19,7 @@ GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
 def impatient_url(model_a: str) -> Iterator[str]:
     """A server that waits 2 s for a trainer. It is a process: torch lets nobody join a group twice from one."""
     with server_process(model_a, "--weight-version", "v0", "--update-timeout-s", "2") as server:
-        yield server.url
+        yield server.address
 
 
 @pytest.fixture

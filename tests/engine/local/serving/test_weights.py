@@ -12,6 +12,7 @@ from arl.engine.local.received_weights import WeightsError, read_directory
 
 TENSORS = {"embed": torch.arange(6.0).reshape(2, 3), "norm": torch.ones(3)}
 SHAPES = {name: tensor.shape for name, tensor in TENSORS.items()}
+INDEX = "model.safetensors.index.json"
 
 
 def write(directory: Path, tensors: dict[str, torch.Tensor]) -> str:
@@ -19,8 +20,11 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> str:
     return str(directory)
 
 
-def test_a_single_file_is_read_as_it_is(tmp_path: Path) -> None:
+def test_one_file_is_read_as_it_is_and_what_was_read_does_not_change_with_it(tmp_path: Path) -> None:
     read = read_directory(write(tmp_path, TENSORS), SHAPES, is_tied=False)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(b"\xff" * file.stat().st_size)
     assert read.keys() == TENSORS.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
 
@@ -29,17 +33,9 @@ def test_shards_are_read_together(tmp_path: Path) -> None:
     for i, (name, tensor) in enumerate(TENSORS.items()):
         save_file({name: tensor}, tmp_path / f"{i}.safetensors")
     weight_map = {name: f"{i}.safetensors" for i, name in enumerate(TENSORS)}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     read = read_directory(str(tmp_path), SHAPES, is_tied=False)
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
-
-
-def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
-    read = read_directory(write(tmp_path, TENSORS), SHAPES, is_tied=False)
-    file = tmp_path / "model.safetensors"
-    with file.open("r+b") as opened:
-        opened.write(b"\xff" * file.stat().st_size)
-    assert torch.equal(read["norm"], TENSORS["norm"])
 
 
 def test_a_tied_output_layer_may_be_stored_once_more(tmp_path: Path) -> None:
@@ -53,7 +49,6 @@ def write_file(name: str, content: bytes) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_bytes(content)
 
 
-INDEX = "model.safetensors.index.json"
 REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: write(at, {"embed": TENSORS["embed"]}), "lacks norm, which the served model has"),
     (lambda at: write(at, {**TENSORS, "norm": torch.ones(4)}), r"norm has shape \[4\]; the served model's has \[3\]"),
