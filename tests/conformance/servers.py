@@ -38,7 +38,7 @@ def sglang_python() -> str:
 
 @contextmanager
 def sglang(model: Path, log: Path, *options: str) -> Iterator[Server]:
-    """Stock SGLang that answers; with it ends every process that it started. What it says goes to `log`."""
+    """Stock SGLang, ready to answer. Every process that it started ends with it. Its output goes to `log`."""
     port = free_port()
     command = [str(_SERVE), sglang_python(), str(model), str(port), *options]
     with log.open("wb") as stream, _group(command, stream.fileno()) as process:

@@ -38,7 +38,7 @@ def scores_by_transformers(directory: Path, sequences: Sequence[Sequence[int]]) 
 
 
 async def scores(scorer: Client, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Of sequences that are asked for at once."""
+    """The scores of sequences that are sent at once."""
     answers = await asyncio.gather(*(scorer.post("/classify", {"input_ids": sequence}) for sequence in sequences))
     assert all(answer.status == 200 and len(answer.body["embedding"]) == 1 for answer in answers)
     return torch.tensor([answer.body["embedding"][0] for answer in answers])
@@ -65,14 +65,11 @@ async def test_new_weights_give_their_own_scores(scorer: Client, reward_model: P
     assert (await scorer.get("/model_info")).body["weight_version"] == "next"
 
 
-async def test_it_says_that_it_generates_nothing(scorer: Client) -> None:
+async def test_it_says_that_it_generates_nothing_and_how_long_a_sequence_may_be(scorer: Client) -> None:
     info = (await scorer.get("/model_info")).body
     assert info["is_generation"] is False
     assert info["architectures"] == ["LlamaForSequenceClassification"]
     assert (await scorer.get("/health")).status == 200
-
-
-async def test_a_sequence_that_is_too_long_is_refused(scorer: Client) -> None:
     answer = await scorer.post("/classify", {"input_ids": [1] * 3000})
     assert answer.status == 400
     assert "longer than the model's context" in answer.message

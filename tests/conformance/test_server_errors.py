@@ -1,6 +1,6 @@
 """Requests that cannot be answered: their status, and the shape in which the sentence comes.
 
-What ends stock SGLang's process is not here (docs/sglang_protocol.md): the embedded server's own tests ask for it.
+Requests that end stock SGLang's process (docs/sglang_protocol.md) are in the embedded server's own tests.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ LONG = 9000
 
 
 def told(answer: Answer) -> str:
-    """What the body of a refusal looks like."""
+    """The shape of a refusal's body."""
     body = answer.body
     assert answer.status == 400, body
     if body.keys() == {"error"}:
@@ -31,18 +31,6 @@ BAD_VALUES: list[dict[str, Any]] = [
     {"input_ids": [1] * LONG, "sampling_params": FEW},
     {"input_ids": [1] * 8000, "sampling_params": {"max_new_tokens": 500}},
     {"input_ids": PROMPT, "lora_path": "unknown", "sampling_params": FEW},
-    *(
-        {"input_ids": PROMPT, "sampling_params": {**FEW, **wrong}}
-        for wrong in (
-            {"temperature": -1},
-            {"top_p": 0},
-            {"top_p": 1.5},
-            {"top_k": 0},
-            {"top_k": -2},
-            {"min_p": 2},
-            {"max_new_tokens": -1},
-        )
-    ),
 ]
 MALFORMED: list[dict[str, Any]] = [
     {"input_ids": "abc"},
@@ -52,29 +40,31 @@ MALFORMED: list[dict[str, Any]] = [
     {"input_ids": PROMPT, "rid": 7, "sampling_params": FEW},
     {"input_ids": PROMPT, "return_logprob": "perhaps", "sampling_params": FEW},
 ]
+BAD_SAMPLING: list[dict[str, Any]] = [
+    {"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": 0}, {"top_k": -2}, {"min_p": 2},
+    {"max_new_tokens": -1},
+]  # fmt: skip
 MALFORMED_SAMPLING: list[dict[str, Any]] = [
-    {"temperature": "hot"},
-    {"max_new_tokens": 1.5},
-    {"stop": 3},
-    {"stop_token_ids": ["a"]},
-    {"never_heard_of": 1},
-]
+    {"temperature": "hot"}, {"max_new_tokens": 1.5}, {"stop": 3}, {"stop_token_ids": ["a"]}, {"never_heard_of": 1},
+]  # fmt: skip
 
 
-async def test_values_that_cannot_be_are_told_in_an_error_with_a_message(client: Client) -> None:
-    for body in BAD_VALUES:
-        assert told(await client.post("/generate", body)) == "message in error", str(body)[:100]
+def sampling(wrongs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"input_ids": PROMPT, "sampling_params": {**FEW, **wrong}} for wrong in wrongs]
 
 
-async def test_a_body_of_the_wrong_form_is_told_as_openai_does(client: Client) -> None:
-    for body in MALFORMED:
-        assert told(await client.post("/generate", body)) == "malformed", body
-
-
-async def test_sampling_parameters_of_the_wrong_form_are_told_as_a_sentence(client: Client) -> None:
-    for wrong in MALFORMED_SAMPLING:
-        body = {"input_ids": PROMPT, "sampling_params": {**FEW, **wrong}}
-        assert told(await client.post("/generate", body)) == "error", wrong
+@pytest.mark.parametrize(
+    ("bodies", "shape"),
+    [
+        (BAD_VALUES + sampling(BAD_SAMPLING), "message in error"),
+        (MALFORMED, "malformed"),
+        (sampling(MALFORMED_SAMPLING), "error"),
+    ],
+    ids=["values", "forms", "forms of sampling parameters"],
+)
+async def test_what_cannot_be_generated_is_refused(client: Client, bodies: list[dict[str, Any]], shape: str) -> None:
+    for body in bodies:
+        assert told(await client.post("/generate", body)) == shape, str(body)[:100]
 
 
 @pytest.mark.parametrize("path", ["/generate", "/pause_generation", "/update_weights_from_disk"])

@@ -39,7 +39,7 @@ def written(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def references(models: Models, written: Path) -> dict[str | None, Reference]:
-    """By adapter; of None, the model alone."""
+    """The reference of each adapter; None is the model alone."""
     return {None: models.a, **{name: Reference(written / f"merged-{name}") for name in ("one", "two")}}
 
 
@@ -101,14 +101,6 @@ async def test_prefixes_are_shared_under_one_adapter_alone(
     assert cached == [0, 0, 0, 39, 39, 39]
 
 
-async def test_loaded_adapters_are_among_the_models(shelf: Shelf, written: Path) -> None:
-    await shelf.load("one")
-    cards = {card["id"]: card for card in (await shelf.client.get("/v1/models")).body["data"]}
-    model = next(card for card in cards.values() if card["parent"] is None)
-    card = cards[str(shelf.names["one"])]
-    assert (card["root"], card["parent"], card["max_model_len"]) == (str(written / "one"), model["id"], None)
-
-
 async def test_a_request_in_flight_keeps_an_adapter_that_is_unloaded(
     shelf: Shelf, references: dict[str | None, Reference]
 ) -> None:
@@ -145,8 +137,12 @@ async def test_weights_from_a_directory_replace_the_model_below_the_adapters(she
         models.b.check_answer(under, PROMPT)
 
 
-async def test_a_name_that_was_never_loaded_is_refused(shelf: Shelf) -> None:
+async def test_loaded_adapters_are_among_the_models_and_other_names_are_refused(shelf: Shelf, written: Path) -> None:
     await shelf.load("one")
+    cards = {card["id"]: card for card in (await shelf.client.get("/v1/models")).body["data"]}
+    model = next(card for card in cards.values() if card["parent"] is None)
+    card = cards[str(shelf.names["one"])]
+    assert (card["root"], card["parent"], card["max_model_len"]) == (str(written / "one"), model["id"], None)
     body = {"input_ids": PROMPT, "lora_path": "nobody", "sampling_params": SAMPLED}
     answer = await shelf.client.post("/generate", body)
     assert answer.status == 400
@@ -162,7 +158,7 @@ async def refusal(client: Client, path: str, **body: Any) -> str:
     return answer.body["error_message"]
 
 
-async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(
+async def test_what_cannot_be_loaded_or_unloaded_is_refused_and_changes_nothing(
     shelf: Shelf, written: Path, models: Models, tmp_path: Path
 ) -> None:
     await shelf.load("one")
@@ -177,9 +173,6 @@ async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(
     loaded = {card["id"] for card in (await shelf.client.get("/v1/models")).body["data"]}
     assert shelf.names["one"] in loaded
     assert not {"x", "y", "z"} & loaded
-
-
-async def test_what_is_not_loaded_cannot_be_unloaded(shelf: Shelf) -> None:
     said = await refusal(shelf.client, "/unload_lora_adapter", lora_name="nobody")
     assert said.startswith("LoRA with name nobody does not exist")
 

@@ -39,9 +39,6 @@ async def test_an_aborted_request_answers_what_it_has_and_others_go_on(client: C
     assert not other.done()
     await client.post("/abort_request", {"rid": rids[1]})
     check_aborted(await other, models)
-
-
-async def test_aborting_a_request_that_is_not_there_is_no_error(client: Client) -> None:
     assert (await client.post("/abort_request", {"rid": "nobody"})).status == 200
 
 

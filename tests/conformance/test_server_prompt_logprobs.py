@@ -1,4 +1,4 @@
-"""Logprobs of tokens that were given, not sampled: what a teacher, or a judge of fluency, is asked for."""
+"""Logprobs of tokens that were given, not sampled, as a teacher or a judge of fluency tells them."""
 
 import asyncio
 import random
@@ -38,14 +38,16 @@ def check(answer: Any, models: Models, given: Sequence[int], start: int = 0) -> 
     close([entry[0] for entry in entries[1:]], models.a.logprobs(given[: start + 1], given[start + 1 :]))
 
 
-async def test_every_token_but_the_first_has_the_models_own_logprob(client: Client, models: Models) -> None:
-    given = tokens(40, 0)
-    answer = await ask(client, given)
-    check(answer, models, given)
-    assert answer["output_ids"] == []
-    assert answer["meta_info"]["output_token_logprobs"] == []
-    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
-    assert answer["meta_info"]["completion_tokens"] == 0
+async def test_every_token_but_the_first_has_the_models_own_logprob_also_in_many_chunks(
+    client: Client, models: Models
+) -> None:
+    for given in (tokens(40, 0), tokens(5000, 9)):
+        answer = await ask(client, given)
+        check(answer, models, given)
+        assert answer["output_ids"] == []
+        assert answer["meta_info"]["output_token_logprobs"] == []
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+        assert answer["meta_info"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5, 2.0])
@@ -87,11 +89,6 @@ async def test_a_start_at_the_end_or_unset_tells_nothing_and_one_past_it_is_refu
     assert "higher than the number of input tokens" in (await client.post("/generate", past)).message
     without = await client.generate(input_ids=given, sampling_params=NOTHING_NEW, logprob_start_len=0)
     assert "input_token_logprobs" not in without["meta_info"]
-
-
-async def test_a_prompt_of_many_prefill_chunks_is_told_whole(client: Client, models: Models) -> None:
-    given = tokens(5000, 9)
-    check(await ask(client, given), models, given)
 
 
 async def test_what_is_generated_beside_it_stays_the_same(client: Client, models: Models) -> None:

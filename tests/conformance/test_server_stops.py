@@ -1,4 +1,4 @@
-"""What ends an answer, what is told of it, and what of it stands in the ids and in the text."""
+"""The end of an answer: its reason, and how much of the stop stands in the ids and in the text."""
 
 import itertools
 from dataclasses import dataclass
@@ -53,22 +53,19 @@ async def answered(client: Client, prompt: list[int], **sampling: Any) -> tuple[
     return answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]
 
 
-async def test_the_end_of_sequence_token_is_the_last_id_and_not_in_the_text(
+async def test_the_end_of_sequence_token_is_the_last_id_and_not_in_the_text_unless_it_is_ignored(
     client: Client, models: Models, ending_prompt: list[int]
 ) -> None:
     end = models.tokenizer.eos_token_id
     assert await answered(client, ending_prompt) == ([end], "", {"type": "stop", "matched": end})
-
-
-async def test_an_ignored_end_of_sequence_ends_nothing(
-    client: Client, models: Models, ending_prompt: list[int]
-) -> None:
     ids, _, reason = await answered(client, ending_prompt, ignore_eos=True, max_new_tokens=3)
     assert ids == models.a.greedy(ending_prompt, 3)
     assert reason == {"type": "length", "length": 3}
+    _, shown, _ = await answered(client, ending_prompt, ignore_eos=True, max_new_tokens=1, skip_special_tokens=False)
+    assert shown == models.tokenizer.eos_token
 
 
-async def test_a_stop_token_is_the_last_id_and_not_in_the_text(
+async def test_a_stop_token_is_the_last_id_and_not_in_the_text_unless_ends_are_ignored(
     client: Client, models: Models, continued: Continued
 ) -> None:
     ids, token = continued.output[: continued.at + 2], continued.output[continued.at + 1]
@@ -76,12 +73,8 @@ async def test_a_stop_token_is_the_last_id_and_not_in_the_text(
     assert trimmed == (ids, models.tokenizer.decode(ids[:-1]), {"type": "stop", "matched": token})
     whole = await answered(client, continued.prompt, stop_token_ids=[token], no_stop_trim=True)
     assert whole == (ids, models.tokenizer.decode(ids), {"type": "stop", "matched": token})
-
-
-async def test_ignoring_the_end_of_sequence_ignores_stop_tokens_too(client: Client, continued: Continued) -> None:
-    token = continued.output[continued.at + 1]
-    ids, _, _ = await answered(client, continued.prompt, stop_token_ids=[token], ignore_eos=True)
-    assert ids == continued.output
+    ignored = await answered(client, continued.prompt, stop_token_ids=[token], ignore_eos=True)
+    assert ignored[0] == continued.output
 
 
 async def test_a_stop_string_that_two_tokens_make_up_is_in_the_ids_and_not_in_the_text(
@@ -103,12 +96,3 @@ async def test_a_stop_string_beyond_the_last_token_does_not_count(client: Client
     )
     assert ids == continued.output[:cut]
     assert reason == {"type": "length", "length": cut}
-
-
-async def test_special_tokens_are_shown_when_asked_for(
-    client: Client, models: Models, ending_prompt: list[int]
-) -> None:
-    sampling = {"ignore_eos": True, "max_new_tokens": 1}
-    _, hidden, _ = await answered(client, ending_prompt, **sampling)
-    _, shown, _ = await answered(client, ending_prompt, **sampling, skip_special_tokens=False)
-    assert (hidden, shown) == ("", models.tokenizer.eos_token)

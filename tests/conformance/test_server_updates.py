@@ -41,25 +41,19 @@ async def load_b(client: Client, models: Models, **more: Any) -> None:
     await succeeds(client, "/update_weights_from_disk", body)
 
 
-async def test_weights_from_a_directory_are_served_under_their_label(client: Client, models: Models) -> None:
-    await load_b(client, models)
-    assert (await label_of(client), await weights_of(client, models)) == ("7", "b")
-    assert spans(await greedy(client)) == [("7", 0, 6)]
-
-
-async def test_a_flush_forgets_the_prefixes_of_old_weights(client: Client, models: Models) -> None:
+async def test_weights_from_a_directory_are_served_under_their_label_and_a_flush_forgets_old_prefixes(
+    client: Client, models: Models
+) -> None:
     await greedy(client)
     assert (await greedy(client))["meta_info"]["cached_tokens"] == 31
-    await load_b(client, models, flush_cache=True)
-    answer = await greedy(client)
-    assert answer["meta_info"]["cached_tokens"] == 0
-    assert answer["output_ids"] == models.b.greedy(PROMPT, 6)
-
-
-async def test_flushing_the_cache_forgets_prefixes(client: Client) -> None:
-    await greedy(client)
     assert (await client.post("/flush_cache")).status == 200
     assert (await greedy(client))["meta_info"]["cached_tokens"] == 0
+    await load_b(client, models, flush_cache=True)
+    assert (await label_of(client), await weights_of(client, models)) == ("7", "b")
+    answer = await greedy(client)
+    assert spans(answer) == [("7", 0, 6)]
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert answer["output_ids"] == models.b.greedy(PROMPT, 6)
 
 
 async def test_without_a_flush_another_extra_key_keeps_clear_of_old_weights(client: Client, models: Models) -> None:
@@ -97,32 +91,22 @@ def buckets(models: Models) -> list[dict[str, torch.Tensor]]:
     return [dict(tensors[start:end]) for start, end in itertools.pairwise(cuts)]
 
 
-async def test_weights_sent_in_buckets_are_served_when_the_update_ends(
-    client: Client, models: Models, buckets: list[dict[str, torch.Tensor]]
-) -> None:
-    async with joined(client) as trainer:
-        await succeeds(client, "/begin_weight_update", {})
-        for bucket in buckets[:-1]:
-            await trainer.send(bucket, weight_version="mixture")
-        await trainer.send(buckets[-1], weight_version="b", flush_cache=True)
-        await succeeds(client, "/end_weight_update", {})
-        assert (await label_of(client), await weights_of(client, models)) == ("b", "b")
-        answer = await greedy(client)
-    assert answer["meta_info"]["cached_tokens"] == 0
-    assert spans(answer) == [("b", 0, 6)]
-
-
-async def test_a_group_serves_update_after_update(
+async def test_weights_sent_in_buckets_are_served_when_the_update_ends_and_a_group_serves_many(
     client: Client, models: Models, buckets: list[dict[str, torch.Tensor]]
 ) -> None:
     a = load_file(models.directory_a / "model.safetensors")
-    everything = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
     async with joined(client) as trainer:
-        for label, tensors in (("1", everything), ("2", a), ("3", everything)):
+        for label, sent, weights in (("b", buckets, "b"), ("2", [a], "a"), ("3", buckets, "b")):
+            await greedy(client)
             await succeeds(client, "/begin_weight_update", {})
-            await trainer.send(tensors, weight_version=label)
+            for bucket in sent[:-1]:
+                await trainer.send(bucket, weight_version="mixture")
+            await trainer.send(sent[-1], weight_version=label, flush_cache=True)
             await succeeds(client, "/end_weight_update", {})
-            assert (await label_of(client), await weights_of(client, models)) == (label, "a" if tensors is a else "b")
+            assert (await label_of(client), await weights_of(client, models)) == (label, weights)
+        answer = await greedy(client)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert spans(answer) == [("3", 0, 6)]
 
 
 async def test_requests_in_flight_go_on_while_weights_are_sent_to_a_paused_server(
