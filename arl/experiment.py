@@ -64,7 +64,7 @@ class Setup:
     """The model, agent and data of one run, as `launch` takes them. Raises ConfigError if workflow is not one."""
 
     model: str
-    """A Hugging Face directory or name, in the place of config.model."""
+    """A Hugging Face directory or name, instead of config.model."""
     workflow: RolloutWorkflow
     dataset: Dataset
     eval_dataset: Dataset | None = None

@@ -65,11 +65,11 @@ async def atrain(  # noqa: PLR0913 - what most runs set, where an editor complet
     continues the run. Settings that are left unset are `config`'s, or else the defaults of `Config`.
 
     model: a Hugging Face directory, or a name on the hub.
-    dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a file, a directory, or a name on the hub, of which
-        the splits `train` and `test` are read. Without a workflow, an example has a column `messages`, `prompt` or
+    dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a file, a directory, or a name on the hub, whose
+        splits `train` and `test` are read. Without a workflow, an example has a column `messages`, `prompt` or
         `question`.
     reward: a function of the answer's text and the example, or several: name -> function, or (weight, function).
-    workflow: an agent, in the place of a reward.
+    workflow: an agent, instead of a reward.
     system, prompt: the system prompt, and a function from an example to its question; only with a reward.
     max_new_tokens, temperature: how answers are sampled; only with a reward.
     algorithm: a name that `arl algorithms` lists, or settings.

@@ -138,7 +138,7 @@ class RowPlan:
         return self.stretches[-1].stop if self.stretches else 0
 
     def blocks(self) -> list[Block]:
-        """What attends to what: each stretch to itself, then neighbouring stretches together to a context they share.
+        """The blocks of attention: each stretch to itself, then neighbouring stretches together to a shared context.
 
         The blocks overlap nowhere, and the first ones hold each query once.
         """

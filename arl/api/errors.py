@@ -107,7 +107,7 @@ class ToolError(ArlError):
 
 
 class ToolsHungError(ArlError):
-    """Too many tool calls hang in threads of this process, so that no other can begin; no model could mend that."""
+    """Too many tool calls hang in threads of this process, so no other can begin. The model cannot mend that."""
 
 
 class SandboxError(ArlError):

@@ -35,7 +35,7 @@ class Section(BaseModel):
 def laid_over(default: object, given: object) -> Any:
     """`given` over `default`, section by section; a section of another kind or preset than its default's stands alone.
 
-    default: a section, of which the fields that were set count and dicts are values, or a mapping of settings.
+    default: a mapping of settings, or a section, of which only the set fields count and dicts are values.
     """
     if not isinstance(default, BaseModel | Mapping) or not isinstance(given, Mapping):
         return given

@@ -37,7 +37,7 @@ class RolloutWorkflow(ABC):
         """
 
 
-# A curriculum says which examples to train on next, in the place of shuffled epochs.
+# A curriculum says which examples to train on next, instead of shuffled epochs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ def _numbers(numbers: Mapping[str, float]) -> str:
 # The text of an episode, with the origin of each token.
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""The text of a character of which bytes are missing."""
+"""The text of a character with missing bytes."""
 
 
 class Origin(Enum):

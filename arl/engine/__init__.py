@@ -1,4 +1,4 @@
-"""What computes: the train engine, the embedded server, the clients of inference servers, and how weights reach them.
+"""The engines: the train engine, the embedded server, the clients of inference servers, and how weights reach them.
 
     fsdp/     trains a Hugging Face model on one rank or many
     weights/  carries new weights from the trainer to inference servers

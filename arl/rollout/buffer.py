@@ -1,4 +1,4 @@
-"""Where rollouts and training meet. Every trained token is within max_staleness versions, also when it is replayed.
+"""The buffer between rollouts and training. It keeps every trained token, replayed ones too, within max_staleness.
 
     rollout loop --admit--> RUNNING --finish--> FINISHED --take_batch--> TAKEN --published--> gone
                                |

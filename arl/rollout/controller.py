@@ -112,7 +112,7 @@ class RolloutController:
         return {**self._totals.counters(), "event_loop_lag_s": self._lag.worst_s}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs beside the buffer's untrained groups, as JSON holds it."""
+        """The state that a resume needs beside the buffer's untrained groups, as JSON values."""
         return {"ledger": self.ledger.state_dict(), "totals": asdict(self._totals)}
 
     def load_state_dict(self, state: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:

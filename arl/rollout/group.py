@@ -218,7 +218,7 @@ class GroupRun:
 
 
 def why_not_comparable(group: Group, rules: GroupRules) -> str | None:
-    """What the advantages would miss in the group; None if nothing."""
+    """What the advantages lack in the group; None if they lack nothing."""
     for trajectory in group.trajectories:
         if rules.has_baseline and trajectory.role not in group.greedy_rewards:
             return f"the greedy episode, its baseline, returned no trajectory of role {trajectory.role!r}"

@@ -1,4 +1,4 @@
-"""Which examples of which epoch have run, how each ended, exactly once, and which come next."""
+"""The ledger of examples: which have run in which epoch, how each ended (exactly once), and which come next."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class ExampleLedger:
         return {outcome: self._epochs[epoch].ended_as(outcome) for outcome in GroupOutcome}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON holds it. order, stages: null for the settings' order and for the whole dataset."""
+        """The whole state, as JSON values. order, stages: null for the settings' order and for the whole dataset."""
         is_whole = not self._epochs or isinstance(self._epochs[-1].indices, range)
         return {
             **self._settings,

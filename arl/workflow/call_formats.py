@@ -1,4 +1,4 @@
-"""How models write tool calls: from the text of an answer to the calls in it, and to what stands beside them.
+"""How models write tool calls: reads an answer into its calls and the text beside them.
 
 | format | models | a call |
 |---|---|---|

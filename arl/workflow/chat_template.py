@@ -25,7 +25,7 @@ ToolSpecs = Sequence[Mapping[str, Any]]
 
 
 def normalised(message: Message) -> dict[str, Any]:
-    """A copy in the form that templates take: text in the place of parts, objects in the place of JSON arguments.
+    """A copy in the form that templates take: text instead of parts, objects instead of JSON arguments.
 
     Missing content is an empty string, or None beside tool calls. Other fields that are None are left out. Raises
     ModelError for parts other than text.

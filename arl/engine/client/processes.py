@@ -52,7 +52,7 @@ class Program:
 
 @contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Free ports that the system gives to nobody else meanwhile; children of ours may listen on them."""
+    """Free ports, reserved within the block: no other program gets them, but this process's children may listen."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for held in sockets:

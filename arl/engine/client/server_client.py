@@ -144,7 +144,7 @@ class ServerClient(JsonClient):
             await self._do("load_lora_adapter", body)
 
     async def unload_adapter(self, name: str) -> None:
-        """Returns when the requests that carry its name have ended, before which SGLang loads no other."""
+        """Returns when the requests that name it have ended. Until then SGLang loads no other adapter."""
         if name in await self.adapters():
             await self._do("unload_lora_adapter", {"lora_name": name})
 
@@ -222,7 +222,7 @@ class Greeting:
     num_late: int
     """Most tokens of a request that may still be on their way out of the model when a pause in place takes effect."""
     traits: Mapping[str, Any]
-    """What servers of the same model have in common; None for what this server does not tell."""
+    """Traits that servers of the same model share; None for a trait that this server does not report."""
 
 
 async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:

@@ -314,7 +314,7 @@ class ServerPool:
         self._note_version()
 
     def _note_version(self) -> None:
-        """At each change, whether or not anybody looks: the last server's version outlasts its fencing."""
+        """Called at each change, because the version must outlast the fencing of the last server."""
         self._version = min((server.version for server in self.in_service), default=self._version)
 
     def _bound_to(self, session_id: str | None) -> Server | None:

@@ -174,8 +174,8 @@ def _describe_classifier(
     """Turn a causal language model's config and tokenizer into those of the value model that was built from it.
 
     transformers scores a padded text at its last token that is not the pad token, so no text may end in the pad token.
-    It becomes the tokenizer's own, or a new one if the embedding has a spare row, or the token that begins every text.
-    Failing these it stays unset, and transformers takes no padded texts.
+    The pad token becomes the tokenizer's own; else a new one, if the embedding has a spare row; else the token that
+    begins every text. Without any of these it stays unset, and transformers takes no padded texts.
     """
     config.architectures = [type(model).__name__]
     config.num_labels = 1

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from arl.engine.fsdp.ranks import Ranks
 
 _ENGINES = 2
-"""A Ray of this process alone declares CPUs for so many: a policy's and a critic's."""
+"""A Ray that arl starts declares CPUs for two engines: a policy's and a critic's."""
 
 
 class RayTrainEngine:

@@ -144,8 +144,8 @@ def join_group(group: WeightGroup, rank: int, timeout: timedelta) -> dist.Proces
 def form_group(store: Store, group: WeightGroup, rank: int, timeout: timedelta) -> dist.ProcessGroup:
     """The process group of the ranks that meet in `store`, the one at the group's address; returns when all have met.
 
-    SGLang and the trainers that speak to it find each other under these names, hence the prefix; and torch has no
-    public way to a group outside the default one, hence the private function.
+    The prefix is part of the protocol: SGLang and its trainers find each other under these names. The function is
+    private because torch has no public one for a group outside the default group.
     """
     store.set_timeout(timeout)
     formed, _ = c10d._new_process_group_helper(

@@ -29,7 +29,7 @@ _MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a mirror holds; both are None while it is empty."""
+    """The version on a mirror; both fields are None while it is empty."""
 
     checksum: str | None
     directory: Path | None

@@ -97,7 +97,7 @@ class DiskTransport:
         """Release a snapshot that will not be delivered. Idempotent."""
         if isinstance(update, WrittenWeights):
             update.discard()
-            with suppress(ValueError):  # it was let go of before
+            with suppress(ValueError):  # it was released before
                 self._updates.remove(update)
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ class DistributedTransport:
         """Release a snapshot that will not be delivered. Idempotent."""
         if isinstance(update, DistributedWeights):
             update.snapshot.release()
-            with contextlib.suppress(ValueError):  # it was let go of before
+            with contextlib.suppress(ValueError):  # it was released before
                 self._updates.remove(update)
 
     def close(self) -> None:

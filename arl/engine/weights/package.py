@@ -71,7 +71,7 @@ class WrongBaseError(DeltaError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """How a package gives one file."""
+    """The form in which a package gives one file."""
 
     name: str
     num_bytes: int

@@ -1,4 +1,4 @@
-"""How tensors lie in memory on their way, and the process groups that a trainer sends them through, one per server."""
+"""The layout of tensors on their way, and the process groups through which a trainer sends them, one per server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from arl.engine.local.received_weights import first_line, form_group
 
 _JOIN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
-"""Of one broadcast: a server that stalls holds up its own sending thread for so long, and nothing else."""
+"""The longest broadcast. A stalled server holds up its own sending thread for this time, and nothing else."""
 
 _NEVER = timedelta(days=1)
 """NCCL's own timeouts end the process, so a send over it is timed here."""
