@@ -1,12 +1,15 @@
 """`launch` over the official fakes: what a document's code runs on in tests, instead of servers and a model."""
 
 from collections.abc import Callable
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
 import arl.assembly
+from arl.api.config import Config
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.settings import laid_over
 
 
 class ScriptedServers:
@@ -24,6 +27,12 @@ class ScriptedServers:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.engine.aclose()
+
+
+def small(run_dir: Path, **settings: Any) -> Config:
+    """Settings of two steps of two groups of two episodes each, which shows nothing, with `settings` laid over them."""
+    few = {"steps": 2, "rollout": {"batch_size": 2, "group_size": 2}, "log": {"console": False, "trajectories": 0}}
+    return Config.model_validate({"model": "none", "run_dir": run_dir, **laid_over(few, settings)})
 
 
 async def _no_addresses(*args: object) -> tuple[list[str], None]:

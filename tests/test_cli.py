@@ -24,23 +24,6 @@ class AgentConfig(Config):
     """An agent's own configuration."""
 
     model: str = "tiny"
-    dataset: str = "reasoning-gym"
-
-
-def test_flags_override_the_file_which_overrides_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("rollout: {batch_size: 4, group_size: 3}\nsteps: 3\n")
-    config = load_config(AgentConfig, ["--config", str(path), "--rollout.group_size", "5"])
-    assert (config.steps, config.rollout.batch_size, config.rollout.group_size) == (3, 4, 5)
-    assert config.dataset == "reasoning-gym"
-    assert type(config) is AgentConfig
-
-
-def test_an_engine_is_chosen_by_kind() -> None:
-    flags = ["--engine.kind", "sglang", "--engine.addresses", "http://a:1", "--engine.addresses", "http://b:2"]
-    engine = load_config(AgentConfig, flags).engine
-    assert isinstance(engine, SGLangEngineConfig)
-    assert engine.addresses == ("http://a:1", "http://b:2")
 
 
 class ChosenConfig(AgentConfig):
@@ -104,7 +87,6 @@ def test_flags_change_single_fields_of_an_algorithm(
             "algorithm.loss.dual_clip is not a setting with loss.kind=sapo; allowed there: kind, tau_negative",
         ),
         (["--algorithm.preset", "GRPO"], "algorithm: no preset is named 'GRPO'; did you mean grpo"),
-        (["--algorithm.preset", "gropo"], "algorithm: no preset is named 'gropo'; did you mean grpo"),
         (["--engine.addresses", "http://a:1"], "engine.addresses is not a setting with engine.kind=local; allowed"),
         (["--algorithm.minibatches", "3"], "algorithm.minibatches is 3; it must divide rollout.batch_size=32"),
         (["--train.optimizer.total_steps", "9"], "total_steps is set, which is for a decaying schedule; schedule is c"),
@@ -118,7 +100,6 @@ def test_flags_change_single_fields_of_an_algorithm(
         (["--qqq"], "--qqq is not a setting; see --help for all of them"),
         (["--rollout.shuffle", "true"], "true belongs to no setting; each value has its flag, and a switch is --NAME"),
         (["--rollout.shuffle=true"], "--rollout.shuffle is a switch; give it without a value, or as --no-rollout.shu"),
-        (["--steps", "many"], "steps is 'many': Input should be a valid integer"),
         (["--steps"], "--steps: expected one argument"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml cannot be read"),
         (["--config"], "--config: expected one argument"),
@@ -134,7 +115,6 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(flags: list[str], sentenc
     ("content", "sentence"),
     [
         (b"\xff\xfe\x00", "run.yaml is not YAML"),
-        (b"steps: [", "run.yaml is not YAML"),
         (b"- steps", "run.yaml holds list; it must hold a mapping of settings"),
         (b"rollout: {batchsize: 4}", "rollout.batchsize is not a setting; allowed there: batch_size, "),
         (
@@ -147,7 +127,6 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(flags: list[str], sentenc
             b"algorithm: dapo",
             "algorithm: 'dapo' was given for a whole section; write preset('dapo'), in a file {preset: ",
         ),
-        (b"algorithm: dapoo", "algorithm: no preset is named 'dapoo'; did you mean dapo"),
     ],
 )
 def test_a_wrong_file_or_value_in_it_is_named_with_what_to_write(content: bytes, sentence: str, tmp_path: Path) -> None:
@@ -158,7 +137,9 @@ def test_a_wrong_file_or_value_in_it_is_named_with_what_to_write(content: bytes,
     assert sentence in str(error.value)
 
 
-def test_a_section_that_may_be_unset_has_its_defaults_by_its_name_alone() -> None:
+def test_a_list_is_its_flag_given_again_and_a_section_that_may_be_unset_has_its_defaults_by_its_name_alone() -> None:
+    flags = ["--engine.kind", "sglang", "--engine.addresses", "http://a:1", "--engine.addresses", "http://b:2"]
+    assert load_config(AgentConfig, flags).engine == SGLangEngineConfig(addresses=("http://a:1", "http://b:2"))
     assert load_config(AgentConfig, ["--train.lora"]).train.lora == LoRAConfig()
     assert load_config(AgentConfig, ["--train.lora", "null"]).train.lora is None
     assert load_config(AgentConfig, ["--train.lora", '{"rank": 3}']).train.lora == LoRAConfig(rank=3)

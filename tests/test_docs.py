@@ -14,17 +14,15 @@ from typing import Any
 import pytest
 import torch
 from guides import python_blocks
-from scripted_launch import use_fakes
+from one_turn import OneTurn
+from scripted_launch import small, use_fakes
 
 from arl.__main__ import main as arl_main
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig, preset
-from arl.api.config import Config, LogConfig, RolloutConfig
-from arl.api.engine import PackedTokens, Sampler, TokenLosses, TokenOutputs
+from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.presets import PRESETS
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
-from arl.api.workflow import RolloutWorkflow
 from arl.assembly import launch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
@@ -52,11 +50,9 @@ async def test_the_code_of_the_guide_to_judges_runs(place: Path, monkeypatch: py
     monkeypatch.setattr(ModelServer, "ask", answer_of_a_model)
     for name, algorithm in (("train_judged", preset("decoupled_ppo")), ("distil", preset("distillation"))):
         use_fakes(monkeypatch, ScriptedEngine(lambda request: [9, 9]))
-        rollout, run_dir = RolloutConfig(batch_size=4, group_size=2), Path("runs") / name
-        log = LogConfig(console=False)
-        config = Config(model="model", run_dir=run_dir, steps=1, rollout=rollout, algorithm=algorithm, log=log)
+        config = small(Path("runs") / name, model="model", steps=1, rollout={"batch_size": 4}, algorithm=algorithm)
         await namespace[name](config, [{"question": f"{a} + 1 = ?", "answer": a + 1} for a in range(4)])
-        assert len(read_jsonl(run_dir / "metrics.jsonl")) == 1
+        assert len(read_jsonl(config.run_dir / "metrics.jsonl")) == 1
 
 
 @pytest.fixture
@@ -162,9 +158,7 @@ async def answer_of_a_model(server: ModelServer, path: str, payload: Any = None,
 
 async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch, ScriptedEngine(lambda request: [9, 9]))
-    rollout, log = RolloutConfig(batch_size=2, group_size=2), LogConfig(console=False, trajectories=0)
-    config = Config(model="none", run_dir=tmp_path, steps=2, rollout=rollout, log=log)
-    async with launch(config, workflow=OneTurn(), dataset=[{}]) as trainer:
+    async with launch(small(tmp_path), workflow=OneTurn(), dataset=[{"number": 1}]) as trainer:
         *_, step = [step async for step in trainer]
     of_training = mean_of_minibatches([MinibatchTally(budget=1, trained_tokens=1)])
     of_cutting = {"straggler_episode_s", "overtaken_episode_s"}
@@ -175,18 +169,6 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
         explained - {"episode/NAME", "reward/NAME"}
         == step.metrics.keys() | of_training.keys() | names_of_the_loss() | of_cutting
     )
-
-
-class OneTurn(RolloutWorkflow):
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
-        response = await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(max_new_tokens=2)))
-        return Trajectory(
-            token_ids=(1, *response.output_ids),
-            loss_mask=(0, 1, 1),
-            behavior_logprobs=(0.0, *response.output_logprobs),
-            versions=(-1, *response.output_versions),
-            reward=1.0,
-        )
 
 
 def names_of_the_loss() -> set[str]:

@@ -70,23 +70,6 @@ def test_the_limit_and_the_split_choose_the_examples(script: Commands) -> None:
     assert row(out, "reward") == ["1.000", "0.000", "9"]
 
 
-def test_every_episode_is_a_line_of_the_file(script: Commands) -> None:
-    out = script.directory / "new" / "episodes.jsonl"
-    script.run("eval", "--n", "1", "--out", str(out), answers=("1<|im_end|>", "reject", "raise"))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    by_example = {row["example"]: row for row in rows}
-    assert sorted(by_example) == [0, 1, 2]
-    assert [by_example[i]["reward"] for i in range(3)] == [1.0, 0.0, 0.0]
-    assert [by_example[i]["passed"] for i in range(3)] == [True, False, False]
-    assert [by_example[i]["rejected"] for i in range(3)] == [False, True, False]
-    assert [by_example[i]["error"] for i in range(3)] == [None, None, "RuntimeError: the tool broke"]
-    assert by_example[0]["metrics"] == {"turns": 1, "context_full": 0}
-    (trajectory,) = by_example[0]["trajectories"]
-    assert trajectory["rewards"] == {"right": 1.0, "short": 0.5}
-    assert trajectory["text"].endswith("Add: 0 + 1 = ?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>")
-    assert by_example[1]["trajectories"] == []
-
-
 def test_a_file_that_is_there_is_not_overwritten(script: Commands) -> None:
     out = script.directory / "episodes.jsonl"
     out.write_text("an hour's work\n")
@@ -106,14 +89,26 @@ def test_a_start_that_fails_leaves_no_file_in_the_way(script: Commands) -> None:
     assert not out.exists()
 
 
-def test_failures_are_counted_and_the_first_is_shown(script: Commands) -> None:
-    code, out, _ = script.run("eval", "--n", "1", answers=("1", "raise", "reject"))
+def test_every_episode_is_a_line_of_the_file_and_failures_are_counted_and_the_first_is_shown(script: Commands) -> None:
+    file = script.directory / "new" / "episodes.jsonl"
+    code, out, _ = script.run("eval", "--n", "1", "--out", str(file), answers=("1<|im_end|>", "reject", "raise"))
     assert code == 0
-    assert "1 episode failed, episode 0 of example 1 first:" in out
+    assert "1 episode failed, episode 0 of example 2 first:" in out
     assert 'raise RuntimeError("the tool broke")' in out
     assert "1 failed and 1 rejected" in out
     assert row(out, "reward")[0] == "0.333"
     assert row(out, "reward/short") == ["0.500"]
+    rows = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["example"])
+    assert [row["example"] for row in rows] == [0, 1, 2]
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.0]
+    assert [row["passed"] for row in rows] == [True, False, False]
+    assert [row["rejected"] for row in rows] == [False, True, False]
+    assert [row["error"] for row in rows] == [None, None, "RuntimeError: the tool broke"]
+    assert rows[0]["metrics"] == {"turns": 1, "context_full": 0}
+    (trajectory,) = rows[0]["trajectories"]
+    assert trajectory["rewards"] == {"right": 1.0, "short": 0.5}
+    assert trajectory["text"].endswith("Add: 0 + 1 = ?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>")
+    assert rows[1]["trajectories"] == []
 
 
 def test_when_every_episode_failed_the_command_did(script: Commands) -> None:
@@ -172,13 +167,16 @@ def trajectory(reward: float, **changes: Any) -> Trajectory:
     return Trajectory(**{**plain, "versions": (-1, 0, 0), "reward": reward, **changes})
 
 
-def scores(*rewards_of_examples: list[float], ks: list[int], pass_reward: float = 1.0) -> Scores:
+def scored(*examples: list[Episode], ks: list[int], pass_reward: float = 1.0) -> Scores:
     made = Scores(ks=ks, pass_reward=pass_reward)
-    for index, rewards in enumerate(rewards_of_examples):
-        for number, reward in enumerate(rewards):
-            episode = Episode(trajectories=(trajectory(reward),), elapsed_s=1.0)
+    for index, episodes in enumerate(examples):
+        for number, episode in enumerate(episodes):
             made.add(Run(work=Work(index=index, number=number), episode=episode, calls=()))
     return made
+
+
+def rewarded(*rewards: float) -> list[Episode]:
+    return [Episode(trajectories=(trajectory(reward),), elapsed_s=1.0) for reward in rewards]
 
 
 @pytest.mark.parametrize(("n", "right"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 7)])
@@ -196,55 +194,40 @@ def test_pass_at_k_needs_k_episodes(n: int, right: int, k: int) -> None:
 
 def test_the_standard_error_is_over_examples_not_episodes() -> None:
     """Of two examples whose episodes all agree there are two observations, however many episodes."""
-    estimates = scores([1.0] * 50, [0.0] * 50, ks=[1]).estimates()
+    estimates = scored(rewarded(*[1.0] * 50), rewarded(*[0.0] * 50), ks=[1]).estimates()
     assert estimates["reward"] == Estimate(mean=0.5, standard_error=math.sqrt(0.5) / math.sqrt(2), num_examples=2)
     assert estimates["pass@1"] == estimates["reward"]
 
 
 def test_an_example_with_fewer_than_k_episodes_is_left_out_of_pass_at_k() -> None:
-    estimates = scores([1.0, 0.0], [0.0], ks=[1, 2, 3]).estimates()
+    estimates = scored(rewarded(1.0, 0.0), rewarded(0.0), ks=[1, 2, 3]).estimates()
     assert (estimates["pass@1"].mean, estimates["pass@1"].num_examples) == (0.25, 2)
     assert (estimates["pass@2"].mean, estimates["pass@2"].num_examples) == (1.0, 1)
     assert "pass@3" not in estimates
 
 
-def test_an_episode_passes_with_the_threshold_itself() -> None:
-    estimates = scores([0.5, 0.4], ks=[1], pass_reward=0.5).estimates()
+def test_an_episode_passes_with_the_threshold_itself_but_never_a_rejected_or_failed_one() -> None:
+    estimates = scored(rewarded(0.5, 0.4), ks=[1], pass_reward=0.5).estimates()
     assert (estimates["pass@1"].mean, estimates["reward"].mean) == (0.5, 0.45)
-
-
-def test_no_threshold_makes_a_rejected_episode_pass() -> None:
-    made = Scores(ks=[1], pass_reward=0.0)
-    made.add(Run(work=Work(index=0, number=0), episode=Episode(elapsed_s=1.0), calls=()))
-    made.add(Run(work=Work(index=0, number=1), episode=Episode(elapsed_s=1.0, error=ValueError()), calls=()))
+    made = scored([Episode(elapsed_s=1.0), Episode(elapsed_s=1.0, error=ValueError())], ks=[1], pass_reward=0.0)
     assert made.estimates()["pass@1"].mean == 0.0
     assert (made.num_rejected, made.num_failed, made.means()) == (1, 1, {})
 
 
-def test_an_episode_that_branched_counts_once_in_the_means_as_it_does_in_training() -> None:
-    made = Scores(ks=[1], pass_reward=1.0)
-    branched = (*[trajectory(1.0, role="solver", rewards={"right": 1.0})] * 3, trajectory(0.5, role="checker"))
-    plain = (trajectory(0.0, role="solver", rewards={"right": 0.0}), trajectory(0.5, role="checker"))
-    for index, trajectories in enumerate((branched, plain)):
-        episode = Episode(trajectories=trajectories, elapsed_s=1.0)
-        made.add(Run(work=Work(index=index, number=0), episode=episode, calls=()))
-    means = made.means()
-    assert (means["reward/right"], means["reward of solver"], means["reward of checker"]) == (0.5, 0.5, 0.5)
-    assert means["reward/right"] == mean_rewards([branched, plain])["reward/right"]
-
-
-def test_roles_parts_and_metrics_have_their_means() -> None:
-    made = Scores(ks=[1], pass_reward=1.0)
+def test_roles_parts_and_metrics_have_their_means_in_which_an_episode_that_branched_counts_once() -> None:
+    """As it does in training."""
     solver = trajectory(1.0, role="solver", rewards={"right": 1.0}, metrics={"turns": 4.0})
-    checker = trajectory(0.0, role="checker", is_truncated=True)
-    episode = Episode(trajectories=(solver, checker), elapsed_s=2.0)
-    made.add(Run(work=Work(index=0, number=0), episode=episode, calls=()))
-    assert made.means() == {
-        "reward/right": 1.0,
-        "reward of solver": 1.0,
-        "reward of checker": 0.0,
+    checker = trajectory(0.5, role="checker", is_truncated=True)
+    wrong = trajectory(0.0, role="solver", rewards={"right": 0.0})
+    branched, plain = (solver, solver, solver, checker), (wrong, checker)
+    means = scored(*([Episode(trajectories=each, elapsed_s=2.0)] for each in (branched, plain)), ks=[1]).means()
+    assert means["reward/right"] == mean_rewards([branched, plain])["reward/right"]
+    assert means == {
+        "reward/right": 0.5,
+        "reward of solver": 0.5,
+        "reward of checker": 0.5,
         "turns": 4.0,
-        "trained tokens": 4,
+        "trained tokens": 6,
         "cut by a limit": 1,
         "seconds": 2.0,
     }

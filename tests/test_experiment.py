@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from one_turn import OneTurn
 from pydantic import PositiveInt
-from scripted_launch import use_fakes
+from scripted_launch import small, use_fakes
 
 import arl.assembly
 from arl.api.config import Config
 from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, EngineClosedError
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, Group, ModelRequest, SamplingParams, Trajectory
-from arl.api.workflow import RolloutWorkflow
+from arl.api.types import Example, Group, ModelRequest, Trajectory
 from arl.assembly import launch, serve
 from arl.cli import load_config
 from arl.experiment import Experiment, ExperimentConfig, Setup
 
 EXAMPLES = [{"number": number} for number in range(8)]
-QUICK = {"steps": 2, "rollout": {"batch_size": 2, "group_size": 2}, "log": {"console": False, "trajectories": 0}}
 
 
 class OwnConfig(ExperimentConfig):
@@ -44,11 +43,13 @@ class OwnConfig(ExperimentConfig):
     """How often the agent may speak."""
 
 
-class Numbers(RolloutWorkflow):
+class Numbers(OneTurn):
     """The reward is the first token; metrics say how many turns there were."""
 
+    is_open = False
+
     def __init__(self) -> None:
-        self.is_open = False
+        super().__init__(lambda answer: {"reward": float(answer), "metrics": {"turns": 1}})
 
     async def __aenter__(self) -> "Numbers":
         self.is_open = True
@@ -56,16 +57,7 @@ class Numbers(RolloutWorkflow):
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
         assert self.is_open
-        request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=1))
-        response = await engine.agenerate(request)
-        return Trajectory(
-            token_ids=(1, data["number"], *response.output_ids),
-            loss_mask=(0, 0, 1),
-            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
-            versions=(-1, -1, *response.output_versions),
-            reward=float(response.output_ids[0]),
-            metrics={"turns": 1},
-        )
+        return await super().arun_episode(engine, data)
 
 
 @pytest.fixture
@@ -75,10 +67,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fakes(monkeypatch, ScriptedEngine(lambda _: [next(numbers)]))
 
 
-def settings(run_dir: Path) -> Config:
-    return Config.model_validate({"model": "none", "run_dir": run_dir, **QUICK})
-
-
 def setup(**changes: Any) -> Setup:
     return Setup(**{"model": "none", "workflow": Numbers(), "dataset": EXAMPLES, "eval_dataset": EXAMPLES, **changes})
 
@@ -86,37 +74,33 @@ def setup(**changes: Any) -> Setup:
 # Settings --------------------------------------------------------------------------------------------------------
 
 
-def test_the_tiny_model_has_its_settings() -> None:
-    config = load_config(OwnConfig, [])
-    assert config.is_tiny
-    assert (config.steps, config.rollout.batch_size, config.train.optimizer.lr) == (60, 16, 1e-4)
-    assert (config.num_turns, config.algorithm.preset, config.algorithm.minibatches) == (3, "grpo", 2)
-
-
-def test_flags_and_files_override_them_one_by_one(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("rollout: {max_staleness: 5}\nsteps: 9\n")
-    config = load_config(OwnConfig, ["--config", str(file), "--steps", "7", "--rollout.group_size", "3"])
-    assert (config.steps, config.rollout.max_staleness, config.rollout.group_size) == (7, 5, 3)
-    assert (config.rollout.batch_size, config.num_turns) == (16, 3)
-
-
-def test_another_model_has_the_ordinary_settings() -> None:
-    config = load_config(OwnConfig, ["--model", "Qwen/Qwen3-0.6B"])
-    assert not config.is_tiny
-    assert (config.steps, config.rollout.batch_size, config.num_turns) == (100, 32, 6)
-
-
-def test_a_section_of_another_preset_takes_nothing_of_the_tiny_models() -> None:
-    config = load_config(OwnConfig, ["--algorithm.preset", "dapo"])
-    assert (config.algorithm.preset, config.algorithm.minibatches) == ("dapo", 16)
-    assert config.rollout.batch_size == 16
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (60, 16, 8, 1, "grpo", 2, 3)),
+        (["--config", "run.yaml", "--steps", "7", "--rollout.group_size", "3"], (7, 16, 3, 5, "grpo", 2, 3)),
+        (["--algorithm.preset", "dapo"], (60, 16, 8, 1, "dapo", 16, 3)),
+        (["--model", "Qwen/Qwen3-0.6B"], (100, 32, 8, 2, "decoupled_ppo", 1, 6)),
+    ],
+    ids=["the tiny model's", "flags over the file over these", "another preset takes nothing", "another model's"],
+)
+def test_settings_are_the_flags_over_the_files_over_the_tiny_models_over_the_defaults(
+    flags: list[str], expected: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("rollout: {max_staleness: 5, group_size: 2}\nsteps: 9\n")
+    config = load_config(OwnConfig, flags)
+    rollout, algorithm = config.rollout, config.algorithm
+    sizes = config.steps, rollout.batch_size, rollout.group_size, rollout.max_staleness
+    assert (*sizes, algorithm.preset, algorithm.minibatches, config.num_turns) == expected
+    assert config.train.optimizer.lr == (1e-4 if config.is_tiny else Config(model="m").train.optimizer.lr)
+    assert config.is_tiny is ("--model" not in flags)
 
 
 async def test_a_preparation_that_finds_nothing_more_is_an_error(tmp_path: Path) -> None:
     empty = iter(())
     with pytest.raises(RuntimeError, match="prepare raised StopIteration"):
-        await Experiment(config=Config, prepare=lambda _: next(empty)).train(settings(tmp_path))
+        await Experiment(config=Config, prepare=lambda _: next(empty)).train(small(tmp_path))
 
 
 # Training --------------------------------------------------------------------------------------------------------
@@ -126,7 +110,10 @@ async def test_a_preparation_that_finds_nothing_more_is_an_error(tmp_path: Path)
 async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await Experiment(config=Config, prepare=lambda _: setup()).train(settings(tmp_path))
+    seen: list[Group] = []
+    made = setup(keep=lambda group: not seen.append(group))
+    await Experiment(config=Config, prepare=lambda _: made).train(small(tmp_path))
+    assert len(seen) >= 4
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["eval_reward_before"], summary["eval_reward_after"]) == (0.0, 0.5)
     assert (summary["turns_per_episode_before"], summary["turns_per_episode_after"]) == (1, 1)
@@ -139,28 +126,11 @@ async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_m
 
 
 @pytest.mark.usefixtures("engine")
-def test_main_takes_its_settings_from_flags(tmp_path: Path) -> None:
-    flags = [
-        "--model",
-        "none",
-        "--run_dir",
-        str(tmp_path),
-        "--steps",
-        "1",
-        "--no-log.console",
-        "--log.trajectories",
-        "0",
-    ]
-    Experiment(config=Config, prepare=lambda _: setup()).main([*flags, "--rollout.batch_size", "2"])
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
-
-
-@pytest.mark.usefixtures("engine")
 async def test_a_rerun_knows_the_first_evaluation_and_evaluates_new_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def rewards(**changes: Any) -> tuple[float, float]:
-        await experiment.train(settings(tmp_path).model_copy(update=changes))
+        await experiment.train(small(tmp_path).model_copy(update=changes))
         summary = json.loads((tmp_path / "summary.json").read_text())
         return summary["eval_reward_before"], summary["eval_reward_after"]
 
@@ -173,37 +143,14 @@ async def test_a_rerun_knows_the_first_evaluation_and_evaluates_new_weights(
 
 
 @pytest.mark.usefixtures("engine")
-async def test_without_held_out_examples_it_trains_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    await Experiment(config=Config, prepare=lambda _: setup(eval_dataset=None)).train(settings(tmp_path))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 2
-    assert "eval_reward_before" not in summary
-    assert capsys.readouterr().out.startswith("trained 2 steps, ")
-
-
-@pytest.mark.usefixtures("engine")
 async def test_without_matplotlib_all_but_the_plot_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level(logging.WARNING):
-        await Experiment(config=Config, prepare=lambda _: setup()).train(settings(tmp_path))
+        await Experiment(config=Config, prepare=lambda _: setup()).train(small(tmp_path))
     assert (tmp_path / "summary.json").exists()
     assert "pip install 'arl[examples]'" in caplog.text
-
-
-@pytest.mark.usefixtures("engine")
-async def test_launch_gets_the_filter_of_the_setup(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    def keep(group: Group) -> bool:
-        seen.append(group.group_id)
-        return True
-
-    await Experiment(config=Config, prepare=lambda _: setup(keep=keep)).train(settings(tmp_path))
-    assert len(seen) >= 4
 
 
 async def test_a_function_prepares_on_a_thread_in_a_run_dir_that_is_there(tmp_path: Path) -> None:
@@ -213,7 +160,7 @@ async def test_a_function_prepares_on_a_thread_in_a_run_dir_that_is_there(tmp_pa
         seen.append((threading.current_thread() is threading.main_thread(), config.run_dir.is_dir()))
         return setup(model="made here")
 
-    config, _ = await Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path / "run"))
+    config, _ = await Experiment(config=Config, prepare=prepare).aprepare(small(tmp_path / "run"))
     assert seen == [(False, True)]
     assert config.model == "made here"
 
@@ -222,7 +169,7 @@ async def test_a_coroutine_function_may_prepare_too(tmp_path: Path) -> None:
     async def prepare(config: Config) -> Setup:
         return setup(model=config.model + " model")
 
-    config, prepared = await Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path))
+    config, prepared = await Experiment(config=Config, prepare=prepare).aprepare(small(tmp_path))
     assert (config.model, len(prepared.dataset)) == ("none model", 8)
 
 
@@ -238,7 +185,7 @@ async def test_a_preparation_that_is_stopped_goes_on_to_its_end_and_says_so(
         ended.set()
         return setup()
 
-    task = asyncio.create_task(Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path)))
+    task = asyncio.create_task(Experiment(config=Config, prepare=prepare).aprepare(small(tmp_path)))
     await begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -255,7 +202,7 @@ async def test_an_unusable_run_dir_is_refused_before_anything_is_prepared(tmp_pa
         raise AssertionError("nobody asks")
 
     with pytest.raises(ConfigError, match=r"run_dir is .*: it is a file"):
-        await Experiment(config=Config, prepare=prepare).aprepare(settings(tmp_path / "file"))
+        await Experiment(config=Config, prepare=prepare).aprepare(small(tmp_path / "file"))
 
 
 # Serving without training -----------------------------------------------------------------------------------------
@@ -272,7 +219,7 @@ async def test_servers_that_do_not_train_have_logs_of_their_own(
         return [], None
 
     monkeypatch.setattr(arl.assembly, "_addresses", addresses)
-    async with serve(settings(tmp_path)) as engine:
+    async with serve(small(tmp_path)) as engine:
         response = await engine.agenerate(ModelRequest(input_ids=(1,)))
     assert response.output_ids == (7,)
     assert logs == [tmp_path / "logs" / "serve"]
@@ -302,7 +249,7 @@ async def test_an_object_that_is_not_a_workflow_is_refused_before_anything_start
     with pytest.raises(ConfigError, match=complaint):
         setup(workflow=workflow)
     with pytest.raises(ConfigError, match=complaint):
-        async with launch(settings(tmp_path / "run"), workflow=workflow, dataset=EXAMPLES):
+        async with launch(small(tmp_path / "run"), workflow=workflow, dataset=EXAMPLES):
             pass
     assert not (tmp_path / "run").exists()
 

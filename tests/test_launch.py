@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+from agent_script import TOKENIZER, SayDigits
+from scripted_launch import small
 from transformers import AutoTokenizer
 
 import arl
@@ -23,9 +27,7 @@ from arl.rewards import NumericMatch
 from arl.training.run_files import read_jsonl
 from arl.workflow.agent import SingleTurnWorkflow
 from arl.workflow.teachers import DistillationWorkflow
-from tests.agent_script import TOKENIZER, SayDigits
 
-SILENT = {"log": {"console": False}}
 SCRIPT = Path(__file__).with_name("agent_script.py")
 
 
@@ -93,9 +95,18 @@ def test_three_lines_train_a_model_and_with_max_staleness_0_the_trainer_recomput
         assert abs(row["behavior_kl_proximal"]) < 1e-6
 
 
-def test_ctrl_c_saves_stops_the_servers_and_exits_130_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_after_a_kill_and_after_ctrl_c_no_server_is_left_and_a_rerun_continues(model: Path, tmp_path: Path) -> None:
     with start(model, tmp_path, "--steps", "100000") as process:
-        read_until(process, "trained 2")
+        read_until(process, "trained 1")
+        assert len(processes_naming(str(model))) > 1
+        process.kill()
+    until = time.monotonic() + 60
+    while left := processes_naming(str(model)):
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+    with start(model, tmp_path, "--steps", "100000") as process:
+        read_until(process, "trained")
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130, rest
@@ -110,15 +121,11 @@ def test_ctrl_c_saves_stops_the_servers_and_exits_130_and_a_rerun_continues(mode
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, done + 2))
 
 
-def test_after_a_kill_no_server_is_left(model: Path, tmp_path: Path) -> None:
-    with start(model, tmp_path, "--steps", "100000") as process:
-        read_until(process, "trained 1")
-        assert len(processes_naming(str(model))) > 1
-        process.kill()
-    until = time.monotonic() + 60
-    while left := processes_naming(str(model)):
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
+async def begin(run_dir: Path, *, workflow: Any = None, dataset: Any = ({"number": 1},), **settings: Any) -> None:
+    """Start a run that cannot start, if only because it has no model."""
+    config = small(run_dir, **{"model": str(run_dir / "none"), **settings})
+    async with launch(config, workflow=workflow or SayDigits(), dataset=dataset):
+        pass
 
 
 @pytest.mark.parametrize("files", [{}, {"config.json": "{}"}], ids=["missing", "broken"])
@@ -128,45 +135,38 @@ async def test_a_model_that_cannot_be_loaded_is_named_and_leaves_nothing_running
     for name, text in files.items():
         (tmp_path / "no_model").mkdir()
         (tmp_path / "no_model" / name).write_text(text)
-    config = Config.model_validate({"model": str(tmp_path / "no_model"), "run_dir": tmp_path / "run", **SILENT})
     with pytest.raises(ModelError, match=str(tmp_path / "no_model")):
-        async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
-            pass
+        await begin(tmp_path / "run", model=str(tmp_path / "no_model"))
     assert processes_naming(str(tmp_path)) == []
 
 
 async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
     engine = {"kind": "sglang", "addresses": ["http://127.0.0.1:9"]}
-    config = Config.model_validate({"model": str(model), "run_dir": tmp_path / "run", "engine": engine, **SILENT})
     with pytest.raises(ServerError, match=r"no inference server answers at http://127\.0\.0\.1:9"):
-        async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
-            pass
+        await begin(tmp_path, model=str(model), engine=engine)
 
 
-async def test_an_empty_dataset_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
-    config = Config(model=str(model), run_dir=tmp_path / "run")
-    with pytest.raises(DatasetError, match="dataset is empty"):
-        async with launch(config, workflow=SayDigits(), dataset=[]):
-            pass
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"dataset": []}, DatasetError, "dataset is empty"),
+        ({"evaluation": {"every": 5}}, ConfigError, r"evaluation\.every is 5, but there is nothing to evaluate on"),
+        (
+            {
+                "algorithm": {"preset": "distillation"},
+                "workflow": DistillationWorkflow(SayDigits(), NoTeacher(), keep_reward=True),
+            },
+            ConfigError,
+            "the workflow keeps its own rewards beside the teacher's",
+        ),
+    ],
+)
+async def test_what_cannot_be_trained_is_refused_before_anything_starts(
+    given: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        await begin(tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
-
-
-async def test_evaluation_beside_training_without_examples_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    config = Config.model_validate({"model": "none", "run_dir": tmp_path / "run", "evaluation": {"every": 5}})
-    with pytest.raises(ConfigError, match=r"evaluation\.every is 5, but there is nothing to evaluate on"):
-        async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
-            pass
-    assert not (tmp_path / "run").exists()
-
-
-async def test_rewards_that_distillation_would_take_for_the_teachers_are_refused(tmp_path: Path) -> None:
-    config = Config.model_validate(
-        {"model": "none", "run_dir": tmp_path / "run", "algorithm": {"preset": "distillation"}}
-    )
-    workflow = DistillationWorkflow(SayDigits(), NoTeacher(), keep_reward=True)
-    with pytest.raises(ConfigError, match="the workflow keeps its own rewards beside the teacher's"):
-        async with launch(config, workflow=workflow, dataset=[{"number": 1}]):
-            pass
 
 
 def test_a_critic_of_another_tokenizer_is_refused_and_one_that_knows_more_is_not(model: Path, tmp_path: Path) -> None:
@@ -203,9 +203,7 @@ def test_answers_that_leave_no_room_for_a_prompt_are_refused(
     config = Config.model_validate({"model": "m", "engine": engine})
     sampling = SamplingParams(max_new_tokens=4096)
     workflow = SingleTurnWorkflow(TOKENIZER, NumericMatch(), sampling=sampling)
-    if advice is None:
-        return _check_room(config, workflow, of_model)
-    with pytest.raises(ConfigError, match=f"max_new_tokens is 4096.*{advice}"):
+    with pytest.raises(ConfigError, match=f"max_new_tokens is 4096.*{advice}") if advice else nullcontext():
         _check_room(config, workflow, of_model)
 
 
@@ -221,16 +219,6 @@ def test_tracebacks_after_an_engine_was_loaded_are_not_torchs(model: Path) -> No
 async def test_a_warning_says_that_servers_would_get_rounded_adapters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: str, transport: str, count: int
 ) -> None:
-    config = Config.model_validate(
-        {
-            "model": str(tmp_path / "none"),
-            "run_dir": tmp_path / "run",
-            "train": {"dtype": dtype, "lora": {"rank": 4}},
-            "weights": {"transport": transport},
-        }
-    )
     with pytest.raises(ModelError):
-        async with launch(config, workflow=SayDigits(), dataset=[{"number": 1}]):
-            pass
-    warnings = [record for record in caplog.records if "rounded away" in record.getMessage()]
-    assert len(warnings) == count
+        await begin(tmp_path, train={"dtype": dtype, "lora": {"rank": 4}}, weights={"transport": transport})
+    assert caplog.text.count("rounded away") == count

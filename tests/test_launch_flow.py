@@ -2,44 +2,23 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_launch import use_fakes
+from one_turn import OneTurn
+from scripted_launch import small, use_fakes
 
 import arl.assembly
-from arl.api.config import Config
-from arl.api.engine import Sampler
 from arl.api.errors import ConfigError, PromptTooLongError, StarvedError
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, ModelRequest, SamplingParams, StepStats, Trajectory, TurnSpan
+from arl.api.types import ModelRequest, SamplingParams, StepStats, TurnSpan
 from arl.api.workflow import ExampleRecord, RolloutWorkflow
 from arl.assembly import launch
 from arl.training.run_files import read_jsonl
 
 EXAMPLES = [{"number": number} for number in range(12)]
-
-
-class OneTurn(RolloutWorkflow):
-    """Answers with two tokens; `changes` says how the trajectory differs from one of reward 1."""
-
-    def __init__(self, changes: Callable[[ModelRequest, int], dict[str, Any]] = lambda *_: {}) -> None:
-        self._changes = changes
-
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
-        request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=2))
-        response = await engine.agenerate(request)
-        trajectory = Trajectory(
-            token_ids=(*request.input_ids, *response.output_ids),
-            loss_mask=(0, 0, 1, 1),
-            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
-            versions=(-1, -1, *response.output_versions),
-            reward=1.0,
-        )
-        return replace(trajectory, **self._changes(request, response.output_ids[0]))
 
 
 class Run:
@@ -59,17 +38,7 @@ class Run:
         self, workflow: RolloutWorkflow, *, evaluate: bool = False, curriculum: Any = None, **settings: Any
     ) -> list[StepStats]:
         use_fakes(self._monkeypatch, ScriptedEngine(self._answer))  # a run closes its engine
-        rollout = {"batch_size": 2, "group_size": 2, **settings.pop("rollout", {})}
-        config = Config.model_validate(
-            {
-                "model": "none",
-                "run_dir": self.run_dir,
-                "steps": 3,
-                "rollout": rollout,
-                "log": {"console": False, "trajectories": 100},
-                **settings,
-            }
-        )
+        config = small(self.run_dir, **{"steps": 3, "log": {"trajectories": 100}, **settings})
         given = {"dataset": EXAMPLES, "eval_dataset": EXAMPLES[:2] if evaluate else None, "curriculum": curriculum}
         async with launch(config, workflow=workflow, **given) as trainer:
             steps = [step async for step in trainer]
@@ -88,23 +57,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 async def test_an_algorithm_with_a_greedy_baseline_has_one_greedy_episode_for_each_group(run: Run) -> None:
     """It answers 1 where it is greedy, which is its reward."""
-    greedy = OneTurn(lambda _, answer: {"reward": float(answer)})
+    greedy = OneTurn(lambda answer: {"reward": float(answer)})
     advantage = {"kind": "returns", "baseline": "greedy", "scale": "none"}
     steps = await run(greedy, algorithm={"advantage": advantage}, rollout={"max_staleness": 0})
     assert len(run.logged()) == 12
     assert all(row["greedy_rewards"] == {"agent": 1.0} and row["reward"] == 0.0 for row in run.logged())
     greedy_requests = sum(sampling.temperature == 0 for sampling in run.asked)
     assert 6 <= steps[-1].metrics["baselines_finished"] <= greedy_requests <= 8
-
-
-async def test_other_algorithms_ask_nothing_greedily(run: Run) -> None:
-    await run(OneTurn())
-    assert {sampling.temperature for sampling in run.asked} == {1.0}
-    assert {sampling.seed for sampling in run.asked} == {None}
-
-
-def turns_are_rewarded(_: int) -> dict[str, Any]:
-    return {"turns": (TurnSpan(start=2, stop=4, reward=0.5),)}
 
 
 def parts_differ(number: int) -> dict[str, Any]:
@@ -119,7 +78,6 @@ def way_is_shorter(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "advantage"),
     [
-        (turns_are_rewarded, {}),
         (parts_differ, {"separate_rewards": True}),
         (way_is_shorter, {"kind": "gigpo"}),
     ],
@@ -129,7 +87,7 @@ async def test_dynamic_sampling_keeps_groups_of_equal_outcomes_where_advantages_
 ) -> None:
     numbers = count()
     steps = await run(
-        OneTurn(lambda *_: changes(next(numbers))),
+        OneTurn(lambda _: {"reward": 1.0, **changes(next(numbers))}),
         algorithm={"dynamic_sampling": True, "advantage": advantage},
         rollout={"max_staleness": 0},
     )
@@ -138,7 +96,7 @@ async def test_dynamic_sampling_keeps_groups_of_equal_outcomes_where_advantages_
 
 async def test_dynamic_sampling_rejects_groups_in_which_advantages_see_no_difference(run: Run) -> None:
     with pytest.raises(StarvedError, match="process rewards included, are equal"):
-        await run(OneTurn(lambda *_: parts_differ(3)), algorithm={"dynamic_sampling": True})
+        await run(OneTurn(lambda _: parts_differ(3)), algorithm={"dynamic_sampling": True})
 
 
 async def test_a_curriculum_says_what_is_trained(run: Run) -> None:
@@ -148,6 +106,7 @@ async def test_a_curriculum_says_what_is_trained(run: Run) -> None:
     await run(OneTurn(), curriculum=odd_ones, rollout={"max_staleness": 0})
     trained = list(dict.fromkeys(row["example_id"][1] for row in run.logged()))
     assert trained == [1, 3, 5, 7, 9, 11]
+    assert {(sampling.temperature, sampling.seed) for sampling in run.asked} == {(1.0, None)}  # nothing asks for more
 
 
 async def test_a_run_that_has_all_its_steps_says_so_evaluates_and_ends(
@@ -191,7 +150,7 @@ async def test_groups_above_the_replays_reward_are_replayed_also_when_a_run_is_c
 ) -> None:
     rollout = {"max_staleness": 30, "max_concurrent_episodes": 2, "replay_groups": 1, "replay_min_reward": min_reward}
     for steps, expected in ((3, replayed), (4, when_continued)):
-        trained = await run(OneTurn(), rollout=rollout, steps=steps)
+        trained = await run(OneTurn(lambda _: {"reward": 1.0}), rollout=rollout, steps=steps)
         assert [step.metrics["replayed_groups"] for step in trained] == expected
 
 
@@ -207,14 +166,15 @@ async def test_failed_attempts_are_lines_in_the_log_and_tracebacks_in_the_run_di
 ) -> None:
     attempts = count()
 
-    def fails_once(*_: object) -> dict[str, Any]:
+    def fails_once(_: int) -> dict[str, Any]:
         if next(attempts) == 0:
-            raise PromptTooLongError("600 tokens of 512")
+            raise PromptTooLongError("600 tokens\nof 512")
         return {}
 
     await run(OneTurn(fails_once), rollout={"max_staleness": 0})
     path = run.run_dir / "logs" / "episodes.log"
     line, summary = (message for message in caplog.messages if "PromptTooLongError" in message)
+    assert all(record.exc_info is None for record in caplog.records)
     assert line.endswith("(attempt 1 of 2) failed with PromptTooLongError: 600 tokens of 512; it runs again")
     assert summary == f"attempts at episodes that failed: 1 with PromptTooLongError; their tracebacks are in {path}"
     assert path.read_text().startswith(f"{line}\nTraceback")

@@ -38,8 +38,13 @@ async def test_it_trains_on_a_reward_and_returns_what_the_run_left(small: dict[s
     assert result.plot() == small["run_dir"] / "reward.png"
 
 
-def test_a_script_calls_it_without_an_event_loop(small: dict[str, Any]) -> None:
-    assert arl.train(dataset=SUMS, reward=right, **small).summary["steps"] == 2
+def test_a_script_calls_it_without_an_event_loop_and_may_evaluate_nothing(
+    small: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = arl.train(dataset=SUMS, reward=right, **small).summary
+    assert summary["steps"] == 2
+    assert "eval_reward_before" not in summary
+    assert capsys.readouterr().out.startswith("trained 2 steps, ")
 
 
 def test_an_error_stands_alone_in_a_scripts_traceback(small: dict[str, Any]) -> None:
@@ -67,22 +72,14 @@ def test_an_argument_that_is_unknown_or_missing_is_named_with_a_close_one(argume
     assert str(raised.value) == said
 
 
-async def test_several_rewards_are_named_and_weighted(small: dict[str, Any]) -> None:
+async def test_several_rewards_are_named_and_weighted_and_a_file_is_a_dataset(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"question": "2 + 1 = ?", "answer": "3"}\n')
     parts = {"right": right, "short": (0.5, lambda answer, data: float(len(answer) < 4))}
-    result = await arl.atrain(dataset=SUMS[2:3], reward=parts, **small)
+    result = await arl.atrain(dataset=tmp_path / "sums.jsonl", reward=parts, **small)
     assert [row["reward"] for row in result.metrics] == [1.5, 1.5]
     assert {"reward/right", "reward/short"} <= result.metrics[0].keys()
-
-
-async def test_a_workflow_takes_the_place_of_a_reward(small: dict[str, Any]) -> None:
-    agent = arl.SingleTurnWorkflow(TOKENIZER, right, system="Add.")
-    assert (await arl.atrain(dataset=SUMS, workflow=agent, **small)).summary["steps"] == 2
-
-
-async def test_a_file_is_a_dataset(small: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "sums.jsonl").write_text('{"question": "2 + 1 = ?", "answer": "3"}\n')
-    result = await arl.atrain(dataset=tmp_path / "sums.jsonl", reward=right, **small)
-    assert result.metrics[0]["reward"] == 1.0
 
 
 @pytest.mark.parametrize(

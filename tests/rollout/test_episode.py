@@ -1,6 +1,7 @@
 """One episode: time limit, retries, malformed returns, and who is to blame."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from players import Scripted, engine_with_latency
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api.errors import EpisodeTimeoutError, TrajectoryError
+from arl.api.errors import TrajectoryError
 from arl.rollout.episode import Episode, EpisodeRunner
 
 ONE = trajectory((0,), reward=1.0)
@@ -50,65 +51,61 @@ def test_none_rejects_the_episode_and_is_no_error() -> None:
     assert (ended.error, ended.attempts, ended.reward) == (None, 1, 0.0)
 
 
-def test_each_failed_attempt_is_one_record_that_says_what_comes_next(caplog: pytest.LogCaptureFixture) -> None:
-    ended = episode(fails(2), retries=1)
-    assert isinstance(ended.error, ValueError)
-    assert not ended.is_rejected
+@pytest.mark.parametrize(("failures", "is_finished"), [(2, True), (3, False)])
+def test_a_failed_episode_is_run_again_until_its_retries_end_and_each_failure_is_one_record(
+    failures: int, is_finished: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = episode(fails(failures), retries=2)
+    assert (ended.is_finished, ended.is_rejected, ended.attempts) == (is_finished, False, 3)
     assert [record.getMessage() for record in caplog.records] == [
-        "the episode (attempt 1 of 2) failed with ValueError: bad luck; it runs again",
-        "the episode (attempt 2 of 2) failed with ValueError: bad luck; it does not run again",
+        f"the episode (attempt {attempt} of 3) failed with ValueError: bad luck; {then}"
+        for attempt, then in [(1, "it runs again"), (2, "it runs again"), (3, "it does not run again")][:failures]
     ]
 
 
-@pytest.mark.parametrize(("failures", "is_finished"), [(2, True), (3, False)])
-def test_a_failed_episode_is_run_again_until_its_retries_end(failures: int, is_finished: bool) -> None:
-    ended = episode(fails(failures), retries=2)
-    assert (ended.is_finished, ended.attempts) == (is_finished, 3)
+async def slow_failure() -> None:
+    await asyncio.sleep(3)
+    raise ValueError
 
 
-def test_an_episode_that_hangs_is_ended_by_its_time_limit() -> None:
-    ended = episode(lambda _: asyncio.Event().wait(), timeout_s=5, retries=3)
-    assert isinstance(ended.error, EpisodeTimeoutError)
-    assert str(ended.error) == "Scripted took longer than rollout.episode_timeout_s=5"
-    assert (ended.attempts, ended.elapsed_s) == (1, 5.0)
+async def stubborn() -> object:
+    try:
+        await asyncio.sleep(100)
+    except asyncio.CancelledError:
+        return ONE
 
 
-def test_the_time_limit_includes_retries() -> None:
-    async def slow_failure() -> None:
-        await asyncio.sleep(3)
-        raise ValueError
-
-    ended = episode(lambda _: slow_failure(), timeout_s=5, retries=9)
-    assert isinstance(ended.error, EpisodeTimeoutError)
-    assert (ended.attempts, ended.elapsed_s) == (2, 5.0)
+async def impatient() -> None:
+    async with asyncio.timeout(1):
+        await asyncio.sleep(2)
 
 
-def test_a_workflow_that_swallows_its_cancellation_still_times_out() -> None:
-    async def stubborn() -> object:
-        try:
-            await asyncio.sleep(100)
-        except asyncio.CancelledError:
-            return ONE
-
-    assert isinstance(episode(lambda _: stubborn()).error, EpisodeTimeoutError)
+async def awaits_a_cancelled_task() -> None:
+    task = asyncio.ensure_future(asyncio.sleep(1))
+    task.cancel()
+    await task
 
 
-def test_a_time_limit_inside_the_workflow_is_the_workflows_own_error() -> None:
-    async def impatient() -> None:
-        async with asyncio.timeout(1):
-            await asyncio.sleep(2)
-
-    assert type(episode(lambda _: impatient()).error) is TimeoutError
+TIMED_OUT = "EpisodeTimeoutError: Scripted took longer than rollout.episode_timeout_s=5"
 
 
-def test_a_cancellation_from_inside_the_workflow_is_a_failure() -> None:
-    async def awaits_a_cancelled_task() -> None:
-        task = asyncio.ensure_future(asyncio.sleep(1))
-        task.cancel()
-        await task
-
-    error = episode(lambda _: awaits_a_cancelled_task()).error
-    assert str(error) == "arun_episode raised CancelledError, but nobody cancelled it"
+@pytest.mark.parametrize(
+    ("act", "retries", "said", "attempts", "elapsed_s"),
+    [
+        (asyncio.Event().wait, 3, TIMED_OUT, 1, 5.0),
+        (slow_failure, 9, TIMED_OUT, 2, 5.0),
+        (stubborn, 9, TIMED_OUT, 1, 5.0),
+        (impatient, 0, "TimeoutError: ", 1, 1.0),
+        (awaits_a_cancelled_task, 0, "RuntimeError: arun_episode raised CancelledError, but nobody cancelled it", 1, 0),
+    ],
+    ids=["hangs", "retries count", "swallows its cancellation", "its own limit", "its own cancellation"],
+)
+def test_a_time_limit_ends_an_episode_and_all_else_is_the_workflows_own_error(
+    act: Callable[[], object], retries: int, said: str, attempts: int, elapsed_s: float
+) -> None:
+    ended = episode(lambda _: act(), timeout_s=5, retries=retries)
+    assert f"{type(ended.error).__name__}: {ended.error}" == said
+    assert (ended.attempts, ended.elapsed_s) == (attempts, elapsed_s)
 
 
 @pytest.mark.parametrize("cleanup_fails", [False, True])

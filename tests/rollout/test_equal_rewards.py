@@ -1,67 +1,56 @@
 """Groups without a difference that advantages could see, and groups that lack what they would compare."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from simulation import grouped, trajectory
 
-from arl.api.types import Trajectory, TurnSpan
+from arl.api.types import TurnSpan
 from arl.rollout.group import GroupRules, has_equal_rewards, why_not_comparable
 
 ONE = trajectory((0, 0, 0), reward=1.0)
 TURNS = (TurnSpan(start=1, stop=2, state="a"), TurnSpan(start=2, stop=3, state="b"))
+FORM, ANSWER = {"form": 1.0, "answer": 0.0}, {"form": 0.5, "answer": 0.5}
 ANY, PARTS, GIGPO = GroupRules(), GroupRules(compares_parts=True), GroupRules(compares_turns=True)
-
-
-def are_equal(*trajectories: Trajectory, rules: GroupRules = ANY) -> bool:
-    return has_equal_rewards(grouped(*trajectories), rules)
+TOKENS, BASELINE = GroupRules(compares_tokens=True), GroupRules(has_baseline=True)
 
 
 def test_outcomes_are_compared_within_each_role() -> None:
     critic = replace(ONE, role="critic", reward=0.0)
-    assert are_equal(ONE, critic, ONE, critic)
-    assert not are_equal(ONE, critic, ONE, replace(critic, reward=0.5))
+    assert has_equal_rewards(grouped(ONE, critic, ONE, critic), ANY)
+    assert not has_equal_rewards(grouped(ONE, critic, ONE, replace(critic, reward=0.5)), ANY)
 
 
-def test_process_rewards_make_a_difference_between_equal_outcomes() -> None:
-    assert not are_equal(ONE, replace(ONE, token_rewards=(0.0, 0.0, 0.5, 0.0)))
-    assert not are_equal(ONE, replace(ONE, turns=(TurnSpan(start=1, stop=2, reward=0.5),)))
+@pytest.mark.parametrize(
+    ("first", "second", "rules", "expected"),
+    [
+        ({}, {"token_rewards": (0.0, 0.0, 0.5, 0.0)}, ANY, False),
+        ({}, {"turns": (TurnSpan(start=1, stop=2, reward=0.5),)}, ANY, False),
+        ({"turns": TURNS}, {"token_rewards": (0.0,) * 4}, ANY, True),  # process rewards of zero
+        ({"rewards": FORM}, {"rewards": ANSWER}, ANY, True),
+        ({"rewards": FORM}, {"rewards": ANSWER}, PARTS, False),
+        ({"rewards": FORM}, {"rewards": {"answer": 0.0, "form": 1.0}}, PARTS, True),  # in another order
+        ({"turns": TURNS}, {"turns": TURNS[1:]}, ANY, True),
+        ({"turns": TURNS}, {"turns": TURNS[1:]}, GIGPO, False),  # they differ by their distance from the outcome
+        ({"turns": TURNS[:1]}, {"turns": TURNS[1:]}, GIGPO, True),  # no common state
+        ({"turns": TURNS, "reward": 0.0}, {"turns": TURNS[1:], "reward": 0.0}, GIGPO, True),  # no outcome
+    ],
+)
+def test_equal_outcomes_differ_by_what_the_rules_compare(
+    first: dict[str, Any], second: dict[str, Any], rules: GroupRules, expected: bool
+) -> None:
+    assert has_equal_rewards(grouped(replace(ONE, **first), replace(ONE, **second)), rules) is expected
 
 
-def test_process_rewards_of_zero_make_no_difference() -> None:
-    assert are_equal(ONE, replace(ONE, token_rewards=(0.0,) * 4), replace(ONE, turns=TURNS))
-
-
-@pytest.mark.parametrize(("rules", "expected"), [(ANY, True), (PARTS, False)])
-def test_named_rewards_make_a_difference_if_the_rules_compare_them(rules: GroupRules, expected: bool) -> None:
-    first, second = (
-        replace(ONE, rewards={"form": 1.0, "answer": 0.0}),
-        replace(ONE, rewards={"form": 0.5, "answer": 0.5}),
-    )
-    assert are_equal(first, second, rules=rules) is expected
-    assert are_equal(first, replace(ONE, rewards={"answer": 0.0, "form": 1.0}), rules=rules)
-
-
-@pytest.mark.parametrize(("rules", "expected"), [(ANY, True), (GIGPO, False)])
-def test_turns_in_a_common_state_differ_by_their_distance_from_the_outcome(rules: GroupRules, expected: bool) -> None:
-    shorter = replace(ONE, turns=TURNS[1:])
-    assert are_equal(replace(ONE, turns=TURNS), shorter, rules=rules) is expected
-
-
-def test_turns_without_an_outcome_or_a_common_state_do_not_differ() -> None:
-    lost = [replace(ONE, reward=0.0, turns=turns) for turns in (TURNS, TURNS[1:])]
-    assert are_equal(*lost, rules=GIGPO)
-    assert are_equal(replace(ONE, turns=TURNS[:1]), replace(ONE, turns=TURNS[1:]), rules=GIGPO)
+NAMED = grouped(replace(ONE, rewards={"right": 1.0}), replace(ONE, rewards={"right": 0.0, "brief": 1.0}))
 
 
 def test_a_group_that_lacks_what_is_compared_is_dropped_and_says_why() -> None:
-    named = [replace(ONE, rewards={"right": 1.0}), replace(ONE, rewards={"right": 0.0, "brief": 1.0})]
-    assert "named rewards ['right'] and ['brief', 'right']" in str(why_not_comparable(grouped(*named), PARTS))
+    assert "named rewards ['right'] and ['brief', 'right']" in str(why_not_comparable(NAMED, PARTS))
     assert "named rewards [] and []" in str(why_not_comparable(grouped(ONE, ONE), PARTS))
-    assert why_not_comparable(grouped(*named), ANY) is None
-    taught = GroupRules(compares_tokens=True)
-    assert "have no token_rewards" in str(why_not_comparable(grouped(ONE), taught))
-    assert why_not_comparable(grouped(replace(ONE, token_rewards=(0.0, 0.0, 0.0, 0.5))), taught) is None
-    baseline = GroupRules(has_baseline=True)
-    assert "no trajectory of role 'agent'" in str(why_not_comparable(grouped(ONE), baseline))
-    assert why_not_comparable(grouped(ONE, greedy_rewards={"agent": 1.0}), baseline) is None
+    assert "have no token_rewards" in str(why_not_comparable(grouped(ONE), TOKENS))
+    assert "no trajectory of role 'agent'" in str(why_not_comparable(grouped(ONE), BASELINE))
+    assert why_not_comparable(NAMED, ANY) is None
+    assert why_not_comparable(grouped(replace(ONE, token_rewards=(0.0, 0.0, 0.0, 0.5))), TOKENS) is None
+    assert why_not_comparable(grouped(ONE, greedy_rewards={"agent": 1.0}), BASELINE) is None

@@ -17,19 +17,6 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_a_failure_that_arl_knows_is_one_line_and_its_traceback_is_in_the_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "logs" / "episodes.log"
-    FailureLog(path).note(
-        raised(PromptTooLongError("600 tokens\nof 512")), "episode 1 (attempt 1 of 2)", "it runs again"
-    )
-    (record,) = caplog.records
-    line = "episode 1 (attempt 1 of 2) failed with PromptTooLongError: 600 tokens of 512; it runs again"
-    assert (record.getMessage(), record.exc_info) == (line, None)
-    assert path.read_text().startswith(f"{line}\nTraceback (most recent call last):")
-
-
 def test_an_error_in_the_users_code_shows_its_traceback_a_few_times_and_then_where_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,15 +42,13 @@ def test_many_failures_of_a_type_do_not_flood_the_log_but_fill_the_file(
     assert (tmp_path / "episodes.log").read_text().count("an episode failed") == 60
 
 
-def test_failures_are_summed_up_by_type(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_summed_up_by_type_where_there_are_any(caplog: pytest.LogCaptureFixture) -> None:
     failures = FailureLog()
     failures.sum_up()
-    assert not caplog.records
     for error in (ValueError(), PromptTooLongError(), PromptTooLongError()):
         failures.note(error, "an episode", "it runs again")
-    caplog.clear()
     failures.sum_up()
-    assert caplog.messages == ["attempts at episodes that failed: 2 with PromptTooLongError, 1 with ValueError"]
+    assert caplog.messages[3:] == ["attempts at episodes that failed: 2 with PromptTooLongError, 1 with ValueError"]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -72,25 +57,10 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         FailureLog(tmp_path / "logs" / "episodes.log").note(ValueError(), "an episode", "it runs again")
 
 
-FIRST = ValueError("first")
-
-
-def test_the_failure_budget_ends_the_run_from_the_first_failure() -> None:
-    budget = FailureBudget(max_failure_rate=0.5, window=4)
-    for error in (None, FIRST, KeyError("second")):
+def test_the_failure_budget_looks_at_the_last_full_window_and_ends_the_run_from_its_first_failure() -> None:
+    budget, first = FailureBudget(max_failure_rate=0.5, window=4), ValueError("first")
+    for error in [KeyError("of old"), KeyError("of old"), None, None] * 9 + [None, first, KeyError("second")]:
         budget.record(error)
     with pytest.raises(FailureBudgetError, match=r"3 of the last 4 episodes failed.*0\.5.*ValueError: first") as ended:
-        budget.record(FIRST)
-    assert ended.value.__cause__ is FIRST
-
-
-def test_the_failure_budget_looks_at_the_last_window_alone() -> None:
-    budget = FailureBudget(max_failure_rate=0.5, window=4)
-    for error in (FIRST, None, None, FIRST) * 20:
-        budget.record(error)
-
-
-def test_failures_before_the_first_full_window_do_not_end_the_run() -> None:
-    budget = FailureBudget(max_failure_rate=0.5, window=4)
-    for _ in range(3):
-        budget.record(FIRST)
+        budget.record(KeyError("third"))
+    assert ended.value.__cause__ is first

@@ -68,48 +68,37 @@ def test_each_role_has_a_baseline_of_its_own() -> None:
     assert group.greedy_rewards == {"author": 1.0, "critic": 0.5}
 
 
-def test_a_group_without_one_asks_nothing_greedily() -> None:
-    (group,), _, _ = ran(lambda _: pytest.fail("it was asked greedily"), has_baseline=False)
-    assert group.greedy_rewards == {}
-
-
-def test_a_group_whose_greedy_episode_failed_is_dropped_and_counted() -> None:
-    (group,), counters, outcomes = ran(fails)
+@pytest.mark.parametrize(
+    ("greedy", "ended"),
+    [(fails, GroupOutcome.DROPPED), (lambda number: of(0.5) if number else None, GroupOutcome.REJECTED)],
+)
+def test_a_group_whose_greedy_episode_failed_is_dropped_and_one_whose_returned_none_is_rejected(
+    greedy: object, ended: GroupOutcome
+) -> None:
+    (group,), counters, outcomes = ran(greedy)
     assert group.example_id == (0, 1)
-    assert outcomes == {GroupOutcome.TRAINED: [1], GroupOutcome.REJECTED: [], GroupOutcome.DROPPED: [0]}
-    assert (counters["baselines_missing"], counters["episodes_dropped"], counters["episodes_failed"]) == (1, 2, 0)
+    assert outcomes == {**{outcome: [] for outcome in GroupOutcome}, GroupOutcome.TRAINED: [1], ended: [0]}
+    assert (counters["baselines_missing"], counters[f"episodes_{ended.name.lower()}"]) == (1, 2)
+    assert counters["episodes_dropped"] + counters["episodes_rejected"] + counters["episodes_failed"] == 2
 
 
 def test_a_greedy_episode_that_failed_is_run_again() -> None:
     failures = iter([1])
 
     def fails_once(_: int) -> Trajectory:
-        if next(failures, None):
-            raise ValueError("no answer")
-        return of(0.5)
+        return fails(0) if next(failures, None) else of(0.5)
 
     (group,), counters, _ = ran(fails_once, episode_retries=1)
     assert group.example_id == (0, 0)
     assert (counters["baselines_missing"], counters["episodes_retried"]) == (0, 1)
 
 
-def test_a_group_whose_greedy_episode_was_rejected_is_rejected() -> None:
-    (group,), counters, outcomes = ran(lambda number: of(0.5) if number else None)
-    assert group.example_id == (0, 1)
-    assert outcomes[GroupOutcome.REJECTED] == [0]
-    assert (counters["baselines_missing"], counters["episodes_rejected"]) == (1, 2)
-
-
-def test_a_group_waits_for_it_after_enough_others_have_finished() -> None:
-    (group,), counters, _ = ran(lambda _: asyncio.sleep(5, of(0.5)), extra_episodes=1)
-    assert group.greedy_rewards == {"agent": 0.5}
-    assert counters["episodes_surplus"] == 1
-
-
-def test_enough_others_do_not_cancel_it_and_it_does_not_count_among_them() -> None:
-    group_of = {"group_size": 2, "extra_episodes": 2}
-    (group,), counters, _ = ran(lambda _: of(0.5), lambda _: asyncio.sleep(1, of(0.0)), **group_of)
-    assert group.num_episodes == 2
+@pytest.mark.parametrize(("greedy_s", "sampled_s"), [(5, 1), (1, 5)], ids=["it is last", "it is first"])
+def test_a_group_waits_for_it_and_for_enough_others_which_do_not_cancel_it(greedy_s: float, sampled_s: float) -> None:
+    (group,), counters, _ = ran(
+        lambda _: asyncio.sleep(greedy_s, of(0.5)), lambda _: asyncio.sleep(sampled_s, of(0.0)), extra_episodes=2
+    )
+    assert (group.greedy_rewards, group.num_episodes) == ({"agent": 0.5}, 2)
     assert (counters["baselines_finished"], counters["episodes_surplus"]) == (1, 2)
 
 

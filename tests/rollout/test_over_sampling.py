@@ -4,20 +4,18 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import Moody, Scripted, controlled, engine_with_latency, train
+from players import Moody, Scripted, controlled, engine_with_latency, train, trained
 from simulation import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api.scripted import ScriptedEngine
 from arl.api.types import Group
 from arl.rollout.ledger import GroupOutcome
 
 
-def sampled(
-    *episodes: Callable[[], object], engine: ScriptedEngine | None = None, **options: object
-) -> tuple[Group, dict[str, float], float]:
+def sampled(*episodes: Callable[[], object], **options: object) -> tuple[Group, dict[str, float], float]:
     """The group of the first example, whose episodes do this in turn; the counters then; and the time it took.
 
     Each is a function without arguments that returns or raises what arun_episode does, or a coroutine.
@@ -28,7 +26,6 @@ def sampled(
         controller, buffer, _ = controlled(
             Scripted(lambda _: next(turn)()),
             50,
-            engine,
             **{"batch_size": 1, "max_staleness": 0, "episode_retries": 0, "max_failure_rate": 1.0, **options},
         )
         async with asyncio.TaskGroup() as tasks:
@@ -52,24 +49,10 @@ def fails() -> object:
     raise ValueError("bad luck")
 
 
-async def stubborn() -> object:
-    """Slow to end."""
-    try:
-        await asyncio.sleep(10**6)
-    finally:
-        await asyncio.sleep(500)
-
-
 FIRST = {"group_size": 2, "extra_episodes": 2}
 
 
-def test_the_first_to_finish_are_kept_and_the_group_does_not_wait_for_the_others() -> None:
-    group, _, took = sampled(after(4), after(1), after(9), after(2), **FIRST)
-    assert group.episode_indices == (1, 3)
-    assert took == 2
-
-
-def test_the_others_are_cancelled() -> None:
+def test_the_first_to_finish_are_kept_and_the_others_cancelled_and_counted_with_the_time_they_had_run() -> None:
     cancelled: list[float] = []
 
     async def noting(seconds: float) -> object:
@@ -79,56 +62,49 @@ def test_the_others_are_cancelled() -> None:
             cancelled.append(seconds)
             raise
 
-    sampled(*(partial(noting, seconds) for seconds in (3, 7, 2, 8)), **FIRST)
-    assert sorted(cancelled) == [7, 8]
-
-
-def test_episodes_that_were_overtaken_are_counted_with_the_time_they_had_run() -> None:
-    _, counters, _ = sampled(after(4), after(1), after(9), after(2), **FIRST)
+    group, counters, took = sampled(*(partial(noting, seconds) for seconds in (4, 1, 9, 2)), **FIRST)
+    assert (group.episode_indices, took, sorted(cancelled)) == ((1, 3), 2, [4, 9])
     assert (counters["episodes_trained"], counters["episodes_surplus"], counters["episodes_dropped"]) == (2, 2, 0)
     assert (counters["overtaken_episodes"], counters["overtaken_episode_s"]) == (2, 2.0)
     assert (counters["finished_episodes"], counters["finished_episode_s"]) == (2, 1.5)
 
 
-def test_an_overtaken_episode_that_is_slow_to_end_holds_nothing_up() -> None:
-    group, counters, took = sampled(stubborn, after(1), after(2), **{**FIRST, "extra_episodes": 1})
-    assert (group.episode_indices, took) == ((1, 2), 2)
-    assert counters["episodes_surplus"] == 1
+async def stubborn() -> object:
+    """Slow to end."""
+    try:
+        await asyncio.sleep(10**6)
+    finally:
+        await asyncio.sleep(500)
 
 
-def test_an_overtaken_episode_that_finishes_anyway_is_not_trained() -> None:
-    async def deaf() -> object:
-        try:
-            await asyncio.sleep(10**6)
-        except asyncio.CancelledError:
-            return trajectory((9,))
-
-    group, counters, _ = sampled(deaf, after(1), after(2), **{**FIRST, "extra_episodes": 1})
-    assert group.episode_indices == (1, 2)
-    assert counters["episodes_surplus"] == 1
+async def deaf() -> object:
+    """Finishes anyway."""
+    try:
+        await asyncio.sleep(10**6)
+    except asyncio.CancelledError:
+        return trajectory((9,))
 
 
-def test_episodes_without_a_place_are_not_begun_once_enough_have_finished() -> None:
+@pytest.mark.parametrize("overtaken", [stubborn, deaf])
+def test_an_overtaken_episode_that_does_not_heed_its_cancellation_holds_nothing_up_and_is_not_trained(
+    overtaken: Callable[[], object],
+) -> None:
+    group, counters, took = sampled(overtaken, after(1), after(2), group_size=2, extra_episodes=1)
+    assert (group.episode_indices, took, counters["episodes_surplus"]) == ((1, 2), 2, 1)
+
+
+def test_episodes_without_a_place_are_not_begun_once_enough_have_finished_and_the_next_group_gets_it() -> None:
     begun: list[int] = []
 
-    def begins() -> object:
-        begun.append(1)
+    def begins(number: int) -> object:
+        begun.append(number)
         return after(1)()
 
-    group, counters, _ = sampled(*[begins] * 6, group_size=2, extra_episodes=4, max_concurrent_episodes=2)
-    assert group.episode_indices == (0, 1)
-    assert (counters["episodes_surplus"], counters["overtaken_episodes"]) == (4, 0)
-    assert len(begun) == 2
-
-
-def test_a_place_that_is_no_longer_needed_goes_to_the_next_group() -> None:
-    async def main() -> None:
-        controller, buffer, engine = controlled(
-            Scripted(lambda _: trajectory((9,))), 50, batch_size=1, max_staleness=0, max_concurrent_episodes=1, **FIRST
-        )
-        assert len(await train(controller, buffer, engine, range(5))) == 5
-
-    run_in_virtual_time(main())
+    groups, controller = trained(Scripted(begins), 5, group_size=2, extra_episodes=4, max_concurrent_episodes=2)
+    assert [group.episode_indices for group in groups] == [(0, 1)] * 5
+    assert len(begun) == 2 * 5
+    counters = controller.counters()
+    assert (counters["episodes_surplus"], counters["overtaken_episodes"]) == (4 * 5, 0)
 
 
 def test_extra_episodes_make_up_for_failed_and_rejected_ones() -> None:

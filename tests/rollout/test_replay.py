@@ -18,23 +18,13 @@ def ids(groups: list[Group]) -> list[int]:
     return [g.group_id for g in groups]
 
 
-def test_only_groups_with_a_reward_above_the_limit_are_replayed() -> None:
-    replay = Replay(9, min_reward=0.5, max_staleness=2)
-    replay.add([rewarded(0, 0, 0.0, 0.5), rewarded(1, 0, 0.0, 0.6), rewarded(2, 0, 1.0)], version=1)
-    assert sorted(ids(replay.take(1))) == [1, 2]
-
-
-def test_the_least_stale_groups_come_first_up_to_the_number_asked_for() -> None:
-    replay = Replay(3, max_staleness=5)
-    replay.add([rewarded(0, 2), rewarded(1, 4), rewarded(2, 3), rewarded(3, 4), rewarded(4, 1)], version=5)
-    assert ids(replay.take(5)) == [3, 1, 2]
-
-
-def test_a_group_may_be_in_several_batches_and_in_each_once() -> None:
-    replay = Replay(9, max_staleness=5)
-    replay.add([rewarded(0, 0)], version=1)
-    replay.add([rewarded(0, 0)], version=2)
-    assert ids(replay.take(2)) == ids(replay.take(3)) == [0]
+@pytest.mark.parametrize(("num_groups", "taken"), [(0, []), (3, [3, 1, 2]), (9, [3, 1, 2, 4])])
+def test_of_groups_with_a_reward_above_the_limit_the_least_stale_are_taken(num_groups: int, taken: list[int]) -> None:
+    replay = Replay(num_groups, min_reward=0.5, max_staleness=5)
+    good = [rewarded(number, version, 0.0, 0.6) for number, version in ((1, 4), (2, 3), (3, 4), (4, 1))]
+    replay.add([rewarded(0, 4, 0.0, 0.5), *good], version=5)
+    assert ids(replay.take(5)) == taken
+    assert len(replay.groups) == (4 if num_groups else 0)
 
 
 def test_a_group_is_replayed_up_to_the_last_version_that_may_hold_it_and_then_forgotten() -> None:
@@ -46,12 +36,6 @@ def test_a_group_is_replayed_up_to_the_last_version_that_may_hold_it_and_then_fo
     assert ids(list(replay.groups)) == [0]
     replay.add([], version=4)
     assert replay.groups == ()
-
-
-def test_without_replay_groups_none_are_kept() -> None:
-    replay = Replay()
-    replay.add([rewarded(0, 0)], version=0)
-    assert (replay.groups, replay.take(0)) == ((), [])
 
 
 @given(schedules)

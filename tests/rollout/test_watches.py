@@ -14,32 +14,26 @@ from arl.rollout.ledger import GroupOutcome
 from arl.rollout.watches import LagMonitor, StarvationWatch
 
 
-def told(caplog: pytest.LogCaptureFixture, *blocks: tuple[float, float]) -> list[str]:
-    """Warnings of a monitor that begins at 0 and sees (when it ended, seconds) blocks."""
-    monitor = LagMonitor("MyAgent")
-    monitor.note(0.0, 0.0)
-    for now, lag_s in blocks:
-        monitor.note(lag_s, now)
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_repeated_blocks_are_a_warning_that_names_the_likely_culprit(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("blocks", "warnings"),
+    [
+        ([(70, 1.5), (80, 0.5), (90, 2.0)], ["3.5"]),
+        ([(5, 4.0), (20, 10.0), (59, 2.0), (61, 2.0)], []),
+        ([(100 * i, 2.5) for i in range(1, 20)], []),
+        ([(float(now), 2.0) for now in range(2, 302, 2)], ["4.0"] * 4),
+    ],
+    ids=["again and again", "at the start", "far apart", "always"],
+)
+def test_repeated_blocks_are_a_warning_once_in_a_while_that_names_the_likely_culprit(
+    blocks: list[tuple[float, float]], warnings: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    (warning,) = told(caplog, (70, 1.5), (80, 0.5), (90, 2.0))
-    assert warning.startswith("the event loop was blocked for 3.5 of the last 60 s, probably by MyAgent")
-
-
-def test_a_blocked_start_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert told(caplog, (5, 4.0), (20, 10.0), (59, 2.0), (61, 2.0)) == []
-
-
-def test_single_blocks_far_apart_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert told(caplog, *((100 * i, 2.5) for i in range(1, 20))) == []
-
-
-def test_a_loop_that_stays_blocked_is_reported_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    assert len(told(caplog, *((float(now), 2.0) for now in range(2, 302, 2)))) == 4
+    """blocks: (when it ended, seconds)."""
+    monitor = LagMonitor("MyAgent")
+    for now, lag_s in [(0.0, 0.0), *blocks]:
+        monitor.note(lag_s, now)
+    assert [m.partition(" of the last 60 s, probably by MyAgent")[0] for m in caplog.messages] == [
+        f"the event loop was blocked for {seconds}" for seconds in warnings
+    ]
 
 
 async def test_the_lag_is_how_late_the_loop_wakes_up() -> None:
@@ -73,21 +67,15 @@ def test_a_window_of_fruitless_groups_is_one_warning_with_counts_and_what_to_do(
     )
 
 
-def test_later_warnings_are_further_and_further_apart(caplog: pytest.LogCaptureFixture) -> None:
-    watch = StarvationWatch(window=10, patience=1000)
-    warned: list[int] = []
+@pytest.mark.parametrize(("fruitful_every", "expected"), [(10**9, [10, 30, 70, 150]), (5, [])])
+def test_warnings_come_further_and_further_apart_and_none_while_enough_groups_can_be_trained(
+    fruitful_every: int, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, warned = StarvationWatch(window=10, patience=1000), list[int]()
     for number in range(1, 200):
-        watch.fruitless(EQUAL)
-        if len(caplog.records) > len(warned):
-            warned.append(number)
-    assert warned == [10, 30, 70, 150]
-
-
-def test_there_is_no_warning_while_enough_groups_can_be_trained(caplog: pytest.LogCaptureFixture) -> None:
-    watch = StarvationWatch(window=10, patience=1000)
-    for number in range(200):
-        watch.fruitful() if number % 5 == 0 else watch.fruitless(EQUAL)
-    assert caplog.records == []
+        watch.fruitless(EQUAL) if number % fruitful_every else watch.fruitful()
+        warned += [number] * (len(caplog.records) - len(warned))
+    assert warned == expected
 
 
 def test_a_detail_is_logged_at_once_and_only_once(caplog: pytest.LogCaptureFixture) -> None:

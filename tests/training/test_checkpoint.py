@@ -1,11 +1,10 @@
 """Checkpoints are whole or not there."""
 
-import json
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +15,13 @@ from arl.training.checkpoint import Checkpoints, RunState
 IDENTITY = {"model": "m", "seed": 0}
 
 
-def checkpoints(directory: Path, keep: int = 2, **identity: object) -> Checkpoints:
-    return Checkpoints(directory, keep, {**IDENTITY, **identity})
+def checkpoints(directory: Path, **identity: object) -> Checkpoints:
+    return Checkpoints(directory, 2, {**IDENTITY, **identity})
 
 
-def save(directory: Path, version: int, keep: int = 2) -> None:
+def save(directory: Path, version: int) -> None:
     state = RunState(values={"version": version})
-    checkpoints(directory, keep).begin(version, ScriptedTrainEngine().save, state).wait()
+    checkpoints(directory).begin(version, ScriptedTrainEngine().save, state).wait()
 
 
 @dataclass
@@ -36,36 +35,16 @@ def fails() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_the_newest_checkpoint_is_loaded(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    save(tmp_path, 2)
+def test_the_newest_are_kept_and_the_newest_of_them_is_loaded(tmp_path: Path) -> None:
     loaded: list[Path] = []
+    assert checkpoints(tmp_path / "none").load_newest(loaded.append) is None
+    for version in (1, 2, 3, 4):
+        save(tmp_path, version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000003", "version-00000004"]
     state = checkpoints(tmp_path).load_newest(loaded.append)
     assert state is not None
-    assert state.values["version"] == 2
-    assert loaded == [tmp_path / "version-00000002" / "engine"]
-
-
-def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
-    assert checkpoints(tmp_path / "none").load_newest(lambda _: None) is None
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    for version in (1, 2, 3, 4):
-        save(tmp_path, version, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000003", "version-00000004"]
-
-
-def test_until_it_is_written_the_one_before_is_the_newest(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    may_write = threading.Event()
-    saving = checkpoints(tmp_path).begin(2, lambda _: Written(may_write.wait), RunState(values={}))
-    writing = threading.Thread(target=saving.wait)
-    writing.start()
-    assert checkpoints(tmp_path).newest_version() == 1
-    may_write.set()
-    writing.join()
-    assert checkpoints(tmp_path).newest_version() == 2
+    assert state.values == {"identity": IDENTITY, "version": 4}
+    assert loaded == [tmp_path / "version-00000004" / "engine"]
 
 
 def test_everything_is_forced_to_the_disk_before_the_rename_and_the_rename_after_it(
@@ -79,38 +58,26 @@ def test_everything_is_forced_to_the_disk_before_the_rename_and_the_rename_after
     assert done[-3:] == [".writing-1", "rename", tmp_path.name]
 
 
-@pytest.mark.parametrize("moment", ["copying", "writing", "deleting"])
-def test_a_kill_leaves_the_one_before_and_its_rest_is_gone_after_the_next_start(tmp_path: Path, moment: str) -> None:
+def test_what_a_kill_left_half_written_or_half_deleted_is_gone_after_the_next_start(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    aside = tmp_path / ".writing-2" / "engine"
-    if moment == "copying":
-        aside.mkdir(parents=True)
-    elif moment == "writing":
-        aside.mkdir(parents=True)
-        (aside / "half").write_text("x")
-    else:
-        (tmp_path / ".deleting-0" / "engine").mkdir(parents=True)
+    for rest in (".writing-2", ".deleting-0"):
+        (tmp_path / rest / "engine").mkdir(parents=True)
+        (tmp_path / rest / "engine" / "half").write_text("x")
     state = checkpoints(tmp_path).load_newest(lambda _: None)
     assert state is not None
     assert state.values["version"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]
 
 
-def test_a_full_disk_while_copying_is_an_error_that_says_so_and_leaves_no_rest(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"No space left on device; earlier ones are untouched.*once the cause is repaired"
-    ):
-        checkpoints(tmp_path).begin(1, lambda _: fails(), RunState(values={}))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_while_writing_is_an_error_that_says_so_and_leaves_the_ones_before(tmp_path: Path) -> None:
-    for version in (1, 2):
-        save(tmp_path, version)
-    saving = checkpoints(tmp_path).begin(3, lambda _: Written(fails), RunState(values={}))
-    with pytest.raises(CheckpointError, match=r"version 3 .*No space left on device; earlier ones are untouched"):
-        saving.wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000001", "version-00000002"]
+@pytest.mark.parametrize("save_engine", [lambda _: fails(), lambda _: Written(fails)], ids=["copying", "writing"])
+def test_a_full_disk_is_an_error_that_says_so_and_leaves_the_one_before_and_no_rest(
+    tmp_path: Path, save_engine: Callable[[Path], Any]
+) -> None:
+    save(tmp_path, 1)
+    said = r"version 2 .*No space left on device; earlier ones are untouched.*once the cause is repaired"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoints(tmp_path).begin(2, save_engine, RunState(values={})).wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]
 
 
 def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path) -> None:
@@ -140,9 +107,3 @@ def test_a_damaged_engine_directory_is_an_error_that_says_what_to_delete(tmp_pat
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"a shard is torn; delete .*00000001 to continue from the beginning"):
         checkpoints(tmp_path).load_newest(damaged)
-
-
-def test_the_state_is_kept_beside_the_engine(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    state = json.loads((tmp_path / "version-00000003" / "state.json").read_text())
-    assert state == {"identity": IDENTITY, "version": 3}

@@ -9,6 +9,7 @@ import pytest
 from training.records import group, trajectory
 
 from arl.api.algorithm import preset
+from arl.api.engine import Output
 from arl.api.errors import CheckpointError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import Group, TrainSequence
@@ -33,15 +34,11 @@ def trained(
     return [[int(s.token_ids[1]) for s in minibatch[::2]] for minibatch in batch], list(batch)
 
 
-def test_minibatches_are_of_equally_many_new_groups_in_order() -> None:
-    numbers, _ = trained(6, minibatches=3)
-    assert numbers == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_replayed_groups_are_dealt_out_over_all_minibatches() -> None:
-    numbers, _ = trained(4, 5, minibatches=2)
-    assert [[n for n in part if n < 100] for part in numbers] == [[0, 1], [2, 3]]
-    assert [[n for n in part if n >= 100] for part in numbers] == [[100, 102, 104], [101, 103]]
+def test_minibatches_have_equally_many_new_groups_in_order_and_replayed_ones_dealt_out_and_weigh_the_same() -> None:
+    numbers, minibatches = trained(4, 5, minibatches=2)
+    assert numbers == [[0, 1, 100, 102, 104], [2, 3, 101, 103]]
+    for minibatch in minibatches:
+        assert sum(float(s.loss_weights.sum()) for s in minibatch) == pytest.approx(1.0)
 
 
 def test_each_epoch_has_every_group_once_in_an_order_of_its_own() -> None:
@@ -52,18 +49,34 @@ def test_each_epoch_has_every_group_once_in_an_order_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_the_shares_of_each_minibatch_add_up_to_one() -> None:
-    _, minibatches = trained(4, 3, minibatches=2)
-    for minibatch in minibatches:
-        assert sum(float(s.loss_weights.sum()) for s in minibatch) == pytest.approx(1.0)
-
-
 def test_preparing_a_batch_trains_nothing_and_tells_the_new_trajectories_advantages() -> None:
     learner = Learner(engine := ScriptedTrainEngine(), preset("grpo"))
     batch = learner.prepare([pair(0)], [pair(100)])
     assert (learner.version, engine.batches) == (0, [])
     assert batch.advantages == pytest.approx([-1.0, 1.0], abs=0.5)
     assert batch.advantages[0] == -(batch.advantages[1] or 0)
+
+
+class Forwarding(ScriptedTrainEngine):
+    calls = 0
+
+    def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[Any]:
+        self.calls += 1
+        return super().forward(sequences, output)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "forwards"),
+    [
+        ({"proximal": "recomputed", "minibatches": 2}, 1),
+        ({"proximal": "recomputed", "minibatches": 1}, 0),
+        ({"proximal": "bypassed", "correction": {"kind": "none"}, "minibatches": 2}, 0),
+    ],
+)
+def test_proximal_logprobs_cost_a_forward_only_where_they_differ(algorithm: dict[str, Any], forwards: int) -> None:
+    engine = Forwarding()
+    Learner(engine, preset("decoupled_ppo", **algorithm)).prepare([pair(0), pair(1)])
+    assert engine.calls == forwards
 
 
 def test_a_trajectory_that_is_masked_out_has_no_advantage() -> None:

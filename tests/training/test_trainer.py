@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from training.trainer_run import DirectTransport, run, running, trained_examples
 
-from arl.api.engine import Output, WeightUpdate
+from arl.api.engine import WeightUpdate
 from arl.api.errors import ConfigError, ServerError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import Group, StepStats
@@ -20,14 +20,25 @@ from arl.training.learner import Learner, PreparedBatch
 from arl.training.run_files import read_jsonl
 
 
-async def test_each_iteration_trains_and_publishes_one_batch(tmp_path: Path) -> None:
-    train_engine = ScriptedTrainEngine()
-    async with running(tmp_path, train_engine) as trainer:
-        steps = [step async for step in trainer]
-        assert trainer.inference_engine.version == 4
-    assert [step.version for step in steps] == [1, 2, 3, 4]
-    assert [step.num_episodes for step in steps] == [4, 4, 4, 4]
-    assert [len(batch) for batch in trained_examples(train_engine)] == [4, 4, 4, 4]
+async def test_each_step_trains_and_publishes_a_batch_within_the_bound_and_checkpoints_and_exports_are_of_their_version(
+    tmp_path: Path,
+) -> None:
+    train_engine, steps = ScriptedTrainEngine(), list[StepStats]()
+    async with running(tmp_path, train_engine, steps=7, checkpoint={"every": 2, "keep": 9}) as trainer:
+        async for step in trainer:
+            steps.append(step)
+            await trainer.export(tmp_path / f"model-{step.version}")
+        await trainer.export(tmp_path / "model")
+        assert trainer.inference_engine.version == 7
+        with pytest.raises(ConfigError, match="give launch an eval_dataset"):
+            await trainer.evaluate()
+    assert [(step.version, step.num_episodes) for step in steps] == [(version, 4) for version in range(1, 8)]
+    assert [len(batch) for batch in trained_examples(train_engine)] == [4] * 7
+    assert trainer.summary()["max_staleness_seen"] == max(step.max_staleness_seen for step in steps) <= 2
+    exported = [json.loads((tmp_path / name / "weights.json").read_text()) for name in ("model-1", "model-7", "model")]
+    assert exported == [{"version": 1}, {"version": 7}, {"version": 7}]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"version-{version:08d}" for version in (2, 4, 6, 7)]
 
 
 async def test_with_max_staleness_0_a_step_ends_with_its_weights_served_and_trains_their_tokens_alone(
@@ -41,22 +52,10 @@ async def test_with_max_staleness_0_a_step_ends_with_its_weights_served_and_trai
     assert versions == [{0}, {1}, {2}, {3}]
 
 
-async def test_staleness_stays_within_its_bound_and_is_reported(tmp_path: Path) -> None:
-    async with running(tmp_path, steps=20) as trainer:
-        seen = [step.max_staleness_seen async for step in trainer]
-        assert trainer.summary()["max_staleness_seen"] == max(seen)
-    assert max(seen) <= 2
-
-
 async def test_a_step_that_is_cancelled_while_it_is_logged_counts_in_the_staleness_seen(tmp_path: Path) -> None:
-    is_logging, may_be_logged, may_be_served = asyncio.Event(), threading.Event(), asyncio.Event()
+    is_logging, may_be_logged, transport = asyncio.Event(), threading.Event(), DirectTransport(held=1)
     loop = asyncio.get_running_loop()
-
-    async def hold(update: WeightUpdate) -> None:
-        if update.version == 1:
-            await may_be_served.wait()
-
-    async with running(tmp_path, transport=DirectTransport(hold), steps=2) as trainer:
+    async with running(tmp_path, transport=transport, steps=2) as trainer:
         log_step = trainer.log.step
 
         def log_slowly(stats: StepStats, *rest: Any) -> None:
@@ -70,45 +69,31 @@ async def test_a_step_that_is_cancelled_while_it_is_logged_counts_in_the_stalene
         await is_logging.wait()
         step.cancel()
         may_be_logged.set()
-        may_be_served.set()
+        transport.may_deliver.set()
         with pytest.raises(asyncio.CancelledError):
             await step
     assert trainer.summary()["max_staleness_seen"] == 1
 
 
 async def test_a_step_does_not_wait_for_the_delivery_of_the_weights_before(tmp_path: Path) -> None:
-    trained, delivered = asyncio.Event(), []
-
-    async def until_trained_again(update: WeightUpdate) -> None:
-        if update.version == 1:
-            await trained.wait()
-        delivered.append(update.version)
-
     def note(_: object) -> None:
         if train_engine.version == 1:
-            loop.call_soon_threadsafe(trained.set)
+            loop.call_soon_threadsafe(transport.may_deliver.set)
 
-    loop, train_engine = asyncio.get_running_loop(), ScriptedTrainEngine(on_train=note)
-    await run(tmp_path, train_engine, DirectTransport(until_trained_again), steps=2)
-    assert delivered == [0, 1, 2]
+    loop, transport = asyncio.get_running_loop(), DirectTransport(held=1)
+    train_engine = ScriptedTrainEngine(on_train=note)
+    await run(tmp_path, train_engine, transport, steps=2)
+    assert transport.delivered == [0, 1, 2]
 
 
 async def test_a_slow_delivery_delays_training_by_the_bound_alone_and_the_newest_weights_follow(
     tmp_path: Path,
 ) -> None:
-    as_far_as_the_bound, delivered = asyncio.Event(), []
-
-    async def until_the_bound(update: WeightUpdate) -> None:
-        if update.version == 1:
-            await as_far_as_the_bound.wait()
-        delivered.append(update.version)
-
-    transport = DirectTransport(until_the_bound)
-    async with running(tmp_path, ScriptedTrainEngine(), transport, steps=4) as trainer:
+    async with running(tmp_path, transport=(transport := DirectTransport(held=1)), steps=4) as trainer:
         async for step in trainer:
             if step.version == 3:  # batches 0, 1 and 2 are what max_staleness 2 admits at version 0
-                as_far_as_the_bound.set()
-    assert delivered == [0, 1, 3, 4]
+                transport.may_deliver.set()
+    assert transport.delivered == [0, 1, 3, 4]
     assert transport.discarded == [2]
 
 
@@ -138,19 +123,6 @@ async def test_servers_that_fail_an_update_end_the_run_with_their_error(tmp_path
 
     with pytest.raises(ServerError, match="every server is gone"):
         await run(tmp_path, transport=DirectTransport(fail))
-
-
-async def test_a_rerun_continues_and_trains_no_example_twice(tmp_path: Path) -> None:
-    first, second = ScriptedTrainEngine(), ScriptedTrainEngine()
-    await run(tmp_path, first, steps=3)
-    async with running(tmp_path, second, steps=6) as trainer:
-        steps = [step.version async for step in trainer]
-        summary = trainer.summary()
-    assert steps == [4, 5, 6]
-    before, after = ({e for batch in trained_examples(engine) for e in batch} for engine in (first, second))
-    assert not before & after
-    assert summary["episodes_trained"] == 24
-    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
@@ -213,13 +185,6 @@ async def test_an_error_before_the_first_optimizer_step_of_a_batch_leaves_weight
     assert all(len(batch) == 4 for batch in trained_examples(second))
 
 
-async def test_checkpoints_are_written_every_so_many_versions(tmp_path: Path) -> None:
-    async with running(tmp_path, steps=7, checkpoint={"every": 2, "keep": 9}) as trainer:
-        _ = [step async for step in trainer]
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == [f"version-{version:08d}" for version in (2, 4, 6, 7)]
-
-
 async def test_evaluations_are_logged_at_the_version_that_they_were_due_at(tmp_path: Path) -> None:
     async with running(tmp_path, steps=6, evaluate=True, evaluation={"every": 3}) as trainer:
         before = await trainer.evaluate()
@@ -230,58 +195,14 @@ async def test_evaluations_are_logged_at_the_version_that_they_were_due_at(tmp_p
     assert [row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")] == [0, 3, 6, 6]
 
 
-async def test_evaluating_without_held_out_examples_says_what_to_give(tmp_path: Path) -> None:
-    async with running(tmp_path) as trainer:
-        with pytest.raises(ConfigError, match="give launch an eval_dataset"):
-            await trainer.evaluate()
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "forwards"),
-    [
-        ({"proximal": "recomputed", "minibatches": 2}, 4),
-        ({"proximal": "recomputed", "minibatches": 1}, 0),
-        ({"proximal": "bypassed", "correction": {"kind": "none"}, "minibatches": 2}, 0),
-    ],
-)
-async def test_proximal_logprobs_cost_a_forward_only_where_they_differ(
-    tmp_path: Path, algorithm: dict[str, Any], forwards: int
-) -> None:
-    class Forwarding(ScriptedTrainEngine):
-        calls = 0
-
-        def forward(self, sequences: Sequence[Any], output: Output = "logprobs") -> list[Any]:
-            self.calls += 1
-            return super().forward(sequences, output)
-
-    train_engine = Forwarding()
-    await run(tmp_path, train_engine, algorithm=algorithm)
-    assert train_engine.calls == forwards
-
-
 async def test_giving_up_on_an_evaluation_does_not_cancel_the_delivery_it_waited_for(tmp_path: Path) -> None:
-    is_delivering, may_deliver = asyncio.Event(), asyncio.Event()
-
-    async def hold(update: WeightUpdate) -> None:
-        if update.version == 1:
-            is_delivering.set()
-            await may_deliver.wait()
-
-    async with running(tmp_path, transport=DirectTransport(hold), steps=3, evaluate=True) as trainer:
+    transport = DirectTransport(held=1)
+    async with running(tmp_path, transport=transport, steps=3, evaluate=True) as trainer:
         assert (await anext(trainer)).version == 1
-        await is_delivering.wait()
+        await transport.is_held.wait()
         evaluation = asyncio.create_task(trainer.evaluate())
         await asyncio.sleep(0)
         evaluation.cancel()
-        may_deliver.set()
+        transport.may_deliver.set()
         assert [step.version async for step in trainer] == [2, 3]
         assert trainer.inference_engine.version == 3
-
-
-async def test_the_trained_model_is_exported_between_steps_and_after_the_last(tmp_path: Path) -> None:
-    async with running(tmp_path, steps=2) as trainer:
-        async for step in trainer:
-            await trainer.export(tmp_path / f"model-{step.version}")
-        await trainer.export(tmp_path / "model")
-    versions = [json.loads((tmp_path / name / "weights.json").read_text()) for name in ("model-1", "model-2", "model")]
-    assert versions == [{"version": 1}, {"version": 2}, {"version": 2}]

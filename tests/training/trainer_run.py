@@ -1,15 +1,17 @@
 """A trainer over the official fakes, built on a run directory as `launch` would build it."""
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from one_turn import OneTurn
+
 from arl.api.config import Config
-from arl.api.engine import DiskWeights, InferenceEngine, Sampler, TrainEngine, UpdateStats, WeightUpdate
+from arl.api.engine import DiskWeights, InferenceEngine, TrainEngine, UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.types import Example, ModelRequest, SamplingParams, StepStats, Trajectory
-from arl.api.workflow import RolloutWorkflow
+from arl.api.types import StepStats
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.rollout.episode import EpisodeRunner
@@ -22,26 +24,19 @@ from arl.training.trainer import Trainer
 EXAMPLES = [{"number": n} for n in range(64)]
 
 
-class OneTurn(RolloutWorkflow):
-    """Answers with three tokens; the reward says which example it was."""
-
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
-        request = ModelRequest(input_ids=(1, data["number"]), sampling=SamplingParams(max_new_tokens=3))
-        response = await engine.agenerate(request)
-        return Trajectory(
-            token_ids=(*request.input_ids, *response.output_ids),
-            loss_mask=(0, 0, 1, 1, 1),
-            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
-            versions=(-1, -1, *response.output_versions),
-            reward=float(data["number"]),
-        )
-
-
 class DirectTransport:
-    """Hands versions over without weights; `deliver` can be replaced to wait or fail."""
+    """Hands versions over without weights.
 
-    def __init__(self, before_delivery: Callable[[WeightUpdate], Any] | None = None) -> None:
+    held: the version whose delivery waits for `may_deliver`. before_delivery: awaited before each, to wait or fail.
+    """
+
+    def __init__(
+        self, before_delivery: Callable[[WeightUpdate], Awaitable[None]] | None = None, *, held: int | None = None
+    ) -> None:
         self._before_delivery = before_delivery
+        self._held = held
+        self.is_held, self.may_deliver = asyncio.Event(), asyncio.Event()
+        self.delivered: list[int] = []
         self.discarded: list[int] = []
 
     def snapshot(self, engine: TrainEngine) -> WeightUpdate:
@@ -50,6 +45,10 @@ class DirectTransport:
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
         if self._before_delivery:
             await self._before_delivery(update)
+        if update.version == self._held:
+            self.is_held.set()
+            await self.may_deliver.wait()
+        self.delivered.append(update.version)
         return await engine.update_weights(update)
 
     def discard(self, update: WeightUpdate) -> None:
