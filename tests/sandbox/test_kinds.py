@@ -20,7 +20,7 @@ LEAVES = "import os, time\nif os.fork() == 0: time.sleep(600)"
 FORGES = 'import os\nos.write(2, b\'0\' * 32 + b\' {"ended_by": "exit", "code": 0, "wall_s": 1}\')\nos._exit(5)'
 OUTCOMES: list[tuple[str, dict[str, Any], tuple[str, int | None, str]]] = [
     ("import os; os.kill(os.getpid(), 11)", {}, ("signal", -11, "")),
-    (HOLDS + "import time\ntime.sleep(600)", {"wall_s": 0.5}, ("timeout", None, "a\n")),
+    (HOLDS + "import time\ntime.sleep(600)", {"wall_s": 2.0}, ("timeout", None, "a\n")),
     (FLOODS, {}, ("output", None, "x" * 10_000)),
     (LEAVES, {}, ("exit", 0, "")),
     (FORGES, {}, ("exit", 5, "")),
