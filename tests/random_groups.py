@@ -1,13 +1,10 @@
-"""Finished groups at random, with everything that an algorithm may look at, and what a trainer finds out about them."""
+"""Finished groups at random, with everything that an algorithm may look at."""
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from arl.algorithm.batch import Batch
-from arl.api.algorithm import AlgorithmConfig
 from arl.api.types import Group, Trajectory, TurnSpan
 
 VERSION, MAX_STALENESS = 4, 4
@@ -83,34 +80,6 @@ def _trajectory(prompt: list[int], role: str, generator: torch.Generator, vocabu
         role=role,
         temperature=0.8,
     )
-
-
-def seen_by_the_trainer(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
-    """The groups' batch with proximal and reference logprobs and values near to what a model would give them.
-
-    All follow from a trajectory's tokens, so they are its own in whatever order groups and trajectories come.
-    """
-    batch = Batch.of(groups, config.overlong)
-    rows = [_noise(t) for t in batch.trajectories]
-    proximal, reference, values = (torch.cat(column) * batch.loss_mask for column in zip(*rows, strict=True))
-    behavior = batch.behavior_logprobs
-    return replace(
-        batch,
-        proximal_logprobs=behavior + 0.5 * proximal,
-        reference_logprobs=behavior + 0.5 * reference,
-        values=values,
-    )
-
-
-def _noise(trajectory: Trajectory) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(zlib.crc32(str(list(trajectory.token_ids)).encode()))
-    return tuple(torch.randn(len(trajectory.token_ids), generator=generator) for _ in range(3))
-
-
-def reordered(groups: Sequence[Group], seed: int) -> list[Group]:
-    """The same groups in another order, and the trajectories of each."""
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
-    return with_trajectories_reordered([groups[i] for i in order], seed)
 
 
 def with_trajectories_reordered(groups: Sequence[Group], seed: int) -> list[Group]:

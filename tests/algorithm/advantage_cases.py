@@ -1,4 +1,4 @@
-"""Groups to estimate advantages from, by hand and at random, and every way of estimating them."""
+"""Groups for the tests of advantages, by hand and at random, and the settings of every estimator."""
 
 import random
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def group(
     greedy_rewards: dict[str, float] | None = None,
     episodes: Sequence[int] | None = None,
 ) -> Group:
-    """episodes: of which each trajectory is, if not each of one of its own."""
+    """episodes: the episode of each trajectory; by default each has its own."""
     return Group(
         group_id=group_id,
         example_id=(0, group_id),
@@ -73,8 +73,8 @@ def one_each(group: Group, advantage: Settings, **others: Any) -> list[float]:
 
 
 def taken(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
-    """The batch as it is when advantages are estimated, with logprobs and values as forward passes would fill them in:
-    0 where nothing is trained. They follow from a trajectory's tokens and turns, whatever its reward and place."""
+    """The batch before its advantages are estimated, with logprobs and values as forward passes fill them in: 0 where
+    nothing is trained. They depend on a trajectory's tokens and turns, not on its reward and place."""
     batch = Batch.of(groups, config.overlong)
     noise = torch.cat([torch.zeros(3, 0), *map(_noise, batch.trajectories)], dim=1) * batch.loss_mask
     return replace(batch, proximal_logprobs=-noise[0], reference_logprobs=-2 * noise[1], values=noise[2])
@@ -87,17 +87,16 @@ def _noise(t: Trajectory) -> torch.Tensor:
     return torch.rand(3, len(t.token_ids), generator=generator)
 
 
-def random_groups(
-    seed: int, *, has_process: bool = True, max_groups: int = 4, has_branches: bool = False
-) -> list[Group]:
-    """Groups of 1 to 6 trajectories in two roles, of 1 to 12 tokens: some untrained, truncated, in turns, rewarded.
+def random_groups(seed: int, *, has_branches: bool = False) -> list[Group]:
+    """1 to 4 groups of 1 to 6 trajectories in two roles, each of 1 to 12 tokens. Some are untrained, truncated, in
+    turns, or have process rewards.
 
-    has_branches: some are of one episode, with the same reward or with one of their own.
+    has_branches: some trajectories share an episode, with the same reward or with one of their own.
     """
     rng = random.Random(seed)
     groups = []
-    for group_id in range(rng.randint(1, max_groups)):
-        members = [_random_trajectory(rng, has_process) for _ in range(rng.randint(1, 6))]
+    for group_id in range(rng.randint(1, 4)):
+        members = [_random_trajectory(rng) for _ in range(rng.randint(1, 6))]
         greedy = {"agent": rng.choice((0.0, 0.5, 1.0)), "critic": rng.random()}
         episodes = [rng.randint(0, i) if has_branches else i for i in range(len(members))]
         if rng.random() < 0.5:
@@ -106,7 +105,7 @@ def random_groups(
     return groups
 
 
-def _random_trajectory(rng: random.Random, has_process: bool) -> Trajectory:
+def _random_trajectory(rng: random.Random) -> Trajectory:
     length = rng.randint(1, 12)
     share = rng.choice((0.0, 0.4, 1.0))
     mask = (0, *(int(rng.random() < share) for _ in range(length - 1)))
@@ -118,10 +117,9 @@ def _random_trajectory(rng: random.Random, has_process: bool) -> Trajectory:
         role=rng.choice(("agent", "agent", "critic")),
         rewards={"right": float(rng.random() < 0.5), "brief": rng.uniform(-1, 1)},
         is_truncated=rng.random() < 0.2,
-        token_rewards=tuple(rng.gauss(0, 1) for _ in range(length)) if has_process and rng.random() < 0.6 else None,
+        token_rewards=tuple(rng.gauss(0, 1) for _ in range(length)) if rng.random() < 0.6 else None,
         turns=tuple(
-            TurnSpan(start=a, stop=b, state=rng.choice((None, "x", "y")), reward=rng.gauss(0, 1) * has_process)
-            for a, b in spans
+            TurnSpan(start=a, stop=b, state=rng.choice((None, "x", "y")), reward=rng.gauss(0, 1)) for a, b in spans
         ),
     )
 
@@ -136,6 +134,7 @@ ESTIMATORS: list[tuple[Settings, Settings]] = [
     *((returns(b, s, token_discount=0.9, turn_discount=0.5), {"kl": KL[2]}) for b in BASELINES for s in SCALES),
     (returns("none", token_discount=0.0), {"kl": KL[0]}),
     (returns("none"), {"kl": KL[2] | {"place": "loss"}}),
+    (returns("none"), {"overlong": {"max_tokens": 5, "buffer_tokens": 0, "penalty": 0.7}}),
     (returns("leave_one_out", turn_discount=0.0), {"kl": KL[1], "overlong": OVERLONG | {"mask_truncated": False}}),
     ({"kind": "distillation"}, {}),
     *((returns(b, s, separate_rewards=True), {}) for b in ("group_mean", "leave_one_out") for s in SCALES),

@@ -1,6 +1,6 @@
-"""Every advantage estimator the slow way: number by number, in plain Python, straight from its definition.
+"""Slow references of every advantage estimator: number by number, in plain Python, from its definition.
 
-An episode counts once among its peers, with the mean of its trajectories of the role.
+An episode counts once among its peers, as the mean of its trajectories of the role.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from arl.api.types import Group, TrainSequence, Trajectory
 
 EPSILON = 1e-6
 Member = tuple[Group, Trajectory, TrainSequence, int]
-"""One of the trajectories that are compared, the last entry its episode."""
+"""A trajectory with its group, its sequence and its episode."""
 Numbers = list[float]
 
 
@@ -37,7 +37,7 @@ def reference_advantages(batch: Batch, config: AlgorithmConfig) -> Numbers:
 
 
 def reference_returns(batch: Batch, config: AlgorithmConfig) -> Numbers:
-    """What the critic learns of each token, by GAE."""
+    """The critic's target for each token, by GAE."""
     rows = []
     for _, t, s, _ in _members(batch):
         rows += _where_trained([a + v for a, v in zip(_gae(t, s, config), s.values.tolist(), strict=True)], s)
@@ -94,13 +94,13 @@ def _outcome(trajectory: Trajectory, config: AlgorithmConfig) -> float:
 
 
 def _totals(peers: list[Member], config: AlgorithmConfig) -> Numbers:
-    """Each one's outcome and the process rewards of its whole episode."""
+    """Each outcome plus the process rewards of the whole episode."""
     process = [sum(t.token_rewards or ()) + sum(turn.reward for turn in t.turns) for _, t, *_ in peers]
     return [_outcome(t, config) + s for (_, t, *_), s in zip(peers, _summed(process, peers), strict=True)]
 
 
 def _summed(values: Numbers, peers: list[Member]) -> Numbers:
-    """For each of the peers the sum over those of its episode."""
+    """For each of the peers the sum over its episode's."""
     return [sum(v for v, other in zip(values, peers, strict=True) if other[3] == peer[3]) for peer in peers]
 
 
@@ -130,7 +130,7 @@ def _owner(trajectory: Trajectory, token: int) -> int | None:
 
 
 def _credited(trajectory: Trajectory) -> Numbers:
-    """What each token has of the rewards of tokens."""
+    """The token rewards that each trained token earns."""
     credited = [0.0] * len(trajectory.token_ids)
     for token, reward in enumerate(trajectory.token_rewards or ()):
         owner = _owner(trajectory, token)
@@ -255,7 +255,7 @@ def _normalised(place: int, rewards: list[Numbers], peers: list[Member], setting
 
 
 def _pass_at_k(success: bool, is_right: list[bool], k: int) -> float:
-    """By forming every subgroup of k: how much better those with such an answer do than all of them."""
+    """Forms every subgroup of k, and compares those that hold such an answer with all of them."""
     subgroups = list(itertools.combinations(range(len(is_right)), k))
     scores = [float(any(is_right[i] for i in subgroup)) for subgroup in subgroups]
     if len(set(scores)) < 2:

@@ -1,4 +1,4 @@
-"""Sequences that begin alike, at random, and what is said about them the slow way: as sets of their prefixes."""
+"""Random sequences that begin alike, and slow counts of their tokens, by sets of prefixes."""
 
 import random
 
@@ -20,7 +20,7 @@ def _tree(seed: int) -> Family:
 
 
 trees = st.builds(_tree, st.integers(0, 2**32))
-"""Sequences of 1 to 30 tokens, most of which go on from somewhere within an earlier one; some are the same."""
+"""Sequences of 1 to 30 tokens. Most of them continue an earlier one from somewhere within it; some are equal."""
 
 
 def prefixes(tokens: list[int]) -> set[tuple[int, ...]]:
@@ -28,7 +28,7 @@ def prefixes(tokens: list[int]) -> set[tuple[int, ...]]:
 
 
 def slow_num_tokens(sequences: Family) -> int:
-    """How many different prefixes there are: each is one token to forward."""
+    """The number of different prefixes: each is one token to forward."""
     return len(set().union(*(prefixes(tokens) for tokens in sequences)))
 
 

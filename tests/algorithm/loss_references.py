@@ -1,23 +1,26 @@
-"""The losses once more, slowly: scalars, loops and the math module, written from the papers' formulas.
+"""Slow references of the losses: scalars, loops and the math module, after the papers' formulas.
 
-A loss is a function of `current`, the logprobs of one trajectory's trained tokens, and of `fixed`: the same numbers as
-they stand where the derivative is taken. What the papers put under a stop-gradient is computed from `fixed`, so that
-moving `current` and asking again, as `gradient` does, differentiates what they differentiate.
+A loss is a function of `current`, the logprobs of one trajectory's trained tokens, and of `fixed`, their values where
+the derivative is taken. Whatever the papers put under a stop-gradient is computed from `fixed`. So
+`gradient`, which moves `current`, differentiates what they differentiate.
 """
 
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from arl.algorithm.losses.surrogates import Trajectories
 from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import PackedTokens
-from arl.api.objective import ClipCovSelection, CorrectionConfig, KLCovSelection, LossConfig, SecondMomentSelection
+from arl.api.objective import ClipCovSelection, CorrectionConfig, KLCovSelection, SecondMomentSelection
 
 Logprobs = Sequence[float]
+Signs = Sequence[int]
+TokenForm = Callable[[Logprobs, Logprobs, Logprobs, Logprobs, Any], list[float]]
+"""The loss of each token from current, fixed and proximal logprobs, advantages, and the loss's settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,28 +65,33 @@ def reinforce(current: Logprobs, _fixed: Logprobs, _proximal: Logprobs, advantag
     return [-a * c for c, a in zip(current, advantages, strict=True)]
 
 
-def gspo_token(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
-    s = math.exp(sum(f - p for f, p in zip(fixed, proximal, strict=True)) / len(fixed))
-    losses = []
-    for c, f, a in zip(current, fixed, advantages, strict=True):
-        s_t = s * math.exp(c) / math.exp(f)
-        losses.append(-min(s_t * a, clip(s_t, 1 - config.clip_low, 1 + config.clip_high) * a))
-    return losses
+def gspo(current: Logprobs, proximal: Logprobs, a: float, _signs: Signs, config) -> float:
+    s = math.prod(math.exp(c - p) for c, p in zip(current, proximal, strict=True)) ** (1 / len(current))
+    return -min(s * a, clip(s, 1 - config.clip_low, 1 + config.clip_high) * a)
 
 
-def gmpo_token(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
-    def clipped(logprobs: Logprobs) -> list[float]:
-        # min(r^sgn, clip(r)^sgn)^sgn, in logarithms
-        result = []
-        for c, p, a in zip(logprobs, proximal, advantages, strict=True):
-            sign = 1 if a >= 0 else -1
-            d = c - p
-            result.append(sign * min(sign * d, sign * clip(d, -config.clip_low, config.clip_high)))
-        return result
+def gmpo(current: Logprobs, proximal: Logprobs, a: float, signs: Signs, config) -> float:
+    product = 1.0
+    for c, p, sign in zip(current, proximal, signs, strict=True):
+        ratio = math.exp(c - p)
+        clipped = clip(ratio, math.exp(-config.clip_low), math.exp(config.clip_high))
+        product *= min(ratio**sign, clipped**sign) ** sign
+    return -a * product ** (1 / len(current))
 
-    at_fixed = clipped(fixed)
-    mean = math.exp(sum(at_fixed) / len(at_fixed))
-    return [-a * mean * math.exp(m - f) for a, m, f in zip(advantages, clipped(current), at_fixed, strict=True)]
+
+def of_mean(whole: Callable[[Logprobs, Logprobs, float, Signs, Any], float]) -> TokenForm:
+    """A loss that is a mean over the trajectory's n tokens, as each token has it by its own advantage: the value of
+    the whole, and n times its slope by the token's own logprob."""
+
+    def form(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
+        signs, losses = [1 if a >= 0 else -1 for a in advantages], []
+        for t, a in enumerate(advantages):
+            value = whole(fixed, proximal, a, signs, config)
+            moved = whole([*fixed[:t], current[t], *fixed[t + 1 :]], proximal, a, signs, config)
+            losses.append(value + len(fixed) * (moved - value))
+        return losses
+
+    return form
 
 
 def cispo(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
@@ -105,12 +113,12 @@ def sapo(current: Logprobs, _fixed: Logprobs, proximal: Logprobs, advantages: Lo
     return losses
 
 
-def topr_token(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, _config) -> list[float]:
+def topr(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, _config) -> list[float]:
     ratio = math.prod(math.exp(f - p) for f, p in zip(fixed, proximal, strict=True))
     return [-(1.0 if a >= 0 else min(ratio, 1.0)) * a * c for c, a in zip(current, advantages, strict=True)]
 
 
-def mirror_token(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
+def mirror_descent(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: Logprobs, config) -> list[float]:
     total = sum(f - p for f, p in zip(fixed, proximal, strict=True))
     penalty = config.tau / 2 * total**2 / len(fixed)
     return [-a * c + penalty + config.tau * total * (c - f) for c, f, a in zip(current, fixed, advantages, strict=True)]
@@ -125,49 +133,17 @@ def dppo_tv(current: Logprobs, fixed: Logprobs, proximal: Logprobs, advantages: 
     return losses
 
 
-TokenForm = Callable[[Logprobs, Logprobs, Logprobs, Logprobs, LossConfig], list[float]]
 TOKEN_FORMS: dict[str, TokenForm] = {
     "ppo": ppo,
     "reinforce": reinforce,
-    "gspo": gspo_token,
-    "gmpo": gmpo_token,
+    "gspo": of_mean(gspo),
+    "gmpo": of_mean(gmpo),
     "cispo": cispo,
     "sapo": sapo,
-    "topr": topr_token,
-    "mirror_descent": mirror_token,
+    "topr": topr,
+    "mirror_descent": mirror_descent,
     "dppo_tv": dppo_tv,
 }
-
-
-# Losses of whole trajectories, as their papers have them: one advantage, and only what they hold fixed is ------------
-
-
-def gspo(current: Logprobs, _fixed: Logprobs, proximal: Logprobs, a: float, config) -> float:
-    s = math.prod(math.exp(c - p) for c, p in zip(current, proximal, strict=True)) ** (1 / len(current))
-    return -min(s * a, clip(s, 1 - config.clip_low, 1 + config.clip_high) * a)
-
-
-def gmpo(current: Logprobs, _fixed: Logprobs, proximal: Logprobs, a: float, config) -> float:
-    product, sign = 1.0, 1 if a >= 0 else -1
-    for c, p in zip(current, proximal, strict=True):
-        ratio = math.exp(c - p)
-        clipped = clip(ratio, math.exp(-config.clip_low), math.exp(config.clip_high))
-        product *= min(ratio**sign, clipped**sign) ** sign
-    return -a * product ** (1 / len(current))
-
-
-def topr(current: Logprobs, fixed: Logprobs, proximal: Logprobs, a: float, _config) -> float:
-    weight = 1.0 if a >= 0 else min(math.exp(sum(fixed) - sum(proximal)), 1.0)
-    return -weight * a * sum(current)
-
-
-def mirror_descent(current: Logprobs, _fixed: Logprobs, proximal: Logprobs, a: float, config) -> float:
-    return -a * sum(current) + config.tau / 2 * (sum(current) - sum(proximal)) ** 2
-
-
-WholeForm = Callable[[Logprobs, Logprobs, Logprobs, float, LossConfig], float]
-MEANS_OVER_A_TRAJECTORY: dict[str, WholeForm] = {"gspo": gspo, "gmpo": gmpo}
-SUMS_OVER_A_TRAJECTORY: dict[str, WholeForm] = {"topr": topr, "mirror_descent": mirror_descent}
 
 
 # The parts around them ------------------------------------------------------------------------------------------------
@@ -247,31 +223,25 @@ def gradient(loss: Callable[[Logprobs], float], at: Logprobs) -> list[float]:
 # Batches of them ------------------------------------------------------------------------------------------------------
 
 
-def random_batch(seed: int, *, one_advantage: bool = False, moved: float = 0.4, stale: float = 0.3) -> list[Tokens]:
-    """Trajectories of 1 to 6 trained tokens; moved and stale: how far c is from p, and p from b."""
+def random_batch(seed: int) -> list[Tokens]:
+    """Trajectories of 1 to 6 trained tokens."""
     rng = random.Random(seed)
     batch = []
     for length in (1, 4, 2, 6, 1, 3, 5, 4):
         behavior = [-rng.uniform(0.05, 3) for _ in range(length)]
-        proximal = [b + rng.gauss(0, stale) for b in behavior]
-        advantages = [rng.gauss(0, 1) for _ in range(length)]
+        proximal = [b + rng.gauss(0, 0.3) for b in behavior]
         tokens = Tokens(
-            current=[p + rng.gauss(0, moved) for p in proximal],
+            current=[p + rng.gauss(0, 0.4) for p in proximal],
             proximal=proximal,
             behavior=behavior,
             reference=[b + rng.gauss(0, 0.5) for b in behavior],
-            advantages=advantages[:1] * length if one_advantage else advantages,
+            advantages=[rng.gauss(0, 1) for _ in range(length)],
             versions=[rng.randrange(3, 8) for _ in range(length)],
             selected=[rng.random() < 0.4 for _ in range(length)],
             weight=rng.uniform(0.1, 1),
         )
         batch.append(tokens)
     return batch
-
-
-def weighed(batch: Sequence[Tokens], *, by_length: bool) -> list[Tokens]:
-    """Every trajectory weighs 1, or each of its tokens does."""
-    return [replace(tokens, weight=1 / len(tokens.current) if by_length else 1.0) for tokens in batch]
 
 
 def joined(batch: Sequence[Tokens], name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -292,7 +262,3 @@ def packed(batch: Sequence[Tokens], dtype: torch.dtype = torch.float64) -> Packe
         versions=joined(batch, "versions", torch.int64),
         sequence_ids=torch.tensor(ids, dtype=torch.int64),
     )
-
-
-def trajectories_of(batch: Sequence[Tokens]) -> Trajectories:
-    return Trajectories.of(packed(batch).sequence_ids)

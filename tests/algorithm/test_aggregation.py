@@ -1,48 +1,41 @@
-"""Loss weights are shares of the whole minibatch."""
+"""Loss weights are shares of the whole minibatch, in which an episode that branched counts once."""
 
-import random
+from collections.abc import Sequence
 from typing import get_args
 
 import pytest
-from advantage_cases import group, trajectory
+from advantage_cases import random_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.batch import Batch, loss_weights
 from arl.api.algorithm import Aggregation
-
-Masks = list[list[list[int]]]
-"""The loss masks of groups of trajectories."""
+from arl.api.types import Group
 
 
-def reference(groups: Masks, aggregation: Aggregation, sequence_tokens: int) -> list[list[float]]:
+def reference(groups: Sequence[Group], aggregation: Aggregation, sequence_tokens: int) -> list[float]:
     """Each token's weight, found by counting for it alone."""
-    counts = [sum(mask) for masks in groups for mask in masks]
-    num_sequences, num_groups = sum(n > 0 for n in counts), sum(any(map(any, masks)) for masks in groups)
-    weights = []
-    for masks in groups:
-        for mask in masks:
-            share = {
-                "token_mean": sum(counts),
-                "sequence_mean": num_sequences * sum(mask),
-                "sequence_sum": num_sequences * sequence_tokens,
-                "group_mean": num_groups * sum(map(sum, masks)),
-            }[aggregation]
-            weights.append([1 / share if token else 0.0 for token in mask])
+    rows = [
+        ((g.group_id, episode, t.role), t.loss_mask)
+        for g in groups
+        for t, episode in zip(g.trajectories, g.episode_indices, strict=True)
+    ]
+    episodes, weights = {key for key, mask in rows if any(mask)}, list[float]()
+    for mine, mask in rows:
+        share = {
+            "token_mean": sum(sum(m) for _, m in rows),
+            "sequence_mean": len(episodes) * sum(sum(m) for key, m in rows if key == mine),
+            "sequence_sum": len(episodes) * sequence_tokens,
+            "group_mean": len({g for g, *_ in episodes}) * sum(sum(m) for key, m in rows if key[0] == mine[0]),
+        }[aggregation]
+        weights += [1 / share if token else 0.0 for token in mask]
     return weights
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**20), sequence_tokens=st.integers(1, 64))
-def test_weights_agree_with_counting(aggregation: Aggregation, seed: int, sequence_tokens: int):
-    rng = random.Random(seed)
-    share = rng.choice((0.0, 0.2, 1.0))
-    groups = [
-        [[0, *(int(rng.random() < share) for _ in range(rng.randint(1, 6)))] for _ in range(rng.randint(0, 4))]
-        for _ in range(rng.randint(0, 4))
-    ]
-    batch = Batch.of([group(*(trajectory(0.0, mask) for mask in masks)) for masks in groups])
-    found = batch.split(loss_weights(batch, aggregation, sequence_tokens=sequence_tokens))
-    for row, expected in zip(found, reference(groups, aggregation, sequence_tokens), strict=True):
-        assert row.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+@given(seed=st.integers(0, 2**20), size=st.integers(0, 4), sequence_tokens=st.integers(1, 64))
+def test_weights_agree_with_counting(aggregation: Aggregation, seed: int, size: int, sequence_tokens: int):
+    groups = random_groups(seed, has_branches=True)[:size]
+    found = loss_weights(Batch.of(groups), aggregation, sequence_tokens=sequence_tokens)
+    assert found.tolist() == pytest.approx(reference(groups, aggregation, sequence_tokens), rel=1e-6, abs=1e-9)

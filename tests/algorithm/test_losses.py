@@ -16,12 +16,34 @@ from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.objective import KLCovSelection
 
 VERSION, MAX_STALENESS = 7, 4
+SURROGATES: dict[str, dict[str, Any]] = {
+    "ppo": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28},
+    "ppo without a lower clip": {"clip_low": None, "clip_high": 0.2},
+    "ppo without an upper clip": {"clip_low": 0.2, "clip_high": None},
+    "importance sampling": {"clip_low": None, "clip_high": None},
+    "ppo with dual clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5},
+    "dual clip alone": {"clip_low": None, "clip_high": None, "dual_clip": 1.3},
+    "reinforce": {"kind": "reinforce"},
+    "gspo": {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.15},
+    "gmpo": {"kind": "gmpo", "clip_low": 0.3, "clip_high": 0.4},
+    "cispo": {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.3},
+    "cispo without a lower clip": {"kind": "cispo", "clip_high": 0.3},
+    "sapo": {"kind": "sapo"},
+    "sapo with other temperatures": {"kind": "sapo", "tau_positive": 2.0, "tau_negative": 0.7},
+    "topr": {"kind": "topr"},
+    "mirror descent": {"kind": "mirror_descent", "tau": 0.7},
+    "dppo": {"kind": "dppo_tv", "delta": 0.1},
+}
+CORRECTIONS = [
+    {**correction, "level": level, "veto": veto}
+    for correction in ({"kind": "truncate", "upper": 1.3}, {"kind": "mask", "lower": 0.7, "upper": 1.3})
+    for level in ("token", "sequence", "geometric")
+    for veto in (None, 0.6)
+]
 PARTS: dict[str, dict[str, Any]] = {
-    "decoupled ppo": {},
+    **{name: {"loss": loss} for name, loss in SURROGATES.items()},
+    **{"-".join(map(str, correction.values())): {"correction": correction} for correction in CORRECTIONS},
     "no correction": {"correction": {"kind": "none"}},
-    "sequence weight, masked": {"correction": {"kind": "mask", "level": "sequence", "upper": 1.4}},
-    "geometric weight, icepop": {"correction": {"kind": "mask", "level": "geometric", "lower": 0.8, "upper": 1.3}},
-    "veto": {"correction": {"kind": "truncate", "veto": 0.6}},
     "k2 in the loss": {"kl": {"coefficient": 0.3, "estimator": "k2"}},
     "k3 in the loss": {"kl": {"coefficient": 0.3, "estimator": "k3"}},
     "unbiased k1": {"kl": {"coefficient": 0.3, "estimator": "k1", "unbiased": True}},
@@ -32,15 +54,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "second moment": {"selection": {"kind": "second_moment"}, "kl": {"coefficient": 0.1}},
     "clip_cov": {"selection": {"kind": "clip_cov"}, "entropy": 0.1},
     "kl_cov": {"selection": {"kind": "kl_cov", "coefficient": 0.7}, "correction": {"kind": "mask", "upper": 1.2}},
-    "gspo": {"loss": {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.1}, "selection": {"kind": "clip_cov"}},
-    "gmpo": {"loss": {"kind": "gmpo"}, "correction": {"kind": "mask", "lower": 0.8, "upper": 1.2}},
-    "mirror descent": {"loss": {"kind": "mirror_descent", "tau": 0.5}},
-    "topr": {"loss": {"kind": "topr"}},
-    "cispo": {"loss": {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.3}},
-    "sapo": {"loss": {"kind": "sapo"}},
-    "reinforce": {"loss": {"kind": "reinforce"}},
-    "dppo": {"loss": {"kind": "dppo_tv", "delta": 0.1}},
+    "gspo, selected": {"loss": SURROGATES["gspo"], "selection": {"kind": "clip_cov"}},
 }
+BATCH = [tokens for seed in range(11, 14) for tokens in random_batch(seed)]
 every_part = pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
 
 
@@ -74,18 +90,54 @@ def of_tokens(n: int = 2, **columns: Sequence[float]) -> Tokens:
 def test_a_loss_and_its_gradient_are_those_of_its_formula(parts: dict[str, Any], proximal: str):
     if proximal == "bypassed":
         parts = {**parts, "correction": {"kind": "none"}}
-    loss, batch = loss_of(parts, proximal), random_batch(11)
-    _, total, slopes = evaluated(loss, batch)
+    loss = loss_of(parts, proximal)
+    _, total, slopes = evaluated(loss, BATCH)
 
     def expected(tokens: Tokens, current: Sequence[float]) -> float:
         return policy_loss(tokens, current, tokens.current, loss.config, proximal, VERSION)
 
-    assert total == pytest.approx(sum(expected(t, t.current) for t in batch), abs=1e-6)
-    by_hand = [slope for t in batch for slope in gradient(lambda c, t=t: expected(t, c), t.current)]
+    assert total == pytest.approx(sum(expected(t, t.current) for t in BATCH), abs=1e-6)
+    by_hand = [slope for t in BATCH for slope in gradient(lambda c, t=t: expected(t, c), t.current)]
     if proximal == "current" and isinstance(loss.config.selection, KLCovSelection):
         # |c - p| has no derivative at c = p, and is given 0.
-        by_hand = evaluated(loss_of({**parts, "selection": None}, "current"), batch)[2]
+        by_hand = evaluated(loss_of({**parts, "selection": None}, "current"), BATCH)[2]
     assert slopes == pytest.approx(by_hand, abs=1e-6, rel=0)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_trust_region_holds_back_some_tokens_and_a_hard_clip_takes_their_gradient(name: str):
+    loss = loss_of({"loss": SURROGATES[name], "correction": {"kind": "none"}})
+    losses, _, slopes = evaluated(loss, BATCH)
+    is_clipped = losses.means["clip_fraction"].bool().tolist()
+    assert any(is_clipped) == (name not in ("importance sampling", "reinforce"))
+    assert not all(is_clipped)
+    if loss.config.loss.kind in ("ppo", "gspo", "gmpo", "dppo_tv", "reinforce"):
+        assert is_clipped == [slope == 0 for slope in slopes]
+
+
+@pytest.mark.parametrize(
+    ("loss", "trajectories", "is_clipped"),
+    [
+        # the weight is clipped
+        (SURROGATES["cispo"], [([math.log(r)], a) for r, a in ((0.5, 1), (1.0, 1), (1.5, -1))], [1, 0, 1]),
+        # 4 s (1 - s) < 1/2, which is so where tau |r - 1| > log((sqrt(2) + 1) / (sqrt(2) - 1)) = 1.7627
+        (SURROGATES["sapo"], [([math.log(r)], 1) for r in (0.1, 1.0, 2.76, 2.77)], [0, 0, 0, 1]),
+        # bad, with a ratio above 1
+        (SURROGATES["topr"], [([c, 2 * c], a) for c in (0.1, -0.1) for a in (1, -1)], [0, 0, 1, 1, 0, 0, 0, 0]),
+        # drawn back: tau D >= A > 0, or tau D <= A < 0
+        (
+            {"kind": "mirror_descent", "tau": 1.0},
+            [([0.9, 0.0], a) for a in (1.0, 0.9, -1.0)] + [([-0.9, 0.0], -0.8)],
+            [0, 0, 1, 1, 0, 0, 1, 1],
+        ),
+    ],
+    ids=["cispo", "sapo", "topr", "mirror descent"],
+)
+def test_each_loss_says_which_tokens_it_holds_back(
+    loss: dict[str, Any], trajectories: list[tuple[list[float], float]], is_clipped: list[int]
+):
+    batch = [of_tokens(len(c), current=c, proximal=[0.0] * len(c), advantages=[a] * len(c)) for c, a in trajectories]
+    assert evaluated(loss_of({"loss": loss}), batch)[0].means["clip_fraction"].tolist() == is_clipped
 
 
 @pytest.mark.parametrize(

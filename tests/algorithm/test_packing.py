@@ -38,24 +38,31 @@ def test_no_two_bins_of_unlike_sequences_would_fit_into_one(lengths: list[int], 
     assert len(loads) < 2 or loads[0] + loads[1] > budget
 
 
-def test_large_sequences_are_placed_first_so_that_small_ones_fill_the_gaps():
-    assert pack(PrefixOrder.unshared([2, 2, 6, 8, 4, 8]), 10) == [[0, 3], [1, 5], [2, 4]]
+OTHERS = [[200 + i] * 60 for i in range(2)]
+BRANCHES = [[*PROMPT, *[50 + b] * 20, 100 + i] for i in range(3) for b in range(2)]
 
 
-def test_a_family_shares_a_bin_rather_than_filling_the_gaps_of_others():
-    others = [[200 + i] * 60 for i in range(2)]
-    mixed = [GROUP[0], others[0], *GROUP[1:4], others[1], *GROUP[4:]]
-    assert pack(order_of(mixed), 120) == [[0, 2, 3, 4, 6, 7, 8, 9], [1, 5]]
+@pytest.mark.parametrize(
+    ("order", "budget", "bins"),
+    [
+        pytest.param(
+            PrefixOrder.unshared([2, 2, 6, 8, 4, 8]), 10, [[0, 3], [1, 5], [2, 4]], id="small ones fill the gaps"
+        ),
+        pytest.param(
+            order_of([GROUP[0], OTHERS[0], *GROUP[1:4], OTHERS[1], *GROUP[4:]]),
+            120,
+            [[0, 2, 3, 4, 6, 7, 8, 9], [1, 5]],
+            id="a family shares a bin rather than filling the gaps of others",
+        ),
+        pytest.param(order_of(BRANCHES), 40 + 20 + 3, [[0, 2, 4], [1, 3, 5]], id="a branch of a cut family"),
+    ],
+)
+def test_what_is_alike_shares_a_bin_and_the_rest_fills_the_gaps(order: PrefixOrder, budget: int, bins: list[list[int]]):
+    assert pack(order, budget) == bins
 
 
 def test_a_family_larger_than_the_budget_is_cut_where_its_prefix_is_repeated_least():
-    bins = pack(order_of(GROUP), 40 + 3 * 10)
-    assert [len(members) for members in bins] == [3, 3, 2]
-
-
-def test_a_branch_stays_together_when_its_family_is_cut():
-    branches = [[*PROMPT, *[50 + b] * 20, 100 + i] for i in range(3) for b in range(2)]
-    assert pack(order_of(branches), 40 + 20 + 3) == [[0, 2, 4], [1, 3, 5]]
+    assert [len(members) for members in pack(order_of(GROUP), 40 + 3 * 10)] == [3, 3, 2]
 
 
 @settings(max_examples=50, deadline=None)
@@ -81,27 +88,21 @@ def test_no_share_of_unlike_sequences_is_much_larger_than_it_has_to_be(lengths: 
     assert max(sum(lengths[i] for i in share) for share in shares) <= 13 / 11 * best * 1.01
 
 
-def test_shares_keep_families_together_where_that_is_balanced():
-    families = [[1000 * f + t for t in PROMPT] + answer for answer in ANSWERS for f in range(4)]
-    shares = balanced_shares([train_sequence(tokens) for tokens in families], 2)
-    assert [sorted({i % 4 for i in share}) for share in shares] == [[0, 1], [2, 3]]
-
-
-def test_a_family_is_cut_where_one_share_would_get_too_much():
-    shares = balanced_shares([train_sequence(tokens) for tokens in GROUP], 4)
-    assert [len(share) for share in shares] == [2, 2, 2, 2]
-
-
-def test_as_many_shares_as_families_get_one_each():
-    families = [[*range(1000 * f, 1000 * f + 40 + 3 * f), 7 + i] for i in range(4) for f in range(5)]
-    shares = balanced_shares([train_sequence([*tokens, 0]) for tokens in families], 5)
-    assert sorted(sorted({i % 5 for i in share}) for share in shares) == [[f] for f in range(5)]
-
-
-def test_pieces_of_a_cut_family_go_where_its_prefix_is_already():
-    sequences = [train_sequence([*range(1000 * f, 1000 * f + 200), *[i] * 5, 0]) for f in range(2) for i in range(8)]
-    shares = balanced_shares(sequences, 4)
-    assert sorted(sorted({i // 8 for i in share}) for share in shares) == [[0], [0], [1], [1]]
+@pytest.mark.parametrize(
+    ("families", "num_shares", "expected"),
+    [
+        pytest.param([40] * 4, 2, [[0, 1], [2, 3]], id="families stay together where that is balanced"),
+        pytest.param([40], 4, [[0]] * 4, id="a family is cut where one share would get too much"),
+        pytest.param([40, 43, 46, 49, 52], 5, [[0], [1], [2], [3], [4]], id="as many shares as families"),
+        pytest.param([200, 200], 4, [[0], [0], [1], [1]], id="pieces go where their prefix is already"),
+    ],
+)
+def test_shares_hold_whole_families_if_they_can(families: list[int], num_shares: int, expected: list[list[int]]):
+    """families: the length of each one's prefix; each has 8 answers of 10 tokens."""
+    sequences = [train_sequence([*range(1000 * f, 1000 * f + n), *a]) for a in ANSWERS for f, n in enumerate(families)]
+    shares = balanced_shares(sequences, num_shares)
+    assert sorted(sorted({i % len(families) for i in share}) for share in shares) == expected
+    assert max(map(len, shares)) == len(sequences) / num_shares
 
 
 def test_without_sharing_shares_are_balanced_by_lengths():

@@ -16,13 +16,8 @@ def outputs_of(values: list[float]) -> TokenOutputs:
 
 
 def tokens_of(before: list[float], returns: list[float]) -> PackedTokens:
-    return PackedTokens(
-        behavior_logprobs=-torch.ones(len(before), dtype=torch.float64),
-        proximal_logprobs=-torch.ones(len(before), dtype=torch.float64),
-        advantages=torch.ones(len(before), dtype=torch.float64),
-        values=torch.tensor(before, dtype=torch.float64),
-        returns=torch.tensor(returns, dtype=torch.float64),
-    )
+    values, targets = torch.tensor([before, returns], dtype=torch.float64)
+    return PackedTokens(behavior_logprobs=-torch.ones_like(values), values=values, returns=targets)
 
 
 def reference(value: float, before: float, target: float, value_clip: float | None) -> float:
