@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import Field, ValidationError
 
-from arl.api.config import Config, RolloutConfig
+from arl.api.config import Config
 from arl.api.engine_config import (
     DeltaWeightsConfig,
     DiskWeightsConfig,
@@ -81,41 +81,28 @@ def test_an_impossible_setting_names_its_field_and_what_is_allowed(
     assert allowed in detail["msg"]
 
 
-def test_a_smaller_group_than_the_default_minimum_is_no_contradiction() -> None:
-    assert RolloutConfig(group_size=1).group_size == 1
+ALLOWED: list[dict[str, Any]] = [
+    {"rollout": {"group_size": 1}, "algorithm": {"preset": "reinforce"}},  # smaller than the default minimum
+    {"engine": {"kind": "local", "num_servers": 2, "update_order": "rolling"}},
+    {"engine": {"kind": "sglang_processes", "num_servers": 2, "update_order": "rolling"}},
+    {"engine": {"kind": "sglang", "addresses": ["http://a:1"], "update_order": "rolling"}},  # others may join it
+    *({"train": {"device": device}} for device in ("cpu", "cuda", "cuda:1")),
+    {"train": {"optimizer": {"schedule": "constant", "total_steps": None, "min_lr_ratio": 0.0}}},
+    {
+        "rollout": {"seed_requests": True},
+        "engine": {"kind": "sglang_processes", "arguments": ["--enable-deterministic-inference"]},
+    },
+]
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"kind": "local", "num_servers": 2},
-        {"kind": "sglang_processes", "num_servers": 2},
-        {"kind": "sglang", "addresses": ["http://a:1"]},  # others may join it
-    ],
-)
-def test_servers_may_be_updated_one_after_another_where_there_can_be_several(engine: dict[str, object]) -> None:
-    config = Config.model_validate({"model": "tiny", "engine": {**engine, "update_order": "rolling"}})
-    assert config.engine.update_order == "rolling"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
-def test_a_device_is_a_cpu_or_a_gpu(device: str) -> None:
-    assert Config.model_validate({"model": "tiny", "train": {"device": device}}).train.device == device
-
-
-def test_a_decay_can_be_unset_beside_its_schedule() -> None:
-    constant = {"schedule": "constant", "total_steps": None, "min_lr_ratio": 0.0}
-    assert OptimizerConfig.model_validate(constant) == OptimizerConfig()
+@pytest.mark.parametrize("settings", ALLOWED, ids=str)
+def test_settings_that_only_look_like_a_contradiction_are_allowed(settings: dict[str, Any]) -> None:
+    Config.model_validate({"model": "tiny", **settings})
 
 
 def test_settings_cannot_change_during_a_run() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config(model="tiny").steps = 3
-
-
-def test_seeded_requests_are_allowed_where_servers_look_at_seeds() -> None:
-    engine = {"kind": "sglang_processes", "arguments": ["--enable-deterministic-inference"]}
-    Config.model_validate({"model": "tiny", "rollout": {"seed_requests": True}, "engine": engine})
 
 
 class TunedConfig(Config):

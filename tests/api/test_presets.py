@@ -34,22 +34,18 @@ CONSTANTS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_every_field_and_is_valid(name: str) -> None:
-    assert PRESETS[name].settings.keys() == AlgorithmConfig.model_fields.keys() - {"preset"}
+def test_a_preset_sets_every_field_is_valid_names_its_paper_and_says_in_a_sentence_what_it_is_for(name: str) -> None:
+    about = PRESETS[name]
+    assert about.settings.keys() == AlgorithmConfig.model_fields.keys() - {"preset"}
     assert preset(name).preset == name
+    assert re.fullmatch(r"\d{4}\.\d{5}|\w+ et al\. \d{4}", about.paper)
+    assert re.fullmatch(r"[^\n]{20,115}\.", about.about)
 
 
 @pytest.mark.parametrize(("name", "path", "value"), CONSTANTS)
 def test_a_preset_has_the_constants_of_its_paper(name: str, path: str, value: Any) -> None:
     section, field = path.split(".")
     assert getattr(getattr(preset(name), section), field) == value
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_names_its_paper_and_says_in_a_sentence_what_it_is_for(name: str) -> None:
-    about = PRESETS[name]
-    assert re.fullmatch(r"\d{4}\.\d{5}|\w+ et al\. \d{4}", about.paper)
-    assert re.fullmatch(r"[^\n]{20,115}\.", about.about)
 
 
 def test_presets_differ_from_each_other() -> None:
@@ -73,12 +69,8 @@ def test_a_field_beside_a_preset_changes_that_field_alone() -> None:
 
 
 def test_a_section_of_another_kind_than_the_presets_has_its_own_defaults() -> None:
-    assert preset("gspo", loss={"kind": "ppo"}).loss.model_dump() == {
-        "kind": "ppo",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": None,
-    }
+    defaults = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    assert preset("gspo", loss={"kind": "ppo"}).loss.model_dump() == defaults
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,13 @@ from arl.engine.tiny import tiny_tokenizer
 REQUEST = ModelRequest(input_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3))
 
 
-async def test_bare_tokens_become_a_response_of_the_current_version() -> None:
-    response = await ScriptedEngine(lambda request: [7, 8], version=5).agenerate(REQUEST)
-    assert (response.output_ids, response.output_versions) == ((7, 8), (5, 5))
-    assert response.stop_reason == "stop"
-
-
-async def test_a_response_is_cut_to_the_tokens_asked_for() -> None:
-    response = await ScriptedEngine(lambda request: [7] * 9).agenerate(REQUEST)
-    assert (len(response.output_ids), response.stop_reason) == (3, "length")
+@pytest.mark.parametrize(("said", "output_ids", "reason"), [([7, 8], (7, 8), "stop"), ([7] * 9, (7, 7, 7), "length")])
+async def test_bare_tokens_become_a_response_of_the_current_version_cut_to_what_was_asked_for(
+    said: list[int], output_ids: tuple[int, ...], reason: str
+) -> None:
+    response = await ScriptedEngine(lambda request: said, version=5).agenerate(REQUEST)
+    assert (response.output_ids, response.stop_reason) == (output_ids, reason)
+    assert response.output_versions == (5,) * len(output_ids)
 
 
 async def test_a_weight_update_during_a_request_does_not_change_its_version() -> None:

@@ -43,26 +43,17 @@ def test_a_malformed_trajectory_names_its_field(wrong: dict[str, object], senten
     assert sentence in str(error.value)
 
 
-def test_a_trajectory_knows_its_oldest_trained_version() -> None:
-    assert Trajectory(**PROPER).oldest_version == 4
-    assert Trajectory(**{**PROPER, "loss_mask": (0, 0, 1)}).oldest_version == 5
-    assert Trajectory(**{**PROPER, "loss_mask": (0, 0, 0)}).oldest_version is None
+def test_the_oldest_version_is_that_of_trained_tokens_and_a_groups_is_its_stamp_where_none_is_trained() -> None:
+    masks = ((0, 1, 1), (0, 0, 1), (0, 0, 0))
+    trained, last, untrained = (Trajectory(**{**PROPER, "loss_mask": mask}) for mask in masks)
+    assert [made.oldest_version for made in (trained, last, untrained)] == [4, 5, None]
 
+    def group(*trajectories: Trajectory, of_episodes: tuple[int, ...]) -> Group:
+        return Group(group_id=0, example_id=(0, 0), stamp=3, trajectories=trajectories, episode_indices=of_episodes)
 
-def test_a_groups_oldest_version_is_that_of_its_trained_tokens_or_its_stamp() -> None:
-    untrained = Trajectory(**{**PROPER, "loss_mask": (0, 0, 0)})
-    group = Group(
-        group_id=0, example_id=(0, 0), stamp=3, trajectories=(untrained, Trajectory(**PROPER)), episode_indices=(0, 1)
-    )
-    assert group.oldest_version == 4
-    assert dataclasses.replace(group, trajectories=(untrained,), episode_indices=(0,)).oldest_version == 3
-
-
-def test_a_groups_episodes_are_counted_once_however_many_trajectories_they_returned() -> None:
-    three = (Trajectory(**PROPER),) * 3
-    assert (
-        Group(group_id=0, example_id=(0, 0), stamp=0, trajectories=three, episode_indices=(0, 2, 2)).num_episodes == 2
-    )
+    assert group(untrained, trained, of_episodes=(0, 1)).oldest_version == 4
+    assert group(untrained, of_episodes=(0,)).oldest_version == 3
+    assert group(trained, trained, trained, of_episodes=(0, 2, 2)).num_episodes == 2, "counted once"
 
 
 def test_records_cannot_be_changed() -> None:

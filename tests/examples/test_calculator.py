@@ -32,13 +32,14 @@ def test_arithmetic_is_exact(expression: str, result: str) -> None:
     assert calculator(expression) == result
 
 
+BROKEN = ("", "12 +", "12lcm", "0680 / 2", "(" * 199, "lambda: 1", "True + 1")
+UNREADABLE = (*BROKEN, "__import__('os').system('true')", "().__class__", "[x for x in (1, 2)]")
+
+
 @pytest.mark.parametrize(
     ("expression", "complaint"),
     [
-        ("", "cannot read ''"),
-        ("12 +", "cannot read"),
-        ("12lcm", "cannot read"),
-        ("0680 / 2", "cannot read"),
+        *((unreadable, "cannot read") for unreadable in UNREADABLE),
         ("x + 1", "only numbers"),
         ("gcd(1.5, 2)", "1.5 is not an integer"),
         ("4 / (2 - 2)", "division by zero"),
@@ -49,14 +50,8 @@ def test_arithmetic_is_exact(expression: str, result: str) -> None:
         ("(9 ** 60) ** 60", "the numbers grow too large"),
         ("9" * 201, "has 201 characters; at most 200"),
         ("9" * 200, "the numbers grow too large"),
-        ("(" * 199, "cannot read"),
-        ("__import__('os').system('true')", "cannot read"),
-        ("().__class__", "cannot read"),
         ("open(1)", "only numbers"),
-        ("lambda: 1", "cannot read"),
-        ("[x for x in (1, 2)]", "cannot read"),
         ("gcd(*(1, 2))", "only numbers"),
-        ("True + 1", "cannot read"),
     ],
 )
 def test_anything_but_arithmetic_is_a_tool_error(expression: str, complaint: str) -> None:

@@ -147,25 +147,15 @@ async def test_a_program_that_a_group_writes_many_times_runs_once() -> None:
     assert len(sandbox) == 3
 
 
-async def test_only_the_last_reports_are_kept() -> None:
-    sandbox = Examined()
-    grader = Grader(sandbox, num_kept=2)
-    for answer in ("a", "b", "a", "c", "a", "b"):
-        await grader(answer, MBPP)
-    assert list(sandbox) == ["a", "b", "c", "b"]
-
-
-async def test_a_sandbox_that_fails_fails_the_episode_and_is_asked_again_by_the_next() -> None:
+async def test_only_the_last_reports_are_kept_and_a_sandbox_that_failed_is_asked_again() -> None:
     sandbox = Examined(fails=1)
-    grader = Grader(sandbox)
+    grader = Grader(sandbox, num_kept=2)
     with pytest.raises(SandboxError, match="is gone"):
-        await grader.feedback("right", MBPP, 0)
-    assert (await grader("right", MBPP)).value == 1.0
-    assert list(sandbox) == ["right", "right"]
-
-
-async def test_long_failures_are_cut() -> None:
-    said = await Grader(Examined()).feedback("wrong", MBPP, 0)
+        await grader.feedback("a", MBPP, 0)
+    for answer in ("a", "b", "a", "c", "a", "b"):
+        assert (await grader(answer, MBPP)).value == 1.0
+    assert list(sandbox) == ["a", "a", "b", "c", "b"]
+    said = await grader.feedback("wrong", MBPP, 0)
     assert said is not None
     assert len(said) < FEEDBACK_CHARS + 50
     assert said.endswith("[cut here]")

@@ -9,7 +9,6 @@ import pytest
 from code_agent import objection, prompt
 from code_formats import assignment, gym_rows
 from code_tasks import GIVEN_UP, Line, Task, attempts, held_out, lessons, tasks, training
-from warm_start import Demonstration
 
 from arl.api.errors import DatasetError
 from arl.api.types import Example
@@ -27,11 +26,7 @@ def test_a_task_is_its_words_its_code_and_its_tests() -> None:
     assert shown.text == "Write f(n): times 3, then squared."
     assert shown.code == "def f(n):\n    n = n * 3\n    n = n ** 2\n    return n"
     assert shown.tests[:2] == ["assert f(5) == 225", "assert f(6) == 324"]
-
-
-def test_lists_are_filtered_changed_and_summed_up() -> None:
-    given = ([4, 1, 7, 2],)
-    of_lists = made("those above {c}", "each times {c}", "in order", kind="xs", inputs=given, meaning=0)
+    of_lists = made("those above {c}", "each times {c}", "in order", kind="xs", inputs=([4, 1, 7, 2],))
     assert of_lists.tests == ["assert f([4, 1, 7, 2]) == [12, 21]"]
 
 
@@ -42,17 +37,12 @@ def test_the_test_that_is_shown_tells_the_meaning_from_every_other() -> None:
         exec("\n".join((drawn.code, *drawn.tests)), {})
 
 
-def test_half_of_the_tasks_have_two_meanings() -> None:
+def test_half_of_the_tasks_have_two_meanings_and_none_is_held_out_and_trained_on_or_comes_twice() -> None:
     drawn = list(islice(tasks(seed=0), 400))
-    assert sum(len(each.readings()) == 2 for each in drawn) == 200
-    assert sum(each.kind == "xs" for each in drawn) == 200
-
-
-def test_no_task_is_both_held_out_and_trained_on_and_none_comes_twice() -> None:
+    assert sum(len(each.readings()) == 2 for each in drawn) == sum(each.kind == "xs" for each in drawn) == 200
     kept = held_out(50)
     assert held_out(50) == kept
-    made = training(500, kept)
-    texts = {row["text"] for row in made}
+    texts = {row["text"] for row in training(500, kept)}
     assert len(texts) == 500
     assert not texts & {row["text"] for row in kept}
 
@@ -83,32 +73,21 @@ def messages(row: Example) -> list[dict[str, str]]:
     return prompt(assignment(row, 1))
 
 
-@pytest.fixture
-def taught(monkeypatch: pytest.MonkeyPatch) -> list[list[Demonstration]]:
+def test_demonstrations_begin_as_episodes_do_end_with_the_agent_and_few_of_the_careful_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(code_tasks, "NUM_CAREFUL", 200)
     monkeypatch.setattr(code_tasks, "NUM_MIXED", 200)
-    return lessons(messages, objection, held_out(50), seed=0)
-
-
-def test_demonstrations_begin_as_episodes_do_and_end_with_the_agent(taught: list[list[Demonstration]]) -> None:
-    careful, mixed = taught
+    careful, mixed = lessons(messages, objection, held_out(50), seed=0)
     assert [len(careful), len(mixed)] == [200, 200]
     excluded = {messages(row)[1]["content"] for row in held_out(50)}
     for demonstration in (*careful, *mixed):
         roles = [message["role"] for message in demonstration.messages]
-        assert roles[:3] == ["system", "user", "assistant"]
-        assert roles[-1] == "assistant"
+        assert (roles[:3], roles[-1]) == (["system", "user", "assistant"], "assistant")
         assert demonstration.messages[1]["content"] not in excluded
-
-
-def test_few_of_the_careful_fail_at_the_end_and_many_of_the_others_do(taught: list[list[Demonstration]]) -> None:
-    def share_of_full_length(lesson: list[Demonstration]) -> float:
-        full = 2 + 2 * code_tasks.MAX_TURNS - 1
-        return sum(len(demonstration.messages) == full for demonstration in lesson) / len(lesson)
-
-    careful, mixed = map(share_of_full_length, taught)
-    assert careful < 0.15
-    assert mixed > 0.3
+    full = 2 + 2 * code_tasks.MAX_TURNS - 1
+    assert sum(len(shown.messages) == full for shown in careful) / 200 < 0.15
+    assert sum(len(shown.messages) == full for shown in mixed) / 200 > 0.3
 
 
 MBPP: dict[str, Any] = {
@@ -139,20 +118,15 @@ HUMAN_EVAL: dict[str, Any] = {
 }
 
 
-def test_of_mbpp_the_first_tests_are_shown_and_all_count() -> None:
+def test_of_mbpp_the_first_tests_are_shown_and_all_count_and_the_sanitized_one_has_a_prompt_and_imports() -> None:
     task = assignment(MBPP, 1)
     assert task.question == f"{MBPP['text']}\nTests, among others:\n{MBPP['test_list'][0]}"
     assert task.tests.tests == (*MBPP["test_list"], *MBPP["challenge_test_list"])
     assert (task.num_shown, task.num_unmarked, task.tests.setup) == (1, 0, "import math")
     assert assignment(MBPP, 9).num_shown == 3
     assert assignment(MBPP, 0).question == MBPP["text"]
-
-
-def test_the_sanitized_mbpp_has_a_prompt_and_imports() -> None:
-    row = {"prompt": "Write f.", "test_imports": ["import re"], "test_list": ["assert f()"]}
-    task = assignment(row, 1)
-    assert task.question.startswith("Write f.\n")
-    assert task.tests.setup == "import re"
+    task = assignment({"prompt": "Write f.", "test_imports": ["import re"], "test_list": ["assert f()"]}, 1)
+    assert (task.question[:9], task.tests.setup) == ("Write f.\n", "import re")
 
 
 def test_of_human_eval_the_docstrings_examples_are_shown_and_do_not_count() -> None:

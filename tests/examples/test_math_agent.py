@@ -64,17 +64,14 @@ def asked(entries: object) -> list[str]:
     return [entry["question"] for entry in entries]  # pyright: ignore[reportGeneralTypeIssues]
 
 
-def test_questions_are_the_same_each_time_and_more_of_them_begin_with_fewer() -> None:
-    assert asked(math_tasks.held_out(40)) == asked(HELD_OUT)[:40]
-    assert asked(math_tasks.training(50, HELD_OUT)) == asked(math_tasks.training(60, HELD_OUT))[:50]
-
-
-def test_no_question_is_asked_twice_or_in_two_splits_or_demonstrated_although_held_out() -> None:
+def test_questions_are_the_same_each_time_and_none_is_asked_twice_or_although_held_out() -> None:
     training, held_out = map(asked, questions(MathAgentConfig(num_questions=4096, num_held_out=200)))
     assert [len(set(training)), len(set(held_out))] == [4096, 200]
     assert not set(training) & set(held_out)
     shown = math_tasks.solutions(1000, 1000, HELD_OUT, seed=1)
     assert not {solution.question for solution in shown} & set(held_out)
+    assert asked(math_tasks.held_out(40)) == asked(HELD_OUT)[:40]
+    assert asked(math_tasks.training(50, HELD_OUT)) == asked(math_tasks.training(60, HELD_OUT))[:50]
 
 
 def test_the_expressions_of_every_question_lead_to_full_reward_and_another_answer_does_not() -> None:
@@ -102,20 +99,15 @@ def test_an_equation_is_undone_term_first(equation: str, steps: list[str]) -> No
 
 
 def test_an_equation_of_another_form_is_an_error() -> None:
-    entry = {"metadata": {"source_dataset": "simple_equations", "equation": "x*x = 4"}}
     with pytest.raises(ValueError, match="cannot solve"):
-        math_tasks.expressions(entry)
+        math_tasks.expressions({"metadata": {"source_dataset": "simple_equations", "equation": "x*x = 4"}})
 
 
-def test_mixed_demonstrations_have_good_and_bad_habits_in_the_shares_named() -> None:
-    mixed = math_tasks.solutions(0, 2000, HELD_OUT)
-    guesses = sum(not solution.calls for solution in mixed) / len(mixed)
-    assert guesses == pytest.approx(math_tasks.MIX[0], abs=0.05)
-
-
-def test_careful_demonstrations_come_first_and_answer_what_was_calculated() -> None:
+def test_demonstrations_are_careful_first_and_then_guess_in_the_share_named() -> None:
     for solution in math_tasks.solutions(200, 0, HELD_OUT):
         assert solution.answer == solution.calls[-1][1] == calculator(solution.calls[-1][0])
+    guesses = [not solution.calls for solution in math_tasks.solutions(0, 2000, HELD_OUT)]
+    assert sum(guesses) / len(guesses) == pytest.approx(math_tasks.MIX[0], abs=0.05)
 
 
 def test_lessons_show_the_question_each_call_with_its_result_and_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

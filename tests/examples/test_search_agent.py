@@ -44,46 +44,23 @@ def call(query: str) -> str:
     return tool_call("search", query=query)
 
 
+FACTS = ROW["supporting_facts"]
+HUBS_FACTS = {"title": ["Amber Harp", "Mira Tovel"], "sent_id": [1, 1]}
+TWICE = (call("Amber Harp"), call("Mira Tovel"), "<think>Kelmora or Glalmalo?</think>\n\nKelmora\n")
+SECOND = "Mira Tovel: Mira Tovel is a painter. She was born in Kelmora."
 NOTHING_FOUND = "<tool_response>\nnothing was found\n</tool_response>"
 
 
 @pytest.mark.parametrize(
     ("answers", "facts", "reward", "metrics", "shown"),
     [
-        (
-            (call("Amber Harp"), call("Mira Tovel"), "<think>Kelmora or Glalmalo?</think>\n\nKelmora\n"),
-            ROW["supporting_facts"],
-            1.0,
-            {"tool_calls": 2, "turns": 3, "exact_match": 1.0, "supporting_found": 1.0},
-            "Mira Tovel: Mira Tovel is a painter. She was born in Kelmora.",
-        ),
-        (
-            ("Belmora",),
-            ROW["supporting_facts"],
-            0.0,
-            {"tool_calls": 0, "turns": 1, "exact_match": 0.0, "supporting_found": 0.0},
-            "",
-        ),
-        ((call("xylophone"), "Kelmora"), ROW["supporting_facts"], 1.0, {"supporting_found": 0.0}, NOTHING_FOUND),
+        (TWICE, FACTS, 1.0, {"tool_calls": 2, "turns": 3, "exact_match": 1.0, "supporting_found": 1.0}, SECOND),
+        (("Belmora",), FACTS, 0.0, {"tool_calls": 0, "turns": 1, "exact_match": 0.0, "supporting_found": 0.0}, ""),
+        ((call("xylophone"), "Kelmora"), FACTS, 1.0, {"supporting_found": 0.0}, NOTHING_FOUND),
         (("Kelmora",), [], 1.0, {}, ""),
         (("in Kelmora",), [["Amber Harp", 1]], 2 / 3, {"exact_match": 0.0}, ""),
         ((call("Kelmora"), "Kelmora"), [["Kelmora", 0]], 1.0, {"supporting_found": 1.0}, ""),
-        (
-            (call("painter"), "Kelmora"),
-            {"title": ["Amber Harp", "Mira Tovel"], "sent_id": [1, 1]},
-            1.0,
-            {"supporting_found": 0.5},
-            "",
-        ),
-    ],
-    ids=[
-        "two searches",
-        "at once",
-        "finds nothing",
-        "no facts",
-        "partly right",
-        "share of the named",
-        "the hub's form",
+        ((call("painter"), "Kelmora"), HUBS_FACTS, 1.0, {"supporting_found": 0.5}, ""),
     ],
 )
 async def test_an_episode_is_worth_its_answer_and_logs_what_it_found(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import search_server
 from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 from search_server import Document, Index, SearchEngine, serve
 
 from arl.api.errors import ArlError
@@ -57,19 +58,12 @@ async def test_the_server_answers_in_search_r1s_form(index: Index) -> None:
             assert hit["score"] > 0
 
 
+MANY = json.dumps({"queries": ["Sarn"] * 65})
+TOPKS = [f'{{"queries": ["Sarn"], "topk": {topk}}}' for topk in ("0", '"2"', "101")]
+
+
 @pytest.mark.parametrize(
-    "body",
-    [
-        "no json",
-        "[]",
-        '{"queries": []}',
-        '{"queries": [1]}',
-        '{"queries": "Sarn"}',
-        '{"queries": ["Sarn"], "topk": 0}',
-        '{"queries": ["Sarn"], "topk": "2"}',
-        '{"queries": ["Sarn"], "topk": 101}',
-        json.dumps({"queries": ["Sarn"] * 65}),
-    ],
+    "body", ["no json", "[]", '{"queries": []}', '{"queries": [1]}', '{"queries": "Sarn"}', MANY, *TOPKS]
 )
 async def test_a_request_that_makes_no_sense_is_refused_with_the_reason(index: Index, body: str) -> None:
     async with serve(index) as url, ClientSession() as session, session.post(f"{url}/retrieve", data=body) as response:
@@ -104,15 +98,9 @@ async def test_a_server_of_another_protocol_is_an_error(answer: str) -> None:
 
     app = web.Application()
     app.router.add_post("/retrieve", retrieve)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with SearchEngine(url=f"http://127.0.0.1:{runner.addresses[0][1]}") as engine:
-            with pytest.raises(ArlError, match="not that of /retrieve"):
-                await engine.search("Sarn", 1)
-    finally:
-        await runner.cleanup()
+    async with TestServer(app) as server, SearchEngine(url=str(server.make_url("/"))) as engine:
+        with pytest.raises(ArlError, match="not that of /retrieve"):
+            await engine.search("Sarn", 1)
 
 
 async def test_a_port_that_is_taken_is_an_error(index: Index) -> None:

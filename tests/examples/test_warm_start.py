@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_start import Demonstration, demonstrated, frequent_phrases, tool_call
 
 from arl.engine.tiny import TinyShape, tiny_tokenizer
-from arl.workflow.call_formats import parse_tool_calls
 from arl.workflow.conversation import Conversation
 from arl.workflow.tools import Tool
 
@@ -96,8 +95,3 @@ def test_phrases_of_a_conversation_without_an_opening_and_those_of_the_caller_ar
     model = small_warm_start(tmp_path / "model", lambda: [[Demonstration(messages=said)] * 16], phrases=["seldom"])
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert [len(tokenizer.encode(word)) for word in ("ready?", "steady", "seldom")] == [1, 1, 1]
-
-
-def test_a_call_written_by_tool_call_is_read_as_one() -> None:
-    (call,) = parse_tool_calls(tool_call("increase", number=3))
-    assert (getattr(call, "name", None), getattr(call, "arguments", None)) == ("increase", {"number": 3})

@@ -6,28 +6,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-LLAMA_TOKENS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-)
-MISTRAL_TOKENS = (
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "[SYSTEM_PROMPT]",
-    "[/SYSTEM_PROMPT]",
-    "[AVAILABLE_TOOLS]",
-    "[/AVAILABLE_TOOLS]",
-    "[TOOL_CALLS]",
-    "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]",
-)
+LLAMAS = ("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag")
+LLAMA_TOKENS = tuple(f"<|{name}|>" for name in LLAMAS)
+MISTRALS = ("INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_RESULTS")
+MISTRAL_TOKENS = ("<s>", "</s>", "[TOOL_CALLS]", *(f"[{slash}{name}]" for name in MISTRALS for slash in ("", "/")))
 # Template -> its special tokens, the beginning of text, and the end of a turn.
 SPECIAL: dict[str, tuple[tuple[str, ...], str | None, str]] = {
     "chatml": (CHATML_TOKENS, None, "<|im_end|>"),

@@ -72,8 +72,8 @@ def said_in(trajectory: Trajectory) -> str:
 
 def response_of(ids: Sequence[int], *, version: int = 0, logprob: float = -1.0, **fields: Any) -> ModelResponse:
     """A response whose tokens have one version and one logprob, ended by a stop unless the fields say otherwise."""
-    fields = {"stop_reason": "stop", "output_logprobs": (logprob,) * len(ids), **fields}
-    return ModelResponse(output_ids=tuple(ids), output_versions=(version,) * len(ids), **fields)
+    same = {"output_logprobs": (logprob,) * len(ids), "output_versions": (version,) * len(ids), "stop_reason": "stop"}
+    return ModelResponse(output_ids=tuple(ids), **{**same, **fields})
 
 
 def cut_off(text: str) -> ModelResponse:

@@ -100,19 +100,14 @@ async def test_a_workflow_is_entered_and_left_in_one_task_and_its_episodes_run_i
     await asyncio.create_task(workflow.__aexit__())
 
 
-async def test_one_connection_is_entered_once(served: tuple[str, object]) -> None:
-    tools = MCPTools.http(served[0])
-    async with tools:
-        with pytest.raises(ConfigError, match="is open already"):
-            await tools.__aenter__()
-
-
 async def test_a_server_that_is_gone_or_was_never_there_is_an_error_that_names_it(
     served: tuple[str, subprocess.Popen[str]],
 ) -> None:
     url, process = served
-    async with MCPTools.http(url) as tools:
+    async with (connection := MCPTools.http(url)) as tools:
         assert (await called(tools, "add", a=1, b=2)).content == "3"
+        with pytest.raises(ConfigError, match="is open already"):
+            await connection.__aenter__()
         process.send_signal(signal.SIGKILL)
         process.wait()
         for _ in range(2):

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from scripted_answers import TOKENIZER
+from scripted_answers import TOKENIZER, response_of
 
 from arl.api.errors import TrajectoryError
-from arl.api.types import ModelResponse, Trajectory
+from arl.api.types import Trajectory
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.conversation import trajectories
 from arl.workflow.dialogue import Dialogue, Turn
@@ -23,13 +23,9 @@ def turn(
     """A turn after two tokens 0, whose tokens have their own numbers for versions and logprobs."""
     dialogue = Dialogue(ChatTemplate(TOKENIZER))
     prompt = replace(dialogue.prompt([{"role": "user", "content": "?"}]), parent=parent, given_ids=(0, 0))
-    response = ModelResponse(
-        output_ids=tuple(output_ids),
-        output_logprobs=tuple(-float(i) for i in output_ids),
-        output_versions=tuple(output_ids),
-        stop_reason="length" if is_cut else "stop",
-        temperature=temperature,
-    )
+    logprobs, reason = tuple(-float(i) for i in output_ids), "length" if is_cut else "stop"
+    own = {"output_logprobs": logprobs, "output_versions": tuple(output_ids)}
+    response = response_of(output_ids, **own, stop_reason=reason, temperature=temperature)
     return dialogue.record(prompt, response)
 
 

@@ -48,17 +48,13 @@ async def test_the_program_gets_the_engines_error_its_sdk_does_not_retry_and_the
     assert logged == ([error] if status == 500 else [])
 
 
-async def test_one_sample_that_fails_fails_the_call_and_nothing_is_kept() -> None:
-    async with opened(saying("a", ServerError("gone"))) as episode:
+async def test_one_sample_that_fails_and_tools_that_the_model_cannot_be_shown_fail_the_call() -> None:
+    async with opened(saying("a", ServerError("gone")), tokenizer_of("chatml")) as episode:
         with pytest.raises(openai.InternalServerError, match="gone"):
             await episode.ask(n=3)
-        assert episode.session.turns() == ()
-
-
-async def test_tools_that_the_model_cannot_be_shown_are_refused() -> None:
-    async with opened(saying("never"), tokenizer_of("chatml")) as episode:
         with pytest.raises(openai.BadRequestError, match="tool"):
             await episode.ask(tools=[ADD])
+        assert episode.session.turns() == ()
 
 
 async def sent(episode: Opened, body: bytes, **headers: str) -> tuple[int, dict[str, dict[str, str]]]:

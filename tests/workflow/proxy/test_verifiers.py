@@ -15,7 +15,7 @@ from mcp.server.mcpserver import MCPServer
 from programs import client_of, saying, shown, trained
 from stock_env import StockTools
 from verifiers.v1.dialects import ChatDialect
-from workflow.scripted_answers import TOKENIZER, calling, encode, ended
+from workflow.scripted_answers import TOKENIZER, calling, encode, ended, response_of
 
 from arl.api.errors import ArlError, ServerError
 from arl.api.scripted import ScriptedEngine
@@ -30,13 +30,11 @@ def letters(**config: Any) -> vf.Env:
 
 def unevenly(*answers: str) -> ScriptedEngine:
     """Each token has a logprob of its own."""
-    remaining = iter(answers)
+    remaining = map(ended, answers)
 
     def answer(_: ModelRequest) -> ModelResponse:
-        ids = tuple(ended(next(remaining)))
-        logprobs = tuple(-0.1 * (i + 1) for i in range(len(ids)))
-        versions = (3,) * len(ids)
-        return ModelResponse(output_ids=ids, output_logprobs=logprobs, output_versions=versions, stop_reason="stop")
+        ids = next(remaining)
+        return response_of(ids, version=3, output_logprobs=tuple(-0.1 * (i + 1) for i in range(len(ids))))
 
     return ScriptedEngine(answer)
 
