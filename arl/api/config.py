@@ -79,7 +79,7 @@ class RolloutConfig(Section):
     def _replay_makes_sense(self) -> Self:
         if self.replay_groups and self.max_staleness == 0:
             raise ValueError(
-                f"replay_groups is {self.replay_groups}, but max_staleness is 0: what was trained before is older than "
+                f"replay_groups is {self.replay_groups}, but max_staleness is 0, and trained groups are older than "
                 "that. Allow a staleness of 1 or more, or replay none"
             )
         if self.replay_groups == 0 and self.replay_min_reward != 0:

@@ -154,7 +154,7 @@ class _Server:
             backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**restarts)
             restarts += 1
             logger.warning(
-                "%s died; start %d of %d in its place follows in %g s: %s",
+                "%s died; restart %d of %d follows in %g s: %s",
                 self.program.address, restarts, max_restarts, backoff_s, words,
             )  # fmt: skip
             await asyncio.sleep(backoff_s)

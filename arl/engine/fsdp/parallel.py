@@ -178,7 +178,7 @@ def _check_compiler(device_type: str, what: str) -> None:
     wanted = [named] if (named := os.environ.get(variable)) else list(names)
     if not any(shutil.which(name.split()[0]) for name in wanted):
         names = " or ".join(wanted)
-        raise ConfigError(f"{what} needs a compiler, and none is named {names}; install one, or set ${variable} to it")
+        raise ConfigError(f"{what} needs a compiler, and none is installed as {names}; install one, or set ${variable}")
     if device_type != "cpu" and importlib.util.find_spec("triton") is None:
         raise ConfigError(f"{what} needs the package triton; install it")
 

@@ -139,7 +139,7 @@ async def test_a_server_that_dies_is_started_again_at_its_address_when_what_it_h
         async with asyncio.timeout(20):
             while not await answers(addresses[0]):
                 pass
-    assert all(words in warning for words in ("start 1 of 3 in its place", "exit code -9", "life 1"))
+    assert all(words in warning for words in ("restart 1 of 3 follows", "exit code -9", "life 1"))
     assert not any(map(is_running, pids(notes)))
 
 
