@@ -1,4 +1,4 @@
-"""The command line: flags over a YAML file over defaults, and an end of the process that says what happened."""
+"""The command line: flags over a YAML file over defaults, and exits that say what happened."""
 
 from __future__ import annotations
 

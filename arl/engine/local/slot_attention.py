@@ -2,7 +2,7 @@
 
 Each running sequence has one contiguous row of keys and values, so a batch is a view and needs no gather. A forward
 pass takes all tokens of a step as one sequence [1, tokens]: first one token of each decoding sequence (cache rows 0,
-1, ...), then the chunks of prompts. Linear layers see them together; attention parts them again.
+1, ...), then the chunks of prompts. Linear layers see them together; attention separates them again.
 """
 
 from __future__ import annotations

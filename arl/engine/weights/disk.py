@@ -73,7 +73,7 @@ class DiskTransport:
         return self._homes[-1].path
 
     def snapshot(self, engine: TrainEngine) -> WrittenWeights:
-        """Copy the weights aside; nothing is written yet. Raises TransportError if adapters are wanted and missing."""
+        """Copy the weights aside; nothing is written yet. Raises TransportError if the engine has no adapters."""
         if self._adapters is None:
             return self._kept(WrittenWeights(self, engine.snapshot()))
         if not isinstance(engine, AdapterEngine):
