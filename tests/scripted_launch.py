@@ -39,9 +39,13 @@ async def _no_addresses(*args: object) -> tuple[list[str], None]:
     return [], None
 
 
-def use_fakes(monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine | Callable[[], ScriptedEngine]) -> None:
+def use_fakes(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: ScriptedEngine | Callable[[], ScriptedEngine],
+    train_engine: ScriptedTrainEngine | None = None,
+) -> None:
     """Let `launch` compose everything as it does, but for the two engines."""
     monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", ScriptedServers(engine))
-    monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: ScriptedTrainEngine())
+    monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: train_engine or ScriptedTrainEngine())
     monkeypatch.setattr(arl.assembly, "_addresses", _no_addresses)
     monkeypatch.setattr(arl.assembly, "end_token_ids", lambda name: frozenset())

@@ -8,39 +8,29 @@ from typing import Any
 
 import pytest
 from one_turn import OneTurn
-from scripted_launch import small, use_fakes
+from training.trainer_run import running
 
-import arl.assembly
 from arl.api.errors import ConfigError, PromptTooLongError, StarvedError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams, StepStats, TurnSpan
 from arl.api.workflow import ExampleRecord, RolloutWorkflow
-from arl.assembly import launch
 from arl.training.run_files import read_jsonl
-
-EXAMPLES = [{"number": number} for number in range(12)]
 
 
 class Run:
-    """A whole run of `launch`; `asked` is how each request was to be sampled."""
+    """A whole run; `asked` is how each request was to be sampled."""
 
-    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.asked: list[SamplingParams] = []
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(arl.assembly, "decoder", lambda model: None)
 
     def _answer(self, request: ModelRequest) -> Sequence[int]:
         self.asked.append(request.sampling)
         return [int(request.sampling.temperature == 0), len(self.asked) % 7]
 
-    async def __call__(
-        self, workflow: RolloutWorkflow, *, evaluate: bool = False, curriculum: Any = None, **settings: Any
-    ) -> list[StepStats]:
-        use_fakes(self._monkeypatch, ScriptedEngine(self._answer))  # a run closes its engine
-        config = small(self.run_dir, **{"steps": 3, "log": {"trajectories": 100}, **settings})
-        given = {"dataset": EXAMPLES, "eval_dataset": EXAMPLES[:2] if evaluate else None, "curriculum": curriculum}
-        async with launch(config, workflow=workflow, **given) as trainer:
+    async def __call__(self, workflow: RolloutWorkflow, *, evaluate: bool = False, **settings: Any) -> list[StepStats]:
+        settings = {"steps": 3, "log": {"trajectories": 100}, "workflow": workflow, "evaluate": evaluate, **settings}
+        async with running(self.run_dir, engine=ScriptedEngine(self._answer), **settings) as trainer:
             steps = [step async for step in trainer]
             if evaluate:
                 await trainer.evaluate()
@@ -51,8 +41,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return Run(tmp_path / "run", monkeypatch)
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
 
 
 async def test_an_algorithm_with_a_greedy_baseline_has_one_greedy_episode_for_each_group(run: Run) -> None:

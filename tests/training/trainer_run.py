@@ -1,4 +1,4 @@
-"""A trainer over the official fakes, built on a run directory as `launch` would build it."""
+"""`launch` over the official fakes, with a transport that tests can hold up."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -6,19 +6,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from one_turn import OneTurn
+from scripted_launch import small, use_fakes
 
-from arl.api.config import Config
+import arl.assembly
 from arl.api.engine import DiskWeights, InferenceEngine, TrainEngine, UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import StepStats
-from arl.rollout.buffer import Replay, ReplayBuffer
-from arl.rollout.controller import RolloutController
-from arl.rollout.episode import EpisodeRunner
-from arl.training.checkpoint import Checkpoints
-from arl.training.learner import Learner, TrainThread
-from arl.training.metrics import Evaluator, RunTotals
-from arl.training.run_files import RunLog
+from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.training.trainer import Trainer
 
 EXAMPLES = [{"number": n} for n in range(64)]
@@ -65,48 +61,19 @@ async def running(
     *,
     evaluate: bool = False,
     engine: ScriptedEngine | None = None,
+    workflow: RolloutWorkflow | None = None,
+    curriculum: Curriculum | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Trainer]:
-    """A trainer over fakes on `run_dir`, resumed from there, as `launch` would build it."""
-    rollout_settings = {"batch_size": 2, "group_size": 2, "max_staleness": 2, **settings.pop("rollout", {})}
-    config = Config.model_validate(
-        {"model": "none", "steps": 4, "rollout": rollout_settings, "log": {"console": False}, **settings}
-    )
-    engine = engine or ScriptedEngine(lambda request: (7, 8, 9))
-    train_engine = train_engine or ScriptedTrainEngine()
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, {})
-    state = checkpoints.load_newest(train_engine.load)
-    buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=train_engine.version)
-    runner = EpisodeRunner(workflow=OneTurn(), timeout_s=10.0, retries=config.rollout.episode_retries)
-    rollout = RolloutController(engine, runner, EXAMPLES, config.rollout, buffer)
-    if state:
-        rollout.load_state_dict(state.values["rollout"], state.groups)
-    log, thread = RunLog(run_dir, config.log), TrainThread()
-    log.resume(train_engine.version)
-    evaluator = Evaluator(engine, runner, EXAMPLES[:4], config.evaluation)
-    wanted = config.rollout
-    replay = Replay(wanted.replay_groups, min_reward=wanted.replay_min_reward, max_staleness=wanted.max_staleness)
-    if state:
-        replay.add(state.replay, train_engine.version)
-    trainer = Trainer(
-        config=config,
-        learner=Learner(train_engine, config.algorithm),
-        inference_engine=engine,
-        transport=transport or DirectTransport(),
-        buffer=buffer,
-        rollout=rollout,
-        evaluator=evaluator if evaluate else None,
-        checkpoints=checkpoints,
-        log=log,
-        thread=thread,
-        replay=replay,
-        totals=RunTotals(**state.values["totals"]) if state else RunTotals(),
-    )
-    try:
-        async with trainer.running():
+    """What `launch` gives on `run_dir`, over fakes. A reward says which example it was."""
+    config = small(run_dir, **{"steps": 4, **settings})
+    with pytest.MonkeyPatch.context() as patch:
+        use_fakes(patch, engine or ScriptedEngine(lambda request: (7, 8, 9)), train_engine)
+        patch.setattr(arl.assembly, "_transport", lambda config: transport or DirectTransport())
+        patch.setattr(arl.assembly, "decoder", lambda model: None)
+        given = {"dataset": EXAMPLES, "eval_dataset": EXAMPLES[:4] if evaluate else None, "curriculum": curriculum}
+        async with arl.assembly.launch(config, workflow=workflow or OneTurn(), **given) as trainer:
             yield trainer
-    finally:
-        thread.close()
 
 
 def trained_examples(engine: ScriptedTrainEngine) -> list[list[int]]:
