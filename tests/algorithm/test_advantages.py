@@ -26,6 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arl.algorithm.advantages import pass_at_k_advantages, with_advantages
+from arl.algorithm.batch import Batch
+from arl.algorithm.peers import spread_of, whitened
 from arl.api.errors import TrajectoryError
 from arl.api.types import Group
 
@@ -155,3 +157,13 @@ HALF_STD = 0.5 / (math.sqrt(0.5) + 1e-6)
 def test_a_long_success_beside_a_short_failure(advantage: Settings, expected: tuple[float, float]):
     pair = group(trajectory(1.0, (0, 1, 1, 1)), trajectory(0.0, (0, 1)), greedy_rewards={"agent": 0.25})
     assert one_each(pair, advantage) == pytest.approx(expected, rel=1e-6)
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), max_size=12), rng=st.randoms())
+def test_the_order_of_numbers_changes_no_bit_of_their_spread(values: list[float], rng: random.Random):
+    shuffled = rng.sample(values, len(values))
+    assert spread_of(shuffled) == spread_of(values)
+    batch = Batch.of([group(*[trajectory(0.0, (0, 1))] * len(values))])
+    rows = [torch.tensor([(0.0, v) for v in order], dtype=torch.float64) for order in (values, shuffled)]
+    one, other = (sorted(whitened(batch, row.flatten()).tolist()) for row in rows)
+    assert one == other
