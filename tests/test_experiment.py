@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import sys
 import threading
 from collections.abc import Mapping
@@ -126,51 +125,35 @@ async def test_training_evaluates_before_and_after_and_leaves_summary_plot_and_m
 
 
 @pytest.mark.usefixtures("engine")
-async def test_a_rerun_knows_the_first_evaluation_and_evaluates_new_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def rewards(**changes: Any) -> tuple[float, float]:
-        await experiment.train(small(tmp_path).model_copy(update=changes))
-        summary = json.loads((tmp_path / "summary.json").read_text())
-        return summary["eval_reward_before"], summary["eval_reward_after"]
-
-    experiment = Experiment(config=Config, prepare=lambda _: setup())
-    trained = await rewards()
-    use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
-    assert await rewards() == trained == (0.0, 0.5)
-    use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
-    assert await rewards(steps=3) == (0.0, 1.0)
-
-
-@pytest.mark.usefixtures("engine")
-async def test_without_matplotlib_all_but_the_plot_is_there(
+async def test_a_rerun_knows_the_first_evaluation_evaluates_new_weights_and_needs_no_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.WARNING):
-        await Experiment(config=Config, prepare=lambda _: setup()).train(small(tmp_path))
-    assert (tmp_path / "summary.json").exists()
+    experiment = Experiment(config=Config, prepare=lambda _: setup())
+    for steps, after in ((2, 0.5), (2, 0.5), (3, 1.0)):
+        await experiment.train(small(tmp_path, steps=steps))
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert (summary["eval_reward_before"], summary["eval_reward_after"]) == (0.0, after)
+        use_fakes(monkeypatch, ScriptedEngine(lambda _: [1]))
     assert "pip install 'arl[examples]'" in caplog.text
 
 
-async def test_a_function_prepares_on_a_thread_in_a_run_dir_that_is_there(tmp_path: Path) -> None:
+async def test_a_function_prepares_on_a_thread_and_a_coroutine_function_here_in_a_run_dir_that_is_there(
+    tmp_path: Path,
+) -> None:
     seen: list[tuple[bool, bool]] = []
 
     def prepare(config: Config) -> Setup:
         seen.append((threading.current_thread() is threading.main_thread(), config.run_dir.is_dir()))
-        return setup(model="made here")
+        return setup(model=config.model + " made here")
 
-    config, _ = await Experiment(config=Config, prepare=prepare).aprepare(small(tmp_path / "run"))
-    assert seen == [(False, True)]
-    assert config.model == "made here"
+    async def aprepare(config: Config) -> Setup:
+        return prepare(config)
 
-
-async def test_a_coroutine_function_may_prepare_too(tmp_path: Path) -> None:
-    async def prepare(config: Config) -> Setup:
-        return setup(model=config.model + " model")
-
-    config, prepared = await Experiment(config=Config, prepare=prepare).aprepare(small(tmp_path))
-    assert (config.model, len(prepared.dataset)) == ("none model", 8)
+    for function in (prepare, aprepare):
+        config, _ = await Experiment(config=Config, prepare=function).aprepare(small(tmp_path / "run"))
+        assert config.model == "none made here"
+    assert seen == [(False, True), (True, True)]
 
 
 async def test_a_preparation_that_is_stopped_goes_on_to_its_end_and_says_so(
@@ -197,12 +180,9 @@ async def test_a_preparation_that_is_stopped_goes_on_to_its_end_and_says_so(
 
 async def test_an_unusable_run_dir_is_refused_before_anything_is_prepared(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-
-    def prepare(config: Config) -> Setup:
-        raise AssertionError("nobody asks")
-
+    experiment = Experiment(config=Config, prepare=lambda _: pytest.fail("nobody asks"))
     with pytest.raises(ConfigError, match=r"run_dir is .*: it is a file"):
-        await Experiment(config=Config, prepare=prepare).aprepare(small(tmp_path / "file"))
+        await experiment.aprepare(small(tmp_path / "file"))
 
 
 # Serving without training -----------------------------------------------------------------------------------------

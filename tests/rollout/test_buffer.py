@@ -56,7 +56,14 @@ def test_stragglers_are_those_that_kept_the_trainer_waiting_for_so_long() -> Non
             await buffer.finish(other, group(other))
             assert await overdue == [straggler]
             assert asyncio.get_running_loop().time() == 110
-            take.cancel()
+            await buffer.finish(straggler, group(straggler))
+            await take
+            await buffer.published(1)
+            await fill(buffer)
+            overdue = tasks.create_task(buffer.wait_for_stragglers(after_s=10))
+            await asyncio.sleep(100)
+            assert not overdue.done(), "the trainer does not wait any more"
+            overdue.cancel()
 
     run_in_virtual_time(main())
 
