@@ -10,9 +10,10 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from records import trajectory
 from script_commands import TOKENIZER, Commands, commands
 
-from arl.api.types import ModelRequest, Trajectory
+from arl.api.types import ModelRequest
 from arl.commands.episodes import Run, Work
 from arl.commands.scoring import Estimate, Scores, pass_at_k
 from arl.rollout.episode import Episode
@@ -162,11 +163,6 @@ def test_a_wrong_option_is_told(script: Commands, flags: list[str], complaint: s
 # Scores --------------------------------------------------------------------------------------------------------------
 
 
-def trajectory(reward: float, **changes: Any) -> Trajectory:
-    plain = {"token_ids": (1, 2, 3), "loss_mask": (0, 1, 1), "behavior_logprobs": (0.0, -1.0, -1.0)}
-    return Trajectory(**{**plain, "versions": (-1, 0, 0), "reward": reward, **changes})
-
-
 def scored(*examples: list[Episode], ks: list[int], pass_reward: float = 1.0) -> Scores:
     made = Scores(ks=ks, pass_reward=pass_reward)
     for index, episodes in enumerate(examples):
@@ -176,7 +172,7 @@ def scored(*examples: list[Episode], ks: list[int], pass_reward: float = 1.0) ->
 
 
 def rewarded(*rewards: float) -> list[Episode]:
-    return [Episode(trajectories=(trajectory(reward),), elapsed_s=1.0) for reward in rewards]
+    return [Episode(trajectories=(trajectory(reward=reward),), elapsed_s=1.0) for reward in rewards]
 
 
 @pytest.mark.parametrize(("n", "right"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 7)])
@@ -216,9 +212,9 @@ def test_an_episode_passes_with_the_threshold_itself_but_never_a_rejected_or_fai
 
 def test_roles_parts_and_metrics_have_their_means_in_which_an_episode_that_branched_counts_once() -> None:
     """As it does in training."""
-    solver = trajectory(1.0, role="solver", rewards={"right": 1.0}, metrics={"turns": 4.0})
-    checker = trajectory(0.5, role="checker", is_truncated=True)
-    wrong = trajectory(0.0, role="solver", rewards={"right": 0.0})
+    solver = trajectory(reward=1.0, role="solver", rewards={"right": 1.0}, metrics={"turns": 4.0})
+    checker = trajectory(reward=0.5, role="checker", is_truncated=True)
+    wrong = trajectory(role="solver", rewards={"right": 0.0})
     branched, plain = (solver, solver, solver, checker), (wrong, checker)
     means = scored(*([Episode(trajectories=each, elapsed_s=2.0)] for each in (branched, plain)), ks=[1]).means()
     assert means["reward/right"] == mean_rewards([branched, plain])["reward/right"]

@@ -10,10 +10,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
+from records import trajectory
 from rich.console import Console
 from script_commands import TOKENIZER, Commands, commands
 
-from arl.api.types import ModelRequest, Trajectory
+from arl.api.types import ModelRequest
 from arl.commands.episodes import EngineCall
 from arl.commands.trial import Origin, Passage, legend, passage_of, passages_of, rendered, visible
 
@@ -250,14 +251,8 @@ def test_spaces_between_words_are_those_of_the_whole_text() -> None:
 
 
 def test_tokens_that_another_trajectory_trains_are_marked() -> None:
-    trajectory = Trajectory(
-        token_ids=tuple(TOKENIZER.encode("abc")),
-        loss_mask=(0, 0, 1),
-        behavior_logprobs=(0.0, -1.0, -1.0),
-        versions=(-1, 4, 4),
-        reward=0.0,
-    )
-    assert shown(passage_of(trajectory)) == "a⟪b⟫⟦c⟧"
+    abc = trajectory((4, 4), token_ids=tuple(TOKENIZER.encode("abc")), loss_mask=(0, 0, 1))
+    assert shown(passage_of(abc)) == "a⟪b⟫⟦c⟧"
 
 
 def test_on_a_terminal_colours_take_the_place_of_brackets() -> None:

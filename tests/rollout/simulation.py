@@ -3,38 +3,13 @@
 import asyncio
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from hypothesis import strategies as st
+from records import grouped, trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api.types import Group, Trajectory
+from arl.api.types import Group
 from arl.rollout.buffer import ReplayBuffer, Slot
-
-
-def trajectory(versions: tuple[int, ...], reward: float = 0.0, **changes: Any) -> Trajectory:
-    """A prompt token, then one sampled token for each version."""
-    n = len(versions)
-    return Trajectory(
-        token_ids=(1,) * (n + 1),
-        loss_mask=(0,) + (1,) * n,
-        behavior_logprobs=(0.0,) + (-1.0,) * n,
-        versions=(-1, *versions),
-        reward=reward,
-        **changes,
-    )
-
-
-def grouped(*trajectories: Trajectory, number: int = 0, stamp: int = 0, **changes: Any) -> Group:
-    """A group of one episode for each trajectory."""
-    return Group(
-        group_id=number,
-        example_id=(0, number),
-        stamp=stamp,
-        trajectories=trajectories,
-        episode_indices=tuple(range(len(trajectories))),
-        **changes,
-    )
 
 
 def group(slot: Slot, *versions: int) -> Group:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from players import Scripted, engine_with_latency
-from simulation import trajectory
+from records import trajectory
 from virtual_time import run_in_virtual_time
 
 from arl.api.errors import TrajectoryError

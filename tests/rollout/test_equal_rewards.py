@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulation import grouped, trajectory
+from records import grouped, trajectory
 
 from arl.api.types import TurnSpan
 from arl.rollout.group import GroupRules, has_equal_rewards, why_not_comparable

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from players import trained
-from simulation import trajectory
+from records import trajectory
 
 from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import Moody, Scripted, controlled, engine_with_latency, train, trained
-from simulation import trajectory
+from records import trajectory
 from virtual_time import run_in_virtual_time
 
 from arl.api.types import Group

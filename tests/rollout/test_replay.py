@@ -2,7 +2,8 @@
 
 import pytest
 from hypothesis import given, settings
-from simulation import Schedule, grouped, schedules, simulate, trajectory
+from records import grouped, trajectory
+from simulation import Schedule, schedules, simulate
 
 from arl.api.errors import StalenessError
 from arl.api.types import Group

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from players import Scripted, TwoTurns, controlled, engine_with_latency, examples, train, trained
-from simulation import trajectory
+from records import trajectory
 from virtual_time import run_in_virtual_time
 
 from arl.api.errors import DatasetError, FailureBudgetError

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from players import Scripted, trained
-from simulation import trajectory
+from records import trajectory
 
 from arl.api.errors import StarvedError
 from arl.rollout.group import Fruitless, Reason

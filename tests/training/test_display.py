@@ -4,8 +4,8 @@ from io import StringIO
 from typing import Any
 
 import pytest
+from records import stats
 from rich.console import Console
-from training.records import stats
 
 from arl.training import display
 from arl.training.display import Display

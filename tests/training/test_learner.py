@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training.records import group, trajectory
+from records import grouped, trajectory
 
 from arl.api.algorithm import preset
 from arl.api.engine import Output
@@ -18,8 +18,8 @@ from arl.training.learner import Learner
 
 def pair(number: int) -> Group:
     """Two trajectories whose second token is the group's number."""
-    of: dict[str, Any] = {"token_ids": (1, number, 3), "loss_mask": (0, 0, 1), "behavior_logprobs": (0.0, 0.0, -1.0)}
-    return group(*(trajectory(reward, (-1, -1, 0), **of) for reward in (0.0, 1.0)), number=number)
+    of = {"token_ids": (1, number, 3), "loss_mask": (0, 0, 1), "behavior_logprobs": (0.0, 0.0, -1.0)}
+    return grouped(*(trajectory((-1, 0), reward, **of) for reward in (0.0, 1.0)), number=number)
 
 
 def trained(

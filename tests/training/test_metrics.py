@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training.records import group, stats, trajectory
+from records import grouped, stats, trajectory
 
 from arl.api.config import LogConfig
 from arl.api.errors import RunFileError
@@ -26,13 +26,14 @@ def evaluation(version: int) -> Evaluation:
 
 def test_trajectories_are_written_token_by_token_with_what_they_were_trained_with(tmp_path: Path) -> None:
     turn = TurnSpan(start=1, stop=3, reward=0.5, state="s")
-    first = trajectory(0.0, rewards={"form": 0.25}, turns=(turn,), is_truncated=True)
+    first = trajectory(rewards={"form": 0.25}, turns=(turn,), is_truncated=True)
     log = RunLog(tmp_path, QUIET, decode=lambda ids: " ".join(map(str, ids)))
-    groups = group(first, greedy_rewards={"agent": 0.75}), group(trajectory(), trajectory(), trajectory())
+    right = trajectory(reward=1.0)
+    groups = grouped(first, number=2, greedy_rewards={"agent": 0.75}), grouped(right, right, right)
     log.step(stats(1), groups, [0.25, None, -0.25, 0.0])
     rows = read_jsonl(tmp_path / "trajectories.jsonl")
     assert [(row["reward"], row["advantage"]) for row in rows] == [(0.0, 0.25), (1.0, None), (1.0, -0.25)]
-    assert (rows[0]["versions"], rows[0]["text"], rows[0]["example_id"]) == ([-1, 3, 4], "5 6 7", [0, 2])
+    assert (rows[0]["versions"], rows[0]["text"], rows[0]["example_id"]) == ([-1, 3, 4], "1 1 1", [0, 2])
     assert rows[0]["turns"] == [{"start": 1, "stop": 3, "reward": 0.5, "state": "s"}]
     assert (rows[0]["rewards"], rows[0]["greedy_rewards"]) == ({"form": 0.25}, {"agent": 0.75})
     assert [row["is_truncated"] for row in rows] == [True, False, False]
@@ -44,7 +45,7 @@ def test_a_resume_cuts_back_to_its_version_drops_a_torn_line_and_keeps_evaluatio
     log, lines = RunLog(tmp_path, QUIET), tmp_path / "metrics.jsonl"
     log.evaluation(evaluation(0))
     for version in (1, 2, 3):
-        write(log, version, group(trajectory()))
+        write(log, version, grouped(trajectory()))
     log.evaluation(evaluation(3))
     whole = lines.read_text()
     lines.write_text(whole + '{"version": 1, "rew')
@@ -59,44 +60,46 @@ def test_a_file_that_cannot_be_written_is_an_error_of_arls_own_that_names_it(tmp
     log = RunLog(tmp_path, QUIET)
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(RunFileError, match=r"metrics\.jsonl cannot be written or read: Is a directory; the same"):
-        write(log, 1, group(trajectory()))
+        write(log, 1, grouped(trajectory()))
     with pytest.raises(RunFileError, match="Is a directory"):
         log.resume(1)
 
 
-ONE, CUT = trajectory(), trajectory(versions=(-1, 0, 0), is_truncated=True)
+ONE, CUT = trajectory(), trajectory((0, 0), is_truncated=True)
 BRANCHED = trajectory(), trajectory(), trajectory(role="checker"), trajectory()
 
 
 @pytest.mark.parametrize(
     ("groups", "options", "expected"),
     [
-        ([group(trajectory(versions=(-1, 3, 5)))], {}, {"staleness/mean": 2.0, "staleness/max": 3}),
+        ([grouped(trajectory((3, 5)))], {}, {"staleness/mean": 2.0, "staleness/max": 3}),
         (
-            [group(trajectory(versions=(-1, 5, 5)))],
-            {"replayed": [group(trajectory(versions=(-1, 3, 3), metrics={"calls": 3.0}))]},
+            [grouped(trajectory((5, 5)))],
+            {"replayed": [grouped(trajectory((3, 3), metrics={"calls": 3.0}))]},
             {"replayed_groups": 1, "staleness/mean": 2.0, "staleness/max": 3, "episode/calls": None},
         ),
         (
-            [group(trajectory(versions=(-1, 5, 5)), CUT)],
+            [grouped(trajectory((5, 5)), CUT)],
             {"mask_truncated": True},
             {"truncated": 0.5, "staleness/max": 1, "length/trained_tokens": 1.0},
         ),
         (
-            [group(ONE, CUT), group(ONE, trajectory(0.0))],
+            [grouped(ONE, CUT), grouped(ONE, trajectory(reward=1.0))],
             {},
             {"equal_groups": 0.5, "truncated": 0.25},
         ),
-        ([group(*BRANCHED, episodes=(0, 0, 0, 1))], {}, {"branches": 0.5}),
+        ([grouped(*BRANCHED, episode_indices=(0, 0, 0, 1))], {}, {"branches": 0.5}),
         (
-            [group(*(trajectory(metrics=of) for of in ({"calls": 1.0}, {"calls": 3.0}, {})))],
+            [grouped(*(trajectory(metrics=of) for of in ({"calls": 1.0}, {"calls": 3.0}, {})))],
             {},
             {"episode/calls": 2.0, "reward/form": None},
         ),
         (
             [
-                group(*(trajectory(rewards=of) for of in ({"form": 1.0}, {"form": 0.0}, {})), episodes=(0, 0, 1)),
-                group(trajectory(rewards={"form": 0.25})),
+                grouped(
+                    *(trajectory(rewards=of) for of in ({"form": 1.0}, {"form": 0.0}, {})), episode_indices=(0, 0, 1)
+                ),
+                grouped(trajectory(rewards={"form": 0.25})),
             ],
             {},
             {"reward/form": 0.375},
@@ -111,7 +114,7 @@ def test_metrics_of_a_batch(groups: list[Group], options: dict[str, Any], expect
 
 
 def test_rewards_are_of_episodes_each_of_which_counts_once() -> None:
-    branched = group(trajectory(0.0), trajectory(1.0), trajectory(1.0), episodes=(0, 0, 1))
+    branched = grouped(ONE, trajectory(reward=1.0), trajectory(reward=1.0), episode_indices=(0, 0, 1))
     assert episode_rewards([branched]) == [0.5, 1.0]
     spread = {"reward": 0.5, "reward_std": 0.5, "reward_min": 0.0, "reward_max": 1.0}
     assert reward_metrics([0.0, 1.0, 1.0, 0.0]) == spread
