@@ -1,7 +1,7 @@
-"""A small training that is lived several times: each line on stdin is a life, in a process of its own, forked.
+"""Runs a small training again and again: each line on stdin starts a life of it, in a forked process.
 
-The parent has imported everything, so that a life begins within milliseconds. It says the life's process id, and then
-its exit code. Everything is arl's own but for the two engines.
+The parent has imported everything, so a life begins within milliseconds. It prints the life's process id, and then its
+exit code. Only the two engines are fakes.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from typing import Any
 
 import pytest
 from scripted_launch import use_fakes
+from training.trainer_run import OneTurn
 
 import arl.assembly
 from arl.api.config import Config
 from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, TrainSequence, Trajectory
-from arl.api.workflow import RolloutWorkflow
+from arl.api.types import Example, ModelRequest, TrainSequence, Trajectory
 
 NUM_EXAMPLES, GROUP_SIZE, BATCH_SIZE = 17, 2, 2
 
 
 class Remembering(ScriptedTrainEngine):
-    """Its weights are what it was trained on: for each batch, the number of each new group. Saves beside training."""
+    """Its weights are the numbers of the new groups of each batch it was trained on. It saves during training."""
 
     def __init__(self) -> None:
         super().__init__(on_train=self._remember)
@@ -52,7 +52,7 @@ class Remembering(ScriptedTrainEngine):
 
 
 class Writing:
-    """Writes in two halves, on a thread of its own, from the moment it is made."""
+    """Writes in two halves, on a thread of its own, which starts at once."""
 
     def __init__(self, directory: Path, content: str) -> None:
         self._done: Future[None] = Future()
@@ -74,39 +74,24 @@ class Writing:
         self._done.result()
 
 
-class Moody(RolloutWorkflow):
-    """Takes its time; rejects some examples and stumbles over others."""
+class Moody(OneTurn):
+    """Rejects example 5 and fails on example 3."""
 
     async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
-        number = data["number"]
-        response = await engine.agenerate(
-            ModelRequest(input_ids=(1, number), sampling=SamplingParams(max_new_tokens=3))
-        )
-        if number == 3:
+        trajectory = await super().arun_episode(engine, data)
+        if data["number"] == 3:
             raise RuntimeError("always fails")
-        if number == 5:
-            return None
-        return Trajectory(
-            token_ids=(1, number, *response.output_ids),
-            loss_mask=(0, 0, 1, 1, 1),
-            behavior_logprobs=(0.0, 0.0, *response.output_logprobs),
-            versions=(-1, -1, *response.output_versions),
-            reward=1.0,
-        )
+        return None if data["number"] == 5 else trajectory
 
 
 def slow_engine() -> ScriptedEngine:
     latency = random.Random()
 
-    async def answer(request: ModelRequest) -> ModelResponse:
-        version = engine.version
+    async def answer(_: ModelRequest) -> Sequence[int]:
         await asyncio.sleep(latency.expovariate(200))
-        return ModelResponse(
-            output_ids=(7, 8, 9), output_logprobs=(-1.0,) * 3, output_versions=(version,) * 3, stop_reason="stop"
-        )
+        return 7, 8, 9
 
-    engine = ScriptedEngine(answer)
-    return engine
+    return ScriptedEngine(answer)
 
 
 def config(run_dir: Path, steps: int) -> Config:

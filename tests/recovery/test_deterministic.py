@@ -4,38 +4,36 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
+from scripted_launch import use_fakes
+from training.trainer_run import OneTurn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import arl.assembly
 from arl.api.config import Config
 from arl.api.engine import Sampler, UpdateStats, WeightUpdate
-from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
-from arl.api.workflow import RolloutWorkflow
+from arl.api.scripted import ScriptedEngine
+from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory
+from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.training.run_files import read_jsonl
 
 STEPS, GROUP_SIZE = 7, 3
 
 
-class DirectSampler:
+class DirectSampler(ScriptedEngine):
     """Samples with the published weights, one request at a time, from the request's seed alone."""
 
     def __init__(self) -> None:
+        super().__init__(self._sample, version=-1)
         torch.set_num_threads(1)
-        self.version = -1
         self._model: PreTrainedModel | None = None
-        self._one_at_a_time = asyncio.Lock()
-
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        async with self._one_at_a_time:
-            await asyncio.sleep(0)
-            return self._sample(request)
 
     @torch.no_grad()
     def _sample(self, request: ModelRequest) -> ModelResponse:
@@ -59,37 +57,19 @@ class DirectSampler:
         server: Any = SimpleNamespace(address="here", load_directory=self._load)
         await update.prepare(server)
         await update.load(server, flush_cache=True)
-        return UpdateStats(pause_s=0.0, load_s=0.0)
+        return await super().update_weights(update)
 
     async def _load(self, directory: Path, *, version: int, flush_cache: bool) -> None:
         model = await asyncio.to_thread(AutoModelForCausalLM.from_pretrained, directory, dtype=torch.float32)
-        self._model, self.version = model.eval(), version
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def aclose(self) -> None: ...
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None: ...
+        self._model = model.eval()
 
 
-class OneTurn(RolloutWorkflow):
+class OddTokens(OneTurn):
     """Without a seed of its own: `rollout.seed_requests` gives each episode of a group one, whenever the group runs."""
 
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory | None:
-        prompt = (5, data["number"], 7)
-        response = await engine.agenerate(ModelRequest(input_ids=prompt, sampling=SamplingParams(max_new_tokens=4)))
-        return Trajectory(
-            token_ids=prompt + response.output_ids,
-            loss_mask=(0, 0, 0, 1, 1, 1, 1),
-            behavior_logprobs=(0.0, 0.0, 0.0, *response.output_logprobs),
-            versions=(-1, -1, -1, *response.output_versions),
-            reward=float(sum(token % 2 for token in response.output_ids) > 2),
-        )
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        trajectory = await super().arun_episode(engine, data)
+        return replace(trajectory, reward=float(sum(token % 2 for token in trajectory.token_ids[2:]) > 1))
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +80,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    async def no_addresses(*args: object) -> tuple[list[str], None]:
-        return [], None
-
-    monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", lambda *args, **kwargs: DirectSampler())
-    monkeypatch.setattr(arl.assembly, "_addresses", no_addresses)
+    use_fakes(monkeypatch, DirectSampler)
+    monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", FSDPTrainEngine)
     config = Config.model_validate(
         {
             "model": str(model),
@@ -118,7 +95,7 @@ async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
         }
     )
     examples = [{"number": n} for n in range(11)]
-    async with arl.assembly.launch(config, workflow=OneTurn(), dataset=examples) as trainer:
+    async with arl.assembly.launch(config, workflow=OddTokens(), dataset=examples) as trainer:
         yield trainer
 
 

@@ -15,7 +15,7 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 
 
 def turns(draw: st.DrawFn, n: int) -> tuple[TurnSpan, ...]:
-    """Within n tokens, some of them empty."""
+    """Spans within n tokens; some are empty."""
     edges = sorted(draw(st.lists(st.integers(1, n), max_size=4))) if n > 1 else []
     return tuple(
         TurnSpan(start=start, stop=stop, reward=draw(numbers), state=draw(st.none() | st.text(max_size=3)))
@@ -76,14 +76,11 @@ def test_groups_come_back_as_they_were(what: list[Group]):
     assert read_groups(written(what)) == what
 
 
-def test_they_come_back_as_pythons_own_numbers(long_group: Group):
-    (trajectory,) = read_groups(written([long_group]))[0].trajectories
+def test_a_token_takes_about_eight_bytes_and_comes_back_as_pythons_own_numbers(long_group: Group):
+    (trajectory,) = read_groups(file := written([long_group]))[0].trajectories
+    assert len(file.getbuffer()) < 8.5 * len(trajectory.token_ids)
     fields = (trajectory.token_ids, trajectory.loss_mask, trajectory.behavior_logprobs, trajectory.versions)
     assert [type(values[0]) for values in fields] == [int, int, float, int]
-
-
-def test_a_token_takes_about_eight_bytes(long_group: Group):
-    assert len(written([long_group]).getbuffer()) < 8.5 * len(long_group.trajectories[0].token_ids)
 
 
 @pytest.mark.parametrize("position", [0.1, 0.5, 0.9])

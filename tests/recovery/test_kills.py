@@ -60,34 +60,38 @@ def lives(server: "subprocess.Popen[str]", tmp_path: Path) -> Lives:
     return Lives(server, tmp_path / "run")
 
 
+def newest_checkpoint(run_dir: Path) -> tuple[int, Path]:
+    """Its version, 0 without one."""
+    version = Checkpoints(run_dir / "checkpoints", 2, {}).newest_version() or 0
+    return version, run_dir / "checkpoints" / f"version-{version:08d}"
+
+
 def check(run_dir: Path) -> int:
     """What the newest checkpoint says agrees with itself and with the logs; returns its version, 0 without one."""
-    version = Checkpoints(run_dir / "checkpoints", 2, {}).newest_version()
-    if version is None:
+    version, directory = newest_checkpoint(run_dir)
+    if version == 0:
         return 0
     for path in (run_dir / "checkpoints").glob("version-*"):
         files = {str(file.relative_to(path)) for file in path.rglob("*.*")}
         assert files == {"state.json", "groups.npz", "replay.npz", "engine/engine.json"}, (
             "half of a checkpoint has a name"
         )
-    directory = run_dir / "checkpoints" / f"version-{version:08d}"
-    state = json.loads((directory / "state.json").read_text())
-    ledger = state["rollout"]["ledger"]
-    with (directory / "groups.npz").open("rb") as file:
-        waiting = {group.example_id for group in read_groups(file)}
     seen = json.loads((directory / "engine" / "engine.json").read_text())["seen"]
-    assert len(seen) == state["version"] == version
-    check_ledger(ledger, seen, waiting)
+    assert len(seen) == version
+    ledger = check_ledger(directory, seen, NUM_EXAMPLES)
     with (directory / "replay.npz").open("rb") as file:
         check_replay(ledger, read_groups(file), version)
     check_logs(run_dir, seen)
     return version
 
 
-def check_ledger(
-    ledger: dict[str, Any], seen: list[list[int]], waiting: set[tuple[int, int]], num_examples: int = NUM_EXAMPLES
-):
+def check_ledger(checkpoint: Path, seen: list[list[int]], num_examples: int) -> dict[str, Any]:
     """Each example of an epoch ended once or is pending; those that ended as trained are what the weights have seen."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state["version"] == len(seen)
+    ledger = state["rollout"]["ledger"]
+    with (checkpoint / "groups.npz").open("rb") as file:
+        waiting = {group.example_id for group in read_groups(file)}
     pending = {(epoch, index) for epoch, index, _ in ledger["pending"]}
     open_ones = {(epoch, i) for epoch, marks in enumerate(ledger["outcomes"]) for i, m in enumerate(marks) if m == "."}
     assert waiting <= pending <= open_ones
@@ -95,6 +99,7 @@ def check_ledger(
     assert num_examples - ledger["position"] == len(open_ones - pending), "an example of this epoch is lost"
     trained = Counter(i for marks in ledger["outcomes"] for i, mark in enumerate(marks) if mark == "t")
     assert trained == Counter(number for batch in seen for number in batch)
+    return ledger
 
 
 def check_replay(ledger: dict[str, Any], groups: list[Group], version: int) -> None:

@@ -1,6 +1,5 @@
 """kill -9 of trainer, rank and embedded server, on the real engines, at random moments; run again until done."""
 
-import json
 import os
 import random
 import signal
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from real_life import NUM_EXAMPLES
-from test_kills import check_ledger
+from test_kills import check_ledger, newest_checkpoint
 
 from arl.engine.tiny import write_tiny_model
-from arl.training.checkpoint import Checkpoints, read_groups
 from arl.training.run_files import read_jsonl
 
 HERE = Path(__file__).parent
@@ -61,18 +59,14 @@ def process_of(run_dir: Path, command: bytes) -> int:
 
 
 def check(run_dir: Path) -> int:
-    version = Checkpoints(run_dir / "checkpoints", 2, {}).newest_version()
-    if version is None:
+    version, directory = newest_checkpoint(run_dir)
+    if version == 0:
         return 0
-    directory = run_dir / "checkpoints" / f"version-{version:08d}"
-    state = json.loads((directory / "state.json").read_text())
-    with (directory / "groups.npz").open("rb") as file:
-        waiting = {group.example_id for group in read_groups(file)}
     rows = [row for row in read_jsonl(run_dir / "trajectories.jsonl") if row["version"] <= version]
     groups = {(row["version"], row["group_id"]): tuple(row["example_id"]) for row in rows}
     assert len(groups) == len(set(groups.values())) == SETTINGS["rollout.batch_size"] * version
     seen = [[index for (v, _), (_, index) in groups.items() if v == number] for number in range(1, version + 1)]
-    check_ledger(state["rollout"]["ledger"], seen, waiting, NUM_EXAMPLES)
+    check_ledger(directory, seen, NUM_EXAMPLES)
     return version
 
 

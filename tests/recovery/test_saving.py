@@ -4,47 +4,33 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_launch import use_fakes
+from training.trainer_run import OneTurn
 
 import arl.assembly
 from arl.api.config import Config
-from arl.api.engine import Sampler
 from arl.api.errors import CheckpointError, ServerError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
-from arl.api.types import Example, ModelRequest, Trajectory
-from arl.api.workflow import RolloutWorkflow
 from arl.training.checkpoint import Checkpoints
-from arl.training.trainer import Trainer
 
 
-class OneToken(RolloutWorkflow):
-    """Samples one token after the example's number."""
-
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
-        response = await engine.agenerate(ModelRequest(input_ids=(data["number"],)))
-        return Trajectory(
-            token_ids=(data["number"], *response.output_ids),
-            loss_mask=(0, 1),
-            behavior_logprobs=(0.0, *response.output_logprobs),
-            versions=(-1, *response.output_versions),
-            reward=1.0,
-        )
-
-
-class Saving:
+@dataclass
+class Written:
     """Written when the test's `act` on its version has returned."""
 
-    def __init__(self, directory: Path, version: int, act: Callable[[int], Any]) -> None:
-        self._directory, self._version, self._act = directory, version, act
+    directory: Path
+    version: int
+    act: Callable[[int], Any]
 
     def wait(self) -> None:
-        self._act(self._version)
-        self._directory.mkdir()
-        (self._directory / "engine.json").write_text(json.dumps({"version": self._version}))
+        self.act(self.version)
+        self.directory.mkdir()
+        (self.directory / "engine.json").write_text(json.dumps({"version": self.version}))
 
 
 class Engine(ScriptedTrainEngine):
@@ -52,8 +38,8 @@ class Engine(ScriptedTrainEngine):
         super().__init__()
         self._act = act
 
-    def save(self, directory: Path) -> Saving:
-        return Saving(directory, self.version, self._act)
+    def save(self, directory: Path) -> Written:
+        return Written(directory, self.version, self._act)
 
 
 @pytest.fixture
@@ -61,7 +47,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
     """launch(act, steps=..., every=...): a run over fakes whose checkpoints are written by `act(version)`."""
 
     def start(act: Callable[[int], Any], *, steps: int = 6, every: int = 1) -> Any:
-        use_fakes(monkeypatch, ScriptedEngine(lambda request: [1]))
+        use_fakes(monkeypatch, ScriptedEngine(lambda request: (7, 8, 9)))
         monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: Engine(act))
         config = Config.model_validate(
             {
@@ -73,28 +59,13 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
                 "log": {"console": False, "trajectories": 0},
             }
         )
-        return arl.assembly.launch(config, workflow=OneToken(), dataset=[{"number": n} for n in range(40)])
+        return arl.assembly.launch(config, workflow=OneTurn(), dataset=[{"number": n} for n in range(40)])
 
     return start
 
 
 def newest(tmp_path: Path) -> int | None:
     return Checkpoints(tmp_path / "run" / "checkpoints", 2, {}).newest_version()
-
-
-async def test_a_step_does_not_wait_for_the_checkpoint_before(launch: Callable[..., Any], tmp_path: Path):
-    may_write = threading.Event()
-
-    def hold(version: int) -> None:
-        if version == 1:
-            assert may_write.wait(60)
-
-    async with launch(hold, every=1, steps=2) as trainer:
-        assert (await anext(trainer)).version == 1
-        groups = await trainer.buffer.take_batch(1)  # training goes on
-        assert len(groups) == 2
-        assert newest(tmp_path) is None
-        may_write.set()
 
 
 async def test_the_next_checkpoint_waits_for_the_one_before(launch: Callable[..., Any]):
@@ -111,8 +82,13 @@ async def test_the_next_checkpoint_waits_for_the_one_before(launch: Callable[...
     assert most == [1]
 
 
-async def test_the_run_ends_when_its_last_checkpoint_is_written(launch: Callable[..., Any], tmp_path: Path):
+async def test_save_returns_and_the_run_ends_when_their_checkpoint_is_on_the_disk(
+    launch: Callable[..., Any], tmp_path: Path
+):
     async with launch(lambda version: threading.Event().wait(0.05), steps=3, every=2) as trainer:
+        await anext(trainer)
+        await trainer.save()
+        assert newest(tmp_path) == 1
         _ = [step async for step in trainer]
     assert newest(tmp_path) == 3
 
@@ -177,28 +153,15 @@ async def test_an_error_that_ends_the_run_is_not_hidden_by_a_checkpoint_that_fai
     assert "No space left" in caplog.text
 
 
-async def test_save_returns_when_the_checkpoint_is_on_the_disk(launch: Callable[..., Any], tmp_path: Path):
-    async with launch(lambda _: threading.Event().wait(0.05), every=100) as trainer:
-        await anext(trainer)
-        await trainer.save()
-        assert newest(tmp_path) == 1
-
-
-async def test_a_checkpoint_is_of_the_moment_it_was_due_whatever_happens_while_it_is_written(
+async def test_a_step_does_not_wait_for_the_checkpoint_before_and_does_not_change_it(
     launch: Callable[..., Any], tmp_path: Path
 ):
     may_write = threading.Event()
 
-    def hold(version: int) -> None:
-        if version == 2:
-            assert may_write.wait(60)
-
-    async def until(trainer: Trainer, version: int) -> None:
-        while (await anext(trainer)).version < version:
+    async with launch(lambda version: version != 2 or may_write.wait(60), every=2, steps=4) as trainer:
+        while (await anext(trainer)).version < 3:  # 4 would wait for the checkpoint of 2
             pass
-
-    async with launch(hold, every=2, steps=4) as trainer:
-        await until(trainer, 3)  # 4 would wait for the checkpoint of 2
+        assert newest(tmp_path) is None
         may_write.set()
     state = json.loads((tmp_path / "run/checkpoints/version-00000002/state.json").read_text())
     assert state["version"] == 2
