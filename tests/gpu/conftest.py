@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.fsdp.train_models import MakeEngine, write_model
-
-from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.engine.fsdp.train_engine import FSDPTrainEngine
+from engine.fsdp.train_models import MakeEngine, engines, write_model
 
 HERE = Path(__file__).parent
 
@@ -36,18 +33,5 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_engine(model_dir: Path) -> Iterator[MakeEngine]:
-    """make_engine(device=..., dtype=..., ...) -> a train engine, on the GPU unless told otherwise."""
-    engines: list[FSDPTrainEngine] = []
-
-    def make(
-        device: str = "cuda", optimizer: OptimizerConfig | None = None, model: Path = model_dir, **options
-    ) -> FSDPTrainEngine:
-        # A large eps keeps AdamW smooth: it would otherwise blow rounding in tiny gradients up to whole steps.
-        optimizer = optimizer or OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
-        config = TrainConfig(optimizer=optimizer, device=device, max_tokens_per_microbatch=60, **options)
-        engines.append(FSDPTrainEngine(model, config))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with engines(model_dir, device="cuda", max_tokens_per_microbatch=60) as make:
+        yield make

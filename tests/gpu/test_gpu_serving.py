@@ -1,6 +1,5 @@
 """The embedded server on a GPU samples from the policy that the trainer on it computes, before and after a publish."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,67 +20,32 @@ from arl.engine.weights.sender import WeightSender
 PROMPT = [30, 40, 50, 60]
 
 
-@pytest.fixture
-def server(model_dir: Path) -> Iterator[str]:
-    with server_process(str(model_dir), "--device", "cuda", "--context-length", "128") as server:
-        yield server.address
-
-
-@pytest.fixture
-def server_of_another_gpu(model_dir: Path) -> Iterator[str]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: NCCL refuses two processes on one")
-    with server_process(str(model_dir), "--device", "cuda:1", "--context-length", "128") as server:
-        yield server.address
-
-
 def assert_agrees(response: ModelResponse, engine: FSDPTrainEngine) -> None:
-    tokens = [*PROMPT, *response.output_ids]
+    tokens = torch.tensor([*PROMPT, *response.output_ids])
     sampled = torch.arange(len(tokens)) >= len(PROMPT)
-    nothing = torch.zeros(len(tokens))
-    sequence = TrainSequence(
-        token_ids=torch.tensor(tokens),
-        loss_mask=sampled,
-        behavior_logprobs=nothing,
-        proximal_logprobs=nothing,
-        advantages=nothing,
-        loss_weights=nothing,
-        versions=torch.zeros(len(tokens), dtype=torch.int64),
-    )
-    (logprobs,) = engine.forward([sequence])
+    (logprobs,) = engine.forward([TrainSequence(token_ids=tokens, loss_mask=sampled)])
     torch.testing.assert_close(logprobs[sampled], torch.tensor(response.output_logprobs), rtol=1e-3, atol=1e-3)
 
 
-async def sample_train_publish_sample(url: str, engine: FSDPTrainEngine, transport: WeightTransport) -> None:
-    request = ModelRequest(input_ids=PROMPT, sampling=SamplingParams(max_new_tokens=32, ignore_eos=True))
-    async with RemoteSGLangEngine([url], LocalEngineConfig()) as client:
-        assert_agrees(await client.agenerate(request), engine)
-        engine.train_batch([random_sequences(6)], LOSS)
-        await transport.deliver(transport.snapshot(engine), client)
-        again = ModelRequest(input_ids=PROMPT, sampling=request.sampling)
-        response = await client.agenerate(again)
-        assert set(response.output_versions) == {1}
-        assert_agrees(response, engine)
+@pytest.mark.parametrize("by", ["disk", "gloo", "nccl"])
+async def test_the_server_agrees_with_the_trainer_after_a_publish(
+    by: str, model_dir: Path, make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if by == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: NCCL refuses two processes on one")
+    if by == "gloo":
+        monkeypatch.setattr(WeightSender, "backend", "gloo")
+    transport: WeightTransport = DistributedTransport(DistributedWeightsConfig())
+    if by == "disk":
+        transport = DiskTransport(DiskWeightsConfig(directory=tmp_path / "weights"), tmp_path)
+    sampling = SamplingParams(max_new_tokens=32, ignore_eos=True)
+    engine, device = make_engine(device="cuda:0"), "cuda:1" if by == "nccl" else "cuda"
+    with server_process(str(model_dir), "--device", device, "--context-length", "128") as server:
+        async with RemoteSGLangEngine([server.address], LocalEngineConfig()) as client:
+            assert_agrees(await client.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling)), engine)
+            engine.train_batch([random_sequences(6)], LOSS)
+            await transport.deliver(transport.snapshot(engine), client)
+            response = await client.agenerate(ModelRequest(input_ids=PROMPT, sampling=sampling))
+            assert set(response.output_versions) == {1}
+            assert_agrees(response, engine)
     transport.close()
-
-
-async def test_the_server_agrees_with_the_trainer_after_a_publish_by_disk(
-    server: str, make_engine: MakeEngine, tmp_path: Path
-):
-    transport = DiskTransport(DiskWeightsConfig(directory=tmp_path / "weights"), tmp_path)
-    await sample_train_publish_sample(server, make_engine(), transport)
-
-
-async def test_the_server_agrees_with_the_trainer_after_a_publish_by_gloo(
-    server: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(WeightSender, "backend", "gloo")  # nccl takes no two ranks on one GPU
-    transport = DistributedTransport(DistributedWeightsConfig())
-    await sample_train_publish_sample(server, make_engine(), transport)
-
-
-async def test_the_server_agrees_with_the_trainer_after_a_publish_by_nccl(
-    server_of_another_gpu: str, make_engine: MakeEngine
-):
-    transport = DistributedTransport(DistributedWeightsConfig())
-    await sample_train_publish_sample(server_of_another_gpu, make_engine(device="cuda:0"), transport)

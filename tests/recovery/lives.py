@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_launch import use_fakes
-from training.trainer_run import OneTurn
+from one_turn import OneTurn
+from scripted_launch import small, use_fakes
 
 import arl.assembly
 from arl.api.config import Config
@@ -95,30 +95,21 @@ def slow_engine() -> ScriptedEngine:
 
 
 def config(run_dir: Path, steps: int) -> Config:
-    return Config.model_validate(
-        {
-            "model": "none",
-            "run_dir": run_dir,
-            "steps": steps,
-            "rollout": {
-                "batch_size": BATCH_SIZE,
-                "group_size": GROUP_SIZE,
-                "max_staleness": 4,
-                "max_concurrent_episodes": 4,
-                "episode_retries": 0,
-                "max_failure_rate": 1.0,
-                "replay_groups": 2,
-            },
-            "weights": {"directory": run_dir.parent / "weights"},
-            "checkpoint": {"every": 2},
-            "log": {"console": False, "trajectories": 100},
-        }
-    )
+    rollout = {
+        "batch_size": BATCH_SIZE,
+        "group_size": GROUP_SIZE,
+        "max_staleness": 4,
+        "max_concurrent_episodes": 4,
+        "episode_retries": 0,
+        "max_failure_rate": 1.0,
+        "replay_groups": 2,
+    }
+    others = {"checkpoint": {"every": 2}, "log": {"trajectories": 100}}
+    return small(run_dir, steps=steps, rollout=rollout, weights={"directory": run_dir.parent / "weights"}, **others)
 
 
 async def live(run_dir: Path, steps: int) -> None:
-    use_fakes(pytest.MonkeyPatch(), slow_engine())
-    arl.assembly.FSDPTrainEngine = lambda *args: Remembering()  # type: ignore[assignment]
+    use_fakes(pytest.MonkeyPatch(), slow_engine(), Remembering())
     arl.assembly.decoder = lambda model: None
     examples = [{"number": n} for n in range(NUM_EXAMPLES)]
     async with arl.assembly.launch(config(run_dir, steps), workflow=Moody(), dataset=examples) as trainer:

@@ -4,27 +4,25 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from scripted_launch import use_fakes
-from training.trainer_run import OneTurn
+from one_turn import OneTurn
+from scripted_launch import small, use_fakes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import arl.assembly
-from arl.api.config import Config
-from arl.api.engine import Sampler, UpdateStats, WeightUpdate
+from arl.api.engine import UpdateStats, WeightUpdate
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, ModelRequest, ModelResponse, Trajectory
+from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.training.run_files import read_jsonl
 
-STEPS, GROUP_SIZE = 7, 3
+STEPS = 7
 
 
 class DirectSampler(ScriptedEngine):
@@ -64,14 +62,6 @@ class DirectSampler(ScriptedEngine):
         self._model = model.eval()
 
 
-class OddTokens(OneTurn):
-    """Without a seed of its own: `rollout.seed_requests` gives each episode of a group one, whenever the group runs."""
-
-    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
-        trajectory = await super().arun_episode(engine, data)
-        return replace(trajectory, reward=float(sum(token % 2 for token in trajectory.token_ids[2:]) > 1))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16)
@@ -82,20 +72,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def running(model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     use_fakes(monkeypatch, DirectSampler)
     monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", FSDPTrainEngine)
-    config = Config.model_validate(
-        {
-            "model": str(model),
-            "run_dir": run_dir,
-            "steps": STEPS,
-            "rollout": {"batch_size": 2, "group_size": GROUP_SIZE, "max_staleness": 0, "seed_requests": True},
-            "train": {"optimizer": {"lr": 1e-2}},
-            "algorithm": {"minibatches": 2, "dynamic_sampling": True},
-            "checkpoint": {"every": 2},
-            "log": {"console": False, "trajectories": 100},
-        }
+    config = small(
+        run_dir,
+        model=str(model),
+        steps=STEPS,
+        rollout={"group_size": 3, "max_staleness": 0, "seed_requests": True},
+        train={"optimizer": {"lr": 1e-2}},
+        algorithm={"minibatches": 2, "dynamic_sampling": True},
+        checkpoint={"every": 2},
+        log={"trajectories": 100},
     )
+    # Without a seed of its own: each episode of a group gets one, whenever the group runs.
+    workflow = OneTurn(lambda first: {"reward": float(first % 2)})
     examples = [{"number": n} for n in range(11)]
-    async with arl.assembly.launch(config, workflow=OddTokens(), dataset=examples) as trainer:
+    async with arl.assembly.launch(config, workflow=workflow, dataset=examples) as trainer:
         yield trainer
 
 

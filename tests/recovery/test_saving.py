@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_launch import use_fakes
-from training.trainer_run import OneTurn
+from one_turn import OneTurn
+from scripted_launch import small, use_fakes
 
 import arl.assembly
-from arl.api.config import Config
 from arl.api.errors import CheckpointError, ServerError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.training.checkpoint import Checkpoints
@@ -47,18 +46,8 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
     """launch(act, steps=..., every=...): a run over fakes whose checkpoints are written by `act(version)`."""
 
     def start(act: Callable[[int], Any], *, steps: int = 6, every: int = 1) -> Any:
-        use_fakes(monkeypatch, ScriptedEngine(lambda request: (7, 8, 9)))
-        monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: Engine(act))
-        config = Config.model_validate(
-            {
-                "model": "none",
-                "run_dir": tmp_path / "run",
-                "steps": steps,
-                "rollout": {"batch_size": 2, "group_size": 2},
-                "checkpoint": {"every": every},
-                "log": {"console": False, "trajectories": 0},
-            }
-        )
+        use_fakes(monkeypatch, ScriptedEngine(lambda request: (7, 8, 9)), Engine(act))
+        config = small(tmp_path / "run", steps=steps, checkpoint={"every": every})
         return arl.assembly.launch(config, workflow=OneTurn(), dataset=[{"number": n} for n in range(40)])
 
     return start

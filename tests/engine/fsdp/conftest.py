@@ -4,12 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from train_models import MakeEngine, write_critic, write_model
+from train_models import MakeEngine, engines, write_critic, write_model
 from train_ranks import Ranks
-
-from arl.api.engine import Head
-from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
 
 @pytest.fixture(scope="session", params=["tied", "untied"])
@@ -20,7 +16,7 @@ def any_model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "model", tied=False)
+    return write_model(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(scope="session")
@@ -36,17 +32,5 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 @pytest.fixture
 def make_engine(model_dir: Path) -> Iterator[MakeEngine]:
-    """make_engine(model_dir=..., optimizer=..., head=..., max_tokens_per_microbatch=..., ...) -> a train engine."""
-    engines: list[FSDPTrainEngine] = []
-
-    def make(
-        directory: Path = model_dir, optimizer: OptimizerConfig | None = None, head: Head = "policy", **options
-    ) -> FSDPTrainEngine:
-        # A large eps keeps AdamW smooth: it would otherwise blow rounding in tiny gradients up to whole steps.
-        optimizer = optimizer or OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
-        engines.append(FSDPTrainEngine(directory, TrainConfig(optimizer=optimizer, **options), head=head))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with engines(model_dir) as make:
+        yield make

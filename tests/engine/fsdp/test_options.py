@@ -13,7 +13,6 @@ from train_sequences import LOSS, random_sequences
 from train_variants import OPTIMIZER, weights_of
 
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
-from arl.api.engine_config import TrainConfig
 from arl.api.errors import ConfigError
 from arl.engine.fsdp.policy import token_logprobs
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
@@ -105,8 +104,3 @@ def test_compiling_without_a_compiler_is_refused_at_once(make_engine: MakeEngine
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"train\.compile needs a compiler, and none .* g\+\+"):
         make_engine(compile=True)
-
-
-def test_compiled_and_split_layers_exclude_each_other():
-    with pytest.raises(ValueError, match="compile is set and tensor_parallel is 2"):
-        TrainConfig(num_ranks=2, tensor_parallel=2, compile=True)

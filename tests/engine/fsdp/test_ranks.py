@@ -9,21 +9,31 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from train_models import write_model
 from train_ranks import Ranks, Report
-from train_sequences import LOSS, assert_same_metrics, assert_same_rows, random_sequences, share_of
-from train_variants import LORA, NOT_COMPARED, OPTIMIZER, VARIANTS, Variant, assert_same_tensors
+from train_sequences import LOSS, assert_same_metrics, assert_same_rows, random_sequences, same, share_of
+from train_variants import LORA, OPTIMIZER, VARIANTS, Variant, assert_same_tensors
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.parallel import loading_turn
+from arl.engine.fsdp.policy import local_shard
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
+MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "qwen3": (Qwen3ForCausalLM, {}),
+    "tied qwen3": (Qwen3ForCausalLM, {"tied": True}),
+    "tied qwen2": (Qwen2ForCausalLM, {"tied": True}),
+    "llama with biases": (LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+}
 
-def tell(engine: FSDPTrainEngine, variant: Variant, directory: Path, rank: int, world_size: int) -> Report:
-    """A step, what is written after it, and the next step; rank 0 alone has sequences to forward."""
-    shares = [share_of(sequences, rank, world_size) for sequences in variant.minibatches]
+
+def tell(engine: FSDPTrainEngine, variant: Variant, directory: Path, share: int, num_shares: int) -> Report:
+    """A step, what is written after it, and the next step; the first share alone has sequences to forward."""
+    shares = [share_of(sequences, share, num_shares) for sequences in variant.minibatches]
     if variant.head != "value":
         engine.update_reference()
     report: Report = {"metrics": engine.train_batch(shares, variant.loss)}
@@ -31,51 +41,73 @@ def tell(engine: FSDPTrainEngine, variant: Variant, directory: Path, rank: int, 
     engine.export(directory / "model")
     if "lora" in variant.options:
         report["adapter_bytes"] = engine.snapshot_adapter().write(directory / "adapter")
-    forwarded = variant.minibatch() if rank == 0 else []
-    outputs = [variant.output] if variant.head == "value" else [variant.output, "reference_logprobs"]
-    report["outputs"] = [row for output in outputs for row in engine.forward(forwarded, output)]
+    forwarded = variant.minibatch() if share == 0 else []
+    report["outputs"] = [row for output in variant.outputs for row in engine.forward(forwarded, output)]
     report["next"] = engine.train_batch(shares, variant.loss)
     saving.wait()
     return report
 
 
-def continued(engine: FSDPTrainEngine, variant: Variant, checkpoint: Path, rank: int, world_size: int) -> Report:
+def continued(engine: FSDPTrainEngine, variant: Variant, checkpoint: Path, share: int, num_shares: int) -> Report:
     engine.load(checkpoint)
-    return engine.train_batch([share_of(part, rank, world_size) for part in variant.minibatches], variant.loss)
+    return engine.train_batch([share_of(part, share, num_shares) for part in variant.minibatches], variant.loss)
 
 
-def train_on_a_rank(rank: int, name: str, model_dir: Path, directory: Path, world_size: int, **options: Any) -> Report:
-    variant = VARIANTS[name]
-    engine = variant.engine(model_dir, max_tokens_per_microbatch=60, **options)
-    report = tell(engine, variant, directory / "ranks", rank, world_size)
-    report["continued"] = continued(engine, variant, directory / "alone" / "checkpoint", rank, world_size)
+def train_on_a_rank(rank: int, name: str, model: Path, directory: Path, num_shares: int, num_parts: int) -> Report:
+    """One of `num_parts` neighbouring ranks, which hold parts of the layers and compute one share of the data."""
+    variant, share = VARIANTS[name], rank // num_parts
+    options = {"num_ranks": num_shares * num_parts, "tensor_parallel": num_parts}
+    recomputes = num_shares == num_parts == 2
+    engine = variant.engine(model, max_tokens_per_microbatch=60, activation_checkpointing=recomputes, **options)
+    report = tell(engine, variant, directory / "ranks", share, num_shares)
+    if num_parts > 1:
+        parameters = list(engine._policy.parameters())
+        assert sum(is_split(p) for p in parameters) >= 2 * 7
+        report["whole"] = [local_shard(p.detach()).clone() for p in parameters if not is_split(p)]
+    report["continued"] = continued(engine, variant, directory / "alone" / "checkpoint", share, num_shares)
     engine.close()
     return report
 
 
-def split_on_a_rank(_: int, name: str, model_dir: Path, directory: Path) -> Report:
-    """Both ranks have all of the data, and parts of the layers. Rank 0 as others forwards everything."""
-    return train_on_a_rank(0, name, model_dir, directory, 1, num_ranks=2, tensor_parallel=2)
+def is_split(parameter: torch.Tensor) -> bool:
+    """Whether the ranks of a tensor-parallel group hold different parts of it."""
+    assert isinstance(parameter, DTensor)
+    names = parameter.device_mesh.mesh_dim_names
+    assert names is not None
+    return "tp" in names and not parameter.placements[names.index("tp")].is_replicate()
 
 
-@pytest.mark.parametrize(("name", "is_split"), [*((name, False) for name in VARIANTS), ("value", True)])
-def test_two_ranks_train_publish_and_continue_like_one(
-    pair: Ranks, name: str, is_split: bool, model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "model", "num_shares", "num_parts"),
+    [
+        *((name, "qwen3", 2, 1) for name in VARIANTS),
+        ("value", "qwen3", 1, 2),
+        ("token mean", "tied qwen2", 1, 2),
+        ("token mean", "llama with biases", 1, 2),
+        ("token mean", "tied qwen3", 2, 2),
+    ],
+)
+def test_ranks_train_publish_and_continue_like_one(
+    pair: Ranks, tmp_path: Path, name: str, model: str, num_shares: int, num_parts: int
 ) -> None:
+    model_class, config = MODELS[model]
+    directory = write_model(tmp_path / "stored", model_class, **config)
+    ranks = pair if num_shares * num_parts == 2 else Ranks(4, tmp_path)
     variant = VARIANTS[name]
-    alone = variant.engine(model_dir)
+    alone = variant.engine(directory)
     try:
         expected = tell(alone, variant, tmp_path / "alone", 0, 1)
-        arguments = (name, model_dir, tmp_path)
-        reports = pair.run(split_on_a_rank, *arguments) if is_split else pair.run(train_on_a_rank, *arguments, 2)
+        reports = ranks.run(train_on_a_rank, name, directory, tmp_path, num_shares, num_parts)
         again = continued(alone, variant, tmp_path / "ranks" / "checkpoint", 0, 1)
     finally:
         alone.close()
-    for report in [*reports, {"continued": again}]:
+    for rank, report in enumerate(reports):
         for key, metrics in (("metrics", "metrics"), ("next", "next"), ("continued", "next")):
-            if key in report:
-                assert_same_metrics(report[key], expected[metrics], 1e-4, NOT_COMPARED)
-    assert_same_rows(reports[0]["outputs"], expected["outputs"], 1e-4)
+            assert_same_metrics(report[key], expected[metrics])
+        assert num_parts == 1 or same(report["whole"], reports[rank // num_parts * num_parts]["whole"])
+    assert_same_metrics(again, expected["next"])
+    for report in reports[:num_parts]:
+        assert_same_rows(report["outputs"], expected["outputs"])
     if name == "adapters":
         assert [report["adapter_bytes"] for report in reports] == [expected["adapter_bytes"], 0]
     for file in (tmp_path / "alone").glob("*/*.safetensors"):

@@ -2,24 +2,20 @@
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from ray_models import KillingLoss, RaisingLoss, write_uneven_model
+from ray_models import FailingLoss
 from safetensors.torch import load_file
-from train_models import load_twin
-from train_sequences import LOSS, assert_same_metrics, assert_same_rows, assert_same_weights, random_sequences
+from train_models import write_model
+from train_sequences import LOSS, assert_same_metrics, assert_same_rows, random_sequences
 from train_variants import LORA, OPTIMIZER, assert_same_tensors
-from transformers import AutoConfig
 
 from arl.api.engine import TokenLoss
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence
-from arl.engine.fsdp.model import model_limits
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
@@ -31,7 +27,9 @@ pytestmark = pytest.mark.timeout(300)  # ranks take their time to start on a mac
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_uneven_model(tmp_path_factory.mktemp("model") / "model")
+    """Tensors whose first dimension 3 or 4 ranks cannot share evenly (50), or not at all (2)."""
+    sizes = {"intermediate_size": 50, "num_key_value_heads": 1, "head_dim": 2}
+    return write_model(tmp_path_factory.mktemp("model") / "model", **sizes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,18 +40,6 @@ def ray_of_this_module() -> Iterator[None]:
         lease = RayLease(None, num_cpus=8, num_gpus=0)
     yield
     lease.release()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """What an engine did with the same two minibatches, before and after it was given a checkpoint."""
-
-    metrics: dict[str, float]
-    logprobs: list[torch.Tensor]
-    exported: Path
-    num_bytes: int
-    checkpoint: Path
-    resumed: dict[str, float]
 
 
 def minibatches() -> list[list[TrainSequence]]:
@@ -67,30 +53,16 @@ def config(num_ranks: int, **options: Any) -> TrainConfig:
     return TrainConfig(optimizer=OPTIMIZER, max_tokens_per_microbatch=30, num_ranks=num_ranks, **options)
 
 
-def tell(engine: FSDPTrainEngine | RayTrainEngine, directory: Path) -> Told:
-    metrics = engine.train_batch(minibatches(), LOSS)
+def tell(engine: FSDPTrainEngine | RayTrainEngine, directory: Path) -> dict[str, Any]:
+    """Two steps; the weights between them, written after the second and loaded again, and what they say."""
+    report: dict[str, Any] = {"metrics": engine.train_batch(minibatches(), LOSS)}
     snapshot = engine.snapshot()
     engine.save(directory / "checkpoint").wait()
-    resumed = engine.train_batch(minibatches(), LOSS)
-    num_bytes = snapshot.write(directory / "exported")  # of the version before
+    report["next"] = engine.train_batch(minibatches(), LOSS)
+    report["num_bytes"] = snapshot.write(directory / "exported")
     snapshot.release()
     engine.load(directory / "checkpoint")
-    return Told(
-        metrics=metrics,
-        logprobs=engine.forward(minibatches()[0]),
-        exported=directory / "exported",
-        num_bytes=num_bytes,
-        checkpoint=directory / "checkpoint",
-        resumed=resumed,
-    )
-
-
-@pytest.fixture(scope="module")
-def alone(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    engine = FSDPTrainEngine(model_dir, config(1))
-    told = tell(engine, tmp_path_factory.mktemp("alone"))
-    engine.close()
-    return told
+    return report | {"version": engine.version, "logprobs": engine.forward(minibatches()[0])}
 
 
 @pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.slow)])
@@ -105,53 +77,36 @@ def engine(num_ranks: int, model_dir: Path) -> Iterator[RayTrainEngine]:
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def told(engine: RayTrainEngine, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return tell(engine, tmp_path_factory.mktemp("ranks"))
-
-
-def test_metrics_do_not_depend_on_the_ranks(told: Told, alone: Told):
+def test_ranks_train_write_and_continue_like_one(engine: RayTrainEngine, model_dir: Path, tmp_path: Path):
     # Ranks that have nothing to compute take part with an empty microbatch.
-    assert told.metrics.keys() == alone.metrics.keys()
-    assert_same_metrics(told.metrics, alone.metrics)
-    assert_same_metrics(told.resumed, alone.resumed, 1e-4)
-
-
-def test_weights_do_not_depend_on_the_ranks(told: Told, alone: Told):
-    assert_same_weights(load_twin(told.exported), load_twin(alone.exported))
-    assert told.num_bytes == alone.num_bytes
-
-
-def test_logprobs_come_in_the_callers_order(told: Told, alone: Told):
-    assert len(told.logprobs) == len(alone.logprobs) == 9
-    assert not told.logprobs[4].any()
-    assert_same_rows(told.logprobs, alone.logprobs)
-
-
-def test_a_checkpoint_loads_on_another_number_of_ranks(
-    engine: RayTrainEngine, told: Told, alone: Told, model_dir: Path
-):
-    engine.load(alone.checkpoint)
-    assert engine.version == 1
-    one = FSDPTrainEngine(model_dir, config(1))
-    one.load(told.checkpoint)
-    assert one.version == 1
-    for loaded in (engine, one):
-        assert_same_rows(loaded.forward(minibatches()[0]), alone.logprobs)
+    ours, one = tell(engine, tmp_path / "ours"), FSDPTrainEngine(model_dir, config(1))
+    theirs = tell(one, tmp_path / "theirs")
+    for key in ("metrics", "next"):
+        assert_same_metrics(ours[key], theirs[key])
+        assert ours[key]["forwarded_tokens"] == theirs[key]["forwarded_tokens"]
+    assert (ours["num_bytes"], ours["version"]) == (theirs["num_bytes"], theirs["version"])
+    assert engine.limits == one.limits
+    exported = [load_file(tmp_path / name / "exported" / "model.safetensors") for name in ("ours", "theirs")]
+    assert_same_tensors(*exported, rtol=1e-5)
+    assert not ours["logprobs"][4].any()
+    engine.load(tmp_path / "theirs" / "checkpoint")
+    one.load(tmp_path / "ours" / "checkpoint")
+    assert engine.version == one.version == 1
+    for logprobs in (ours["logprobs"], *(loaded.forward(minibatches()[0]) for loaded in (engine, one))):
+        assert_same_rows(logprobs, theirs["logprobs"])
     one.close()
 
 
-def test_a_failed_load_or_save_leaves_the_engine_usable(engine: RayTrainEngine, tmp_path: Path):
+def test_a_call_that_is_refused_leaves_the_engine_usable(engine: RayTrainEngine, tmp_path: Path):
     with pytest.raises(CheckpointError, match="nowhere"):
         engine.load(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file"):
         engine.save(tmp_path / "file" / "checkpoint").wait()
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="lock"):
+        engine.train_batch(minibatches(), lambda *args: lock)
     assert len(engine.forward(minibatches()[1])) == 1
-
-
-def test_its_limits_are_those_of_the_model(engine: RayTrainEngine, model_dir: Path):
-    assert engine.limits == model_limits(AutoConfig.from_pretrained(model_dir))
 
 
 def test_ranks_accept_an_empty_batch(engine: RayTrainEngine):
@@ -159,13 +114,6 @@ def test_ranks_accept_an_empty_batch(engine: RayTrainEngine):
     assert engine.forward([]) == []
     assert engine.train_batch([[]], LOSS)["trained_tokens"] == 0
     assert engine.version == version + 1
-
-
-def test_a_loss_that_does_not_pickle_is_refused_before_any_rank_has_it(engine: RayTrainEngine):
-    lock = threading.Lock()
-    with pytest.raises(TypeError, match="lock"):
-        engine.train_batch(minibatches(), lambda *args: lock)
-    assert len(engine.forward(minibatches()[1])) == 1
 
 
 def test_the_snapshot_is_rank_0s(engine: RayTrainEngine, tmp_path: Path):
@@ -187,11 +135,9 @@ def test_the_snapshot_is_rank_0s(engine: RayTrainEngine, tmp_path: Path):
 def test_a_rank_that_fails_ends_all_and_is_named(engine: RayTrainEngine, num_ranks: int):
     """The last test with this engine: of 3 ranks one raises, of 4 one is killed, in the middle of a step."""
     last, snapshot = num_ranks - 1, engine.snapshot()
-    if num_ranks == 3:
-        loss, end = RaisingLoss(last), "rank 2 of 3 failed: ValueError: the loss is lost"
-    else:
-        loss, end = KillingLoss(last), "rank 3 of 4 died"
-    assert_ends(engine, loss, end, "ray_models.py" if num_ranks == 3 else "worker process has died")
+    kills = num_ranks == 4
+    end = "rank 3 of 4 died" if kills else "rank 2 of 3 failed: ValueError: the loss is lost"
+    assert_ends(engine, FailingLoss(last, kills), end, "worker process has died" if kills else "ray_models.py")
     with pytest.raises(EngineClosedError, match=end):
         snapshot.write(Path("never"))
     snapshot.leave("no group")  # there is nothing left to leave
@@ -201,7 +147,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(engine: RayTrainEngine, num_ran
 def test_a_rank_that_is_killed_ends_the_engine(model_dir: Path):
     engine = RayTrainEngine(model_dir, config(1))
     try:
-        assert_ends(engine, KillingLoss(0), "rank 0 of 1 died", "worker process has died")
+        assert_ends(engine, FailingLoss(0, kills=True), "rank 0 of 1 died", "worker process has died")
     finally:
         engine.close()
 

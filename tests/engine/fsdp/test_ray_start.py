@@ -1,4 +1,4 @@
-"""Ray started for a run alone: it listens to this machine only, leaves the process as it was, gone at the end."""
+"""A Ray that a run starts listens to this machine only, leaves the process as it was, and ends with the run."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ LISTEN = "0A"
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A place of this test's own for what Ray writes: not in tmp_path, whose name is too long for Ray's sockets."""
+    """Where Ray writes. The name of tmp_path is too long for Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         monkeypatch.setenv("RAY_TMPDIR", directory)  # where `auto` looks for a cluster, and clusters are noted

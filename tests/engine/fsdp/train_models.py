@@ -1,71 +1,100 @@
-"""Tiny models on disk, and what transformers by itself says with them."""
+"""Tiny models on disk, what transformers by itself says with them, and train engines of them."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
+from arl.api.engine import Head
+from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.tiny import tiny_tokenizer
 
 MakeEngine = Callable[..., FSDPTrainEngine]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+"""The config of a model with experts in each layer, which its files hold apart and transformers fuses."""
 
 
-def write_model(
-    directory: Path,
-    *,
-    tied: bool,
-    dtype: torch.dtype = torch.float32,
-    model_class: Callable[[Qwen3Config], PreTrainedModel] = Qwen3ForCausalLM,
-    **sizes: int,
-) -> Path:
-    """A Qwen3 of two layers and some 30,000 parameters with grouped queries, and a tokenizer. sizes: of its config."""
-    tokenizer = tiny_tokenizer()
+def build_model(model_class: type[Any] = Qwen3ForCausalLM, *, tied: bool = False, **config: Any) -> PreTrainedModel:
+    """Two layers and some 30,000 parameters with grouped queries, a Qwen3 unless told otherwise."""
     shape = {
+        "vocab_size": len(tiny_tokenizer()),
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": tied,
     }
-    config = Qwen3Config(vocab_size=len(tokenizer), initializer_range=0.2, tie_word_embeddings=tied, **(shape | sizes))
     torch.manual_seed(0)
-    model_class(config).to(dtype).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    model = model_class(model_class.config_class(**(shape | config)))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms begin as ones and biases as zeros, which would hide mistakes
+            nn.init.normal_(parameter, mean=parameter[0].item(), std=0.3)
+    return model
+
+
+def save_model(model: PreTrainedModel, directory: Path) -> Path:
+    """The model with a tokenizer."""
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
     return directory
 
 
-def write_experts(directory: Path) -> Path:
-    """A Qwen3 with four experts in each layer, which its files hold apart and transformers fuses."""
-    tokenizer = tiny_tokenizer()
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+def write_model(
+    directory: Path, model_class: type[Any] = Qwen3ForCausalLM, *, dtype: torch.dtype = torch.float32, **config: Any
+) -> Path:
+    """`build_model` on the disk."""
+    return save_model(build_model(model_class, **config).to(dtype), directory)
+
+
+def write_critic(directory: Path) -> Path:
+    """A Qwen3 with a head of one label."""
+    return write_model(directory, Qwen3ForSequenceClassification, num_labels=1)
+
+
+def edited(source: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a model directory with tensors (dots for double underscores) replaced, or left out."""
+    shutil.copytree(source, target)
+    weights = load_file(target / "model.safetensors")
+    for name, tensor in tensors.items():
+        weights.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            weights[name.replace("__", ".")] = tensor
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@contextmanager
+def engines(model_dir: Path, **defaults: Any) -> Iterator[MakeEngine]:
+    """make(directory, optimizer=..., head=..., max_tokens_per_microbatch=..., ...) -> a train engine."""
+    made: list[FSDPTrainEngine] = []
+
+    def make(directory: Path = model_dir, head: Head = "policy", **options: Any) -> FSDPTrainEngine:
+        # A large eps keeps AdamW smooth: it would otherwise blow rounding in tiny gradients up to whole steps.
+        optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
+        config = TrainConfig(**{"optimizer": optimizer, **defaults, **options})
+        made.append(FSDPTrainEngine(directory, config, head=head))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
 
 
 def load_twin(directory: Path) -> PreTrainedModel:
@@ -73,20 +102,11 @@ def load_twin(directory: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-def write_critic(directory: Path) -> Path:
-    """A Qwen3 with a head of one label, which no one asks for the score of a padded text."""
-    return write_model(directory, tied=False, model_class=Qwen3ForSequenceClassification, num_labels=1)
-
-
 def load_critic(directory: Path) -> PreTrainedModel:
-    """The model as transformers runs it by itself, with attention in plain operations."""
+    """The model with a head of one label, as transformers runs it by itself."""
     return AutoModelForSequenceClassification.from_pretrained(
-        directory, attn_implementation="eager", dtype=torch.float32
+        directory, attn_implementation="eager", dtype=torch.float32, num_labels=1
     ).eval()
-
-
-def score_of(model: PreTrainedModel) -> nn.Linear:
-    return cast("nn.Linear", model.score)
 
 
 @torch.no_grad()

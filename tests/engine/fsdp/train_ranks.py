@@ -1,6 +1,7 @@
 """Ranks of a process group as processes that run one function after another."""
 
 import multiprocessing
+import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,7 @@ TIMEOUT_S = 90
 class Ranks:
     """`run(function, ...)` calls `function(rank, ...)` on each rank, and returns what each reports."""
 
-    def __init__(self, world_size: int, directory: Path) -> None:
+    def __init__(self, world_size: int, directory: Path, backend: str = "gloo") -> None:
         # torch and transformers are imported once, in the server that the ranks are forked from.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["arl.engine.fsdp.train_engine", "transformers.models.auto.modeling_auto"])
@@ -26,7 +27,7 @@ class Ranks:
         self._calls: list[tuple[ThreadPoolExecutor, Any]] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, world_size, str(directory / "store"), theirs)
+            arguments = (rank, world_size, backend, str(directory / "store"), theirs)
             context.Process(target=_serve, args=arguments, daemon=True).start()
             self._calls.append((ThreadPoolExecutor(1), ours))
 
@@ -54,9 +55,10 @@ def _call(connection: Any, work: bytes) -> Report:
     return report
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, connection: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while (work := _next(connection)) is not None:
         function, arguments = pickle.loads(work)
         try:

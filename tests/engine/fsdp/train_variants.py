@@ -21,8 +21,6 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0
 """A large eps keeps AdamW smooth: it would otherwise blow rounding in tiny gradients up to whole steps."""
 LORA = LoRAConfig(rank=3, alpha=6)
 """Two ranks cannot share the three rows of A evenly."""
-NOT_COMPARED = {"forwarded_tokens", "forwarded_share"}
-"""Metrics that say how the work was split."""
 PAIRS = PreferenceLoss(beta=0.2)
 VALUE = ValueLoss(value_clip=0.2)
 
@@ -60,8 +58,8 @@ class Variant:
         return [sequences, sequences[:1]]
 
     @property
-    def output(self) -> Output:
-        return "logprobs" if self.head == "policy" else "values"
+    def outputs(self) -> list[Output]:
+        return ["logprobs", "reference_logprobs"] if self.head == "policy" else ["values"]
 
     def engine(self, model_dir: Path, **options: Any) -> FSDPTrainEngine:
         config = TrainConfig(**{"optimizer": OPTIMIZER, **self.options, **options})
