@@ -180,7 +180,7 @@ async def test_a_few_steps_bring_the_student_nearer_to_its_teacher(tmp_path: Pat
     babbling = SingleTurnWorkflow(tiny_tokenizer(), one, sampling=SamplingParams(max_new_tokens=16, ignore_eos=True))
     questions = [{"question": str(number)} for number in range(64)]
     with server_process(str(teacher_model)) as server:
-        async with TeacherClient(server.url, tokenizer=tiny_tokenizer()) as teacher:
+        async with TeacherClient(server.address, tokenizer=tiny_tokenizer()) as teacher:
             workflow = DistillationWorkflow(babbling, teacher)
             async with launch(config, workflow=workflow, dataset=questions) as trainer:
                 steps = [step async for step in trainer]
