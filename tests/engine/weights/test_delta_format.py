@@ -112,11 +112,11 @@ def test_broken_bytes_do_no_more_than_change_numbers_and_bytes_that_end_early_ar
         assert patched.tobytes() == base.tobytes()
 
 
-def test_a_stream_that_unpacks_to_more_than_belongs_there_is_not_unpacked():
+@pytest.mark.parametrize(("kind", "message"), [(1, "or more; it must be"), (9, "an unknown way: 9")])
+def test_a_stream_that_is_too_large_or_of_an_unknown_kind_is_not_unpacked(kind: int, message: str):
     bomb = zlib.compress(bytes(1 << 26))
-    encoded = BLOCK_HEADER.pack(1, 1, len(bomb), 1) + bomb + b"\0"
-    with pytest.raises(DeltaError, match="or more; it must be"):
-        apply_block(np.zeros(10, "<u2"), encoded)
+    with pytest.raises(DeltaError, match=message):
+        apply_block(np.zeros(10, "<u2"), BLOCK_HEADER.pack(kind, 1, len(bomb), 1) + bomb + b"\0")
 
 
 IMPOSSIBLE = [{"name": name} for name in ("../config.json", "a/b", ".hidden", "")]

@@ -120,14 +120,22 @@ def test_it_ends_with_its_parent_however_that_ended(model_a: str) -> None:
         os.close(server)
 
 
-def test_a_broken_model_directory_is_one_sentence_and_exit_code_2(model_a: str, tmp_path: Path) -> None:
+def test_a_broken_model_directory_is_one_sentence_and_code_2(
+    model_a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "broken"
     shutil.copytree(model_a, directory)
     (directory / "config.json").write_text("{}")
-    ended = subprocess.run(command(str(directory)), capture_output=True, text=True, env=environment(), check=False)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert [str(directory) in line for line in ended.stderr.splitlines() if line.startswith("error:")] == [True]
-    assert "Traceback" not in ended.stderr
+    assert main(["--model", str(directory)]) == 2
+    written = capsys.readouterr()
+    assert [str(directory) in line for line in written.err.splitlines() if line.startswith("error:")] == [True]
+    assert "Traceback" not in written.err
+    assert written.out == ""
+
+
+def test_the_code_of_a_failed_start_is_the_process_exit_code() -> None:
+    ended = subprocess.run(command("/nonexistent"), capture_output=True, env=environment(), check=False)
+    assert (ended.returncode, ended.stdout) == (2, b"")
 
 
 @pytest.mark.parametrize(
