@@ -14,8 +14,8 @@ def trajectory(versions: tuple[int, ...] = (3, 4), reward: float = 0.0, **change
 
 def grouped(*trajectories: Trajectory, number: int = 0, stamp: int = 0, **changes: Any) -> Group:
     """A group of one episode for each trajectory, unless `episode_indices` says otherwise."""
-    episodes = {"episode_indices": tuple(range(len(trajectories))), **changes}
-    return Group(group_id=number, example_id=(0, number), stamp=stamp, trajectories=trajectories, **episodes)
+    plain = {"example_id": (0, number), "episode_indices": tuple(range(len(trajectories)))}
+    return Group(group_id=number, stamp=stamp, trajectories=trajectories, **{**plain, **changes})
 
 
 def stats(version: int) -> StepStats:

@@ -52,18 +52,14 @@ def shown(config: type[Config]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("config", "flag", "default"),
     [
-        (AgentConfig, "--model", "tiny"),
         (AgentConfig, "--engine.kind", "local"),
         (AgentConfig, "--train.lora", "null"),
         (AgentConfig, "--train.lora.target_modules", "all-linear"),
         (AgentConfig, "--train.optimizer.betas", "[0.9, 0.95]"),
-        (AgentConfig, "--algorithm.loss.kind", "ppo"),
-        (AgentConfig, "--weights.transport", "disk"),
         (AgentConfig, "--log.console", "true"),
         (TunedConfig, "--steps", "7"),
         (TunedConfig, "--engine.kind", "sglang"),
         (TunedConfig, "--engine.max_retries", "7"),
-        (TunedConfig, "--algorithm.preset", "gspo"),
         (TunedConfig, "--algorithm.loss.kind", "gspo"),
         (TunedConfig, "--algorithm.minibatches", "4"),
     ],

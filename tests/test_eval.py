@@ -71,23 +71,16 @@ def test_the_limit_and_the_split_choose_the_examples(script: Commands) -> None:
     assert row(out, "reward") == ["1.000", "0.000", "9"]
 
 
-def test_a_file_that_is_there_is_not_overwritten(script: Commands) -> None:
+def test_a_file_is_not_overwritten_nor_left_behind_by_a_start_that_fails(script: Commands) -> None:
     out = script.directory / "episodes.jsonl"
+    code, _, err = script.run("eval", "--out", str(out), "--model", "no/such/directory")
+    assert (code, out.exists()) == (1, False)
     out.write_text("an hour's work\n")
     code, _, err = script.run("eval", "--out", str(out))
     assert code == 1
     assert f"--out {out} is there already" in err
     assert out.read_text() == "an hour's work\n"
     assert script.requests == []
-
-
-def test_a_start_that_fails_leaves_no_file_in_the_way(script: Commands) -> None:
-    out = script.directory / "episodes.jsonl"
-    for _ in range(2):
-        code, _, err = script.run("eval", "--out", str(out), "--model", "no/such/directory")
-        assert code == 1
-        assert "is there already" not in err
-    assert not out.exists()
 
 
 def test_every_episode_is_a_line_of_the_file_and_failures_are_counted_and_the_first_is_shown(script: Commands) -> None:

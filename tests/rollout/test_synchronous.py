@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import Moody, controlled, engine_with_latency, examples, serve, train
+from records import grouped
 from virtual_time import run_in_virtual_time
 
 from arl.api.types import Group
@@ -26,15 +27,7 @@ async def plain_loop(seed: int) -> list[list[Group]]:
                 continue
             trajectories = tuple(t for t in episodes if t is not None)
             if len(trajectories) == GROUP_SIZE:
-                batch.append(
-                    Group(
-                        group_id=issue.group_id,
-                        example_id=issue.example_id,
-                        stamp=version,
-                        trajectories=trajectories,
-                        episode_indices=tuple(range(GROUP_SIZE)),
-                    )
-                )
+                batch.append(grouped(*trajectories, number=issue.group_id, stamp=version, example_id=issue.example_id))
         batches.append(batch)
         await serve(engine, version + 1)
     return batches
