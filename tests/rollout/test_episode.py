@@ -33,15 +33,11 @@ def fails(times: int) -> object:
     return act
 
 
-def test_one_trajectory_or_several_are_kept_in_order() -> None:
-    other = trajectory((0, 0), reward=3.0)
+def test_one_trajectory_or_several_are_kept_in_order_and_a_role_that_branched_counts_once_in_the_reward() -> None:
+    other, critic = trajectory((0, 0), reward=3.0), replace(ONE, role="critic", reward=0.0)
     assert episode(lambda _: ONE).trajectories == (ONE,)
     assert episode(lambda _: [other, ONE]).trajectories == (other, ONE)
     assert episode(lambda _: [other, ONE]).reward == 2.0
-
-
-def test_a_role_whose_transcript_branched_counts_once_in_the_episodes_reward() -> None:
-    critic = replace(ONE, role="critic", reward=0.0)
     assert episode(lambda _: [critic, critic, critic, ONE]).reward == 0.5
 
 

@@ -136,10 +136,7 @@ async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tm
 
     first, second = ScriptedTrainEngine(on_train=block_in_second_batch), ScriptedTrainEngine()
 
-    async def train() -> None:
-        await run(tmp_path, first)
-
-    task = asyncio.create_task(train())
+    task = asyncio.create_task(run(tmp_path, first))
     await is_training.wait()
     task.cancel()
     loop.call_soon(may_end.set)
