@@ -34,11 +34,8 @@ def issued(source: ExampleLedger, n: int) -> list[tuple[int, int]]:
     return [source.issue().example_id for _ in range(n)]
 
 
-def test_unshuffled_examples_keep_the_datasets_order() -> None:
+def test_the_order_is_the_datasets_or_if_shuffled_the_seeds_which_differs_between_epochs() -> None:
     assert issued(ledger(num_examples=3, shuffle=False), 4) == [(0, 0), (0, 1), (0, 2), (1, 0)]
-
-
-def test_the_order_is_the_seeds_and_differs_between_epochs() -> None:
     first, again, other = (issued(ledger(num_examples=50, seed=seed), 100) for seed in (1, 1, 2))
     assert first == again != other
     assert [i for _, i in first[:50]] != [i for _, i in first[50:]]
