@@ -1,4 +1,4 @@
-"""Saving beside training: what waits for it, what its failure ends, and what remains."""
+"""Saving runs beside training: a step does not wait for it, the end of a run does, and a failure ends the run."""
 
 import asyncio
 import json

@@ -193,10 +193,9 @@ def test_flex_attention_is_masked_by_the_tree_with_blocks_for_all_that_is_seen(w
 
     # Without a compiler torch looks at the mask alone, not at its blocks.
     blocks, padding = block_mask(layout, window), -plan.num_tokens % 128
-    tiles = (
-        torch.nn.functional.pad(seen(layout, window), (0, padding, 0, padding)).unfold(0, 128, 128).unfold(1, 128, 128)
-    )
-    some, everything = tiles.flatten(2).any(-1), tiles.flatten(2).all(-1)
+    mask = torch.nn.functional.pad(seen(layout, window), (0, padding, 0, padding))
+    tiles = mask.unfold(0, 128, 128).unfold(1, 128, 128).flatten(2)
+    some, everything = tiles.any(-1), tiles.all(-1)
     computed, full = blocks.to_dense()[0, 0].bool(), torch.zeros_like(some)
     assert blocks.full_kv_num_blocks is not None
     assert blocks.full_kv_indices is not None

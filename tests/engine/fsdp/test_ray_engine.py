@@ -166,11 +166,7 @@ def test_rank_zero_writes_the_adapters(model_dir: Path, tmp_path: Path):
     try:
         assert isinstance(engine, AdapterEngine)
         engine.train_batch(minibatches(), LOSS)
-        snapshot = engine.snapshot_adapter()
-        assert snapshot.write(tmp_path / "ours") > 0
-        snapshot.release()
-        with pytest.raises(TransportError, match="was released"):
-            snapshot.write(tmp_path / "never")
+        assert engine.snapshot_adapter().write(tmp_path / "ours") > 0
     finally:
         engine.close()
     one = FSDPTrainEngine(model_dir, config(1, lora=LORA))

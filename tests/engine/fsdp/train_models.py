@@ -1,4 +1,4 @@
-"""Tiny models on disk, what transformers by itself says with them, and train engines of them."""
+"""Tiny models on disk, the same models as transformers runs them by itself, and train engines for them."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -111,7 +111,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def slow_values(model: PreTrainedModel, sequence: TrainSequence) -> torch.Tensor:
-    """One forward pass of the model as it is for each trained token, over the tokens before it alone."""
+    """For each trained token, one forward pass of the model over the tokens before it."""
     values = torch.zeros(len(sequence))
     for place in sequence.loss_mask.nonzero()[:, 0].tolist():
         values[place] = model(input_ids=sequence.token_ids[None, :place]).logits[0, 0]

@@ -1,4 +1,4 @@
-"""What there is to train: heads, losses and adapters, with minibatches for each."""
+"""The variants of training: heads, losses and adapters, with minibatches for each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
