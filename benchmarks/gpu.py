@@ -163,9 +163,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def write_model(shape: Shape, directory: Path, device: str) -> Path:
-    """Random weights in bfloat16, and a tokenizer that is too small for them."""
-    config = Qwen3Config(
+def config_of(shape: Shape) -> Qwen3Config:
+    return Qwen3Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -175,8 +174,12 @@ def write_model(shape: Shape, directory: Path, device: str) -> Path:
         head_dim=shape.head_dim,
         tie_word_embeddings=True,
     )
+
+
+def write_model(shape: Shape, directory: Path, device: str) -> Path:
+    """Random weights in bfloat16, and a tokenizer that is too small for them."""
     with torch.device(device):
-        Qwen3ForCausalLM(config).bfloat16().cpu().save_pretrained(directory)
+        Qwen3ForCausalLM(config_of(shape)).bfloat16().cpu().save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
 

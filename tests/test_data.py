@@ -53,8 +53,8 @@ def test_a_directory_is_read_by_split_in_the_files_order(tmp_path: Path, suffix:
         ("rows.parquet", "not parquet", r"rows\.parquet cannot be read"),
         (
             "rows.jsonl",
-            '{"question": "?", "solution": "4"}',
-            r"row 1 of .*jsonl has no 'answer' \(it has 'question', ",
+            '{"question": "?", "answer": "4"}\n{"question": "?", "solution": "4"}',
+            r"row 2 of .*jsonl has no 'answer' \(it has 'question', ",
         ),
         ("test.jsonl", "{}", r"no file for split 'train', such as train\.jsonl.*it has test\.jsonl"),
         ("rows.csv", "question,answer\n", r"has an unknown format; its name must end in \.jsonl, \.json, \.parquet"),
@@ -68,21 +68,14 @@ def test_a_file_that_lacks_something_is_an_error_that_says_where(
         load_dataset(str(tmp_path if name == "test.jsonl" else tmp_path / name), columns=COLUMNS)
 
 
-def test_of_a_single_file_the_last_rows_are_held_out(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(f'{{"n": {n}}}\n' for n in range(5)))
-    training, held_out = load_splits(str(file), num_held_out=2)
-    assert ([row["n"] for row in training], [row["n"] for row in held_out]) == ([0, 1, 2], [3, 4])
-    assert len(load_splits(str(file), str(file), num_held_out=9)[1]) == 5
+def test_rows_are_held_out_of_the_end_of_a_single_file_and_of_another_split_of_a_directory(tmp_path: Path) -> None:
+    rows = [{"n": str(n)} for n in range(5)]
+    file, other = str(write(tmp_path / "train.jsonl", rows)), str(write(tmp_path / "test.jsonl", rows[::-1]))
+    assert load_splits(file, num_held_out=2) == (rows[:3], rows[3:])
+    assert load_splits(str(tmp_path), num_held_out=2) == (rows, rows[:2:-1])
+    assert load_splits(file, other, num_held_out=9) == (rows, rows[::-1])
     with pytest.raises(DatasetError, match="has 5 rows, of which num_held_out=5 are held out; lower it"):
-        load_splits(str(file), num_held_out=5)
-
-
-def test_of_a_directory_the_first_rows_of_another_split_are_held_out(tmp_path: Path) -> None:
-    for split, first in (("train", 0), ("test", 10)):
-        (tmp_path / f"{split}.jsonl").write_text("".join(f'{{"n": {first + n}}}\n' for n in range(5)))
-    training, held_out = load_splits(str(tmp_path), num_held_out=2)
-    assert ([row["n"] for row in training], [row["n"] for row in held_out]) == ([0, 1, 2, 3, 4], [10, 11])
+        load_splits(file, num_held_out=5)
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 GPU = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "gpu.py"))
 TINY = ["--shape", "tiny", "--device", "cpu", "--tokens", "128", "--sequence-length", "32", "--microbatch", "64"]
@@ -48,18 +48,8 @@ def test_publishing_and_serving_are_measured(tmp_path: Path):
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b"])
 def test_weights_are_counted_as_the_models_have_them(name: str):
     shape: Any = GPU["SHAPES"][name]
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=True,
-    )
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(GPU["config_of"](shape))
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert shape.layer_weights + shape.vocabulary * shape.hidden == matrices
 

@@ -10,7 +10,7 @@ from virtual_time import run_in_virtual_time
 
 from arl.api.engine import Sampler
 from arl.api.scripted import ScriptedEngine
-from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.types import Example, ModelRequest, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.rollout.controller import run_examples
 from arl.rollout.episode import EpisodeRunner, EpisodeSampler
@@ -29,18 +29,12 @@ async def test_a_request_is_changed_in_what_is_asked_for_alone(
     assert [request.sampling for request in engine.requests] == [replace(wanted, **changed)]
 
 
-def seeded_tokens(request: ModelRequest) -> ModelResponse:
+def seeded_tokens(request: ModelRequest) -> list[int]:
     """Three tokens that are a function of the request's seed, which every server takes."""
     seed = request.sampling.seed
     assert seed is not None
     assert 0 <= seed < 2**31
-    noise = random.Random(seed)
-    return ModelResponse(
-        output_ids=tuple(noise.randrange(1000) for _ in range(3)),
-        output_logprobs=(-1.0,) * 3,
-        output_versions=(0,) * 3,
-        stop_reason="stop",
-    )
+    return random.Random(seed).choices(range(1000), k=3)
 
 
 def tokens_of(seed: int, workflow: RolloutWorkflow | None = None, **settings: object) -> list[list[tuple[int, ...]]]:
