@@ -84,9 +84,12 @@ async def test_dynamic_sampling_keeps_groups_of_equal_outcomes_where_advantages_
     assert steps[-1].metrics["episodes_rejected"] == 0
 
 
-async def test_dynamic_sampling_rejects_groups_in_which_advantages_see_no_difference(run: Run) -> None:
-    with pytest.raises(StarvedError, match="process rewards included, are equal"):
-        await run(OneTurn(lambda _: parts_differ(3)), algorithm={"dynamic_sampling": True})
+async def test_a_run_whose_groups_all_lack_a_difference_says_so_long_before_it_ends(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StarvedError, match=r"the last 1000 groups were all rejected .* rewards included, are equal"):
+        await run(OneTurn(lambda *_: parts_differ(3)), algorithm={"dynamic_sampling": True})
+    assert caplog.messages[0].startswith("32 of the last 32 groups gave nothing to train on")
 
 
 async def test_a_curriculum_says_what_is_trained(run: Run) -> None:

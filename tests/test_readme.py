@@ -44,16 +44,14 @@ def test_the_adder_trains_as_it_stands(
     assert "held-out reward 1.000 -> 1.000 in 2 steps" in capsys.readouterr().out
 
 
-def test_the_adder_has_at_most_12_lines_and_one_import() -> None:
-    lines = [line for line in ADDER.splitlines() if line.strip()]
-    assert len(lines) <= 12
-    assert [line for line in lines if "import" in line] == ["import arl"]
-
-
-def test_the_three_lines_ask_for_what_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_three_lines_ask_for_what_train_takes_and_the_adder_has_12_with_one_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(arl, "train", create_autospec(arl.train))
     exec(THREE_LINES, {})
-    assert len([line for line in THREE_LINES.splitlines() if line.strip()]) == 3
+    three, adder = ([line for line in block.splitlines() if line.strip()] for block in (THREE_LINES, ADDER))
+    assert (len(three), len(adder) <= 12) == (3, True)
+    assert [line for line in adder if "import" in line] == ["import arl"]
 
 
 def test_the_make_targets_exist() -> None:

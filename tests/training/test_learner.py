@@ -49,12 +49,15 @@ def test_each_epoch_has_every_group_once_in_an_order_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_preparing_a_batch_trains_nothing_and_tells_the_new_trajectories_advantages() -> None:
-    learner = Learner(engine := ScriptedTrainEngine(), preset("grpo"))
-    batch = learner.prepare([pair(0)], [pair(100)])
+def test_preparing_a_batch_trains_nothing_and_tells_the_advantages_of_new_trajectories_that_are_trained() -> None:
+    learner = Learner(engine := ScriptedTrainEngine(), preset("grpo", overlong={"mask_truncated": True}))
+    wrong, right = pair(1).trajectories
+    masked = replace(pair(1), trajectories=(replace(wrong, is_truncated=True), right))
+    lower, higher, cut, uncut = learner.prepare([pair(0), masked], [pair(100)]).advantages
     assert (learner.version, engine.batches) == (0, [])
-    assert batch.advantages == pytest.approx([-1.0, 1.0], abs=0.5)
-    assert batch.advantages[0] == -(batch.advantages[1] or 0)
+    assert (lower, higher) == pytest.approx((-1.0, 1.0), abs=0.5)
+    assert lower == -(higher or 0)
+    assert (cut is None, uncut is None) == (True, False)
 
 
 class Forwarding(ScriptedTrainEngine):
@@ -77,13 +80,6 @@ def test_proximal_logprobs_cost_a_forward_only_where_they_differ(algorithm: dict
     engine = Forwarding()
     Learner(engine, preset("decoupled_ppo", **algorithm)).prepare([pair(0), pair(1)])
     assert engine.calls == forwards
-
-
-def test_a_trajectory_that_is_masked_out_has_no_advantage() -> None:
-    cut = replace(pair(0).trajectories[0], is_truncated=True)
-    masked = replace(pair(0), trajectories=(cut, pair(0).trajectories[1]))
-    batch = Learner(ScriptedTrainEngine(), preset("grpo", overlong={"mask_truncated": True})).prepare([masked])
-    assert [advantage is None for advantage in batch.advantages] == [True, False]
 
 
 def test_while_the_critic_warms_up_the_policy_stands_still_and_reports_nothing() -> None:

@@ -44,8 +44,8 @@ async def test_each_step_trains_and_publishes_a_batch_within_the_bound_and_check
 async def test_with_max_staleness_0_a_step_ends_with_its_weights_served_and_trains_their_tokens_alone(
     tmp_path: Path,
 ) -> None:
-    train_engine = ScriptedTrainEngine()
-    async with running(tmp_path, train_engine, rollout={"max_staleness": 0}) as trainer:
+    train_engine, slow = ScriptedTrainEngine(), DirectTransport(lambda _: asyncio.sleep(0.05))
+    async with running(tmp_path, train_engine, slow, rollout={"max_staleness": 0}) as trainer:
         async for step in trainer:
             assert trainer.inference_engine.version == step.version
     versions = [{int(v) for m in batch for s in m for v in s.versions[s.loss_mask]} for batch in train_engine.batches]
