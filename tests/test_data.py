@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -103,8 +104,7 @@ class FakeHub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    hub = FakeHub(["main", "socratic"])
-    monkeypatch.setitem(__import__("sys").modules, "datasets", hub)
+    monkeypatch.setitem(sys.modules, "datasets", hub := FakeHub(["main", "socratic"]))
     return hub
 
 

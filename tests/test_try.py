@@ -223,20 +223,14 @@ def shown(passage: Passage) -> str:
     return rendered(passage, decode, brackets=True).plain
 
 
-def passage(*parts: tuple[Origin, str | list[int]]) -> Passage:
-    ids = [(origin, TOKENIZER.encode(part) if isinstance(part, str) else part) for origin, part in parts]
-    return Passage(
-        token_ids=tuple(token for _, tokens in ids for token in tokens),
-        origins=tuple(origin for origin, tokens in ids for _ in tokens),
-    )
+def passage(given: list[int], trained: list[int]) -> Passage:
+    origins = (Origin.GIVEN,) * len(given) + (Origin.TRAINED,) * len(trained)
+    return Passage(token_ids=(*given, *trained), origins=origins)
 
 
 def test_a_character_whose_bytes_were_half_given_is_shown_whole() -> None:
     first, *rest = TOKENIZER.encode("é")
-    text = shown(
-        passage((Origin.GIVEN, "caf"), (Origin.GIVEN, [first]), (Origin.TRAINED, [*rest, *TOKENIZER.encode("!")]))
-    )
-    assert text == "caf⟦é!⟧"
+    assert shown(passage([*TOKENIZER.encode("caf"), first], [*rest, *TOKENIZER.encode("!")])) == "caf⟦é!⟧"
 
 
 def test_spaces_between_words_are_those_of_the_whole_text() -> None:
@@ -258,7 +252,7 @@ def test_tokens_that_another_trajectory_trains_are_marked() -> None:
 def test_on_a_terminal_colours_take_the_place_of_brackets() -> None:
     console = Console(force_terminal=True, color_system="standard", width=80)
     with console.capture() as captured:
-        console.print(rendered(passage((Origin.GIVEN, "in"), (Origin.TRAINED, "out")), decode, brackets=False))
+        console.print(rendered(passage(TOKENIZER.encode("in"), TOKENIZER.encode("out")), decode, brackets=False))
         console.print(legend(brackets=False))
     assert captured.get().splitlines()[0] == "\x1b[2min\x1b[0m\x1b[1;32mout\x1b[0m"
     assert "⟦" not in captured.get()
