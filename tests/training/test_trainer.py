@@ -75,20 +75,10 @@ async def test_a_step_that_is_cancelled_while_it_is_logged_counts_in_the_stalene
     assert trainer.summary()["max_staleness_seen"] == 1
 
 
-async def test_a_step_does_not_wait_for_the_delivery_of_the_weights_before(tmp_path: Path) -> None:
-    def note(_: object) -> None:
-        if train_engine.version == 1:
-            loop.call_soon_threadsafe(transport.may_deliver.set)
-
-    loop, transport = asyncio.get_running_loop(), DirectTransport(held=1)
-    train_engine = ScriptedTrainEngine(on_train=note)
-    await run(tmp_path, train_engine, transport, steps=2)
-    assert transport.delivered == [0, 1, 2]
-
-
 async def test_a_slow_delivery_delays_training_by_the_bound_alone_and_the_newest_weights_follow(
     tmp_path: Path,
 ) -> None:
+    """Steps do not wait for the delivery of the weights before them."""
     async with running(tmp_path, transport=(transport := DirectTransport(held=1)), steps=4) as trainer:
         async for step in trainer:
             if step.version == 3:  # batches 0, 1 and 2 are what max_staleness 2 admits at version 0
