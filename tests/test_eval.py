@@ -55,11 +55,13 @@ def test_every_held_out_example_is_run_n_times_and_scored(script: Commands) -> N
     assert len(script.requests) == 12
 
 
-def test_by_default_there_are_8_episodes_of_each_and_every_k_that_doubles(script: Commands) -> None:
+def test_by_default_there_are_8_episodes_of_each_or_a_greedy_one_and_every_k_that_doubles(script: Commands) -> None:
     _, out, _ = script.run("eval", "--limit", "2")
     assert len(script.requests) == 16
     assert re.findall(r"pass@(\d+)", out) == ["1", "2", "4", "8"]
-    _, out, _ = script.run("eval", "--greedy")
+    code, out, _ = script.run("eval", "--greedy", answers=("raise",))
+    assert code == 1, "every episode failed"
+    assert "3 failed" in out
     assert len(script.requests) == 16 + 3
     assert re.findall(r"pass@(\d+)", out) == ["1"]
 
@@ -103,12 +105,6 @@ def test_every_episode_is_a_line_of_the_file_and_failures_are_counted_and_the_fi
     assert trajectory["rewards"] == {"right": 1.0, "short": 0.5}
     assert trajectory["text"].endswith("Add: 0 + 1 = ?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>")
     assert rows[1]["trajectories"] == []
-
-
-def test_when_every_episode_failed_the_command_did(script: Commands) -> None:
-    code, out, _ = script.run("eval", "--n", "1", answers=("raise",))
-    assert code == 1
-    assert "3 failed" in out
 
 
 def test_too_many_failures_end_it_as_they_end_training(script: Commands) -> None:

@@ -107,16 +107,13 @@ def test_episodes_without_a_place_are_not_begun_once_enough_have_finished_and_th
     assert (counters["episodes_surplus"], counters["overtaken_episodes"]) == (4 * 5, 0)
 
 
-def test_extra_episodes_make_up_for_failed_and_rejected_ones() -> None:
+def test_extra_episodes_make_up_for_failed_and_rejected_ones_unless_there_are_too_many() -> None:
     group, counters, _ = sampled(fails, after(1), lambda: None, after(2), **FIRST)
     assert group.episode_indices == (1, 3)
     assert (counters["episodes_failed"], counters["episodes_dropped"]) == (1, 1)
     assert (counters["episodes_rejected"], counters["episodes_surplus"]) == (1, 0)
-
-
-def test_a_group_too_small_despite_extra_episodes_is_dropped() -> None:
     group, counters, _ = sampled(fails, fails, fails, after(1), after(1), after(1), **FIRST)
-    assert group.group_id == 1
+    assert group.group_id == 1, "too few were left of the first"
     assert (counters["episodes_dropped"], counters["episodes_surplus"]) == (4, 2)
 
 
