@@ -206,3 +206,16 @@ async def test_hundreds_run_at_once_and_are_aborted_when_cancelled(server: Serve
         await asyncio.sleep(0.05)
         assert not engine._upkeep._tasks
         assert not any(s.attempts for s in engine._pool.servers)
+
+
+async def test_a_server_that_does_not_abort_gets_no_requests_until_it_answers_a_probe(server: Server, other: Server):
+    server.faults.append("hang")
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
+        server.tells |= {"abort_request": 500, "model_info": 503}
+        call = await server.begin(group, engine.agenerate(ask()))
+        call.cancel()
+        await server.until(lambda: "model_info" in server.names(without=()))
+        assert "it did not abort a request" in engine._pool.report()
+        assert [s.address for s in engine._pool.in_service] == [other.address]
+        server.tells.clear()
+        await server.until(lambda: "continue_generation" in server.names())
