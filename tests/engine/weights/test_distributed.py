@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[bool, str, Exception, type[Exception], str]] = {
     "a server that was met before refuses": (True, "receive", ServerError("no group"), ServerFailedError, "no group"),
     "joining is refused": (False, "join", ServerError("no gloo here"), ServerError, "no gloo here"),
     "without transactions": (
-        False, "begin", NoSuchPathError("HTTP 404"), ServerError, r"SGLang 0\.5\.23 or newer.*transport=disk"
+        False, "begin", NoSuchPathError("HTTP 404"), ServerError, r"SGLang 0\.5\.23 or newer.*use disk"
     ),
 }  # fmt: skip
 """Whether there is a group already, the call that fails and how; then what that raises."""
