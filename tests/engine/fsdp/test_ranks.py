@@ -103,9 +103,10 @@ def test_ranks_train_publish_and_continue_like_one(
         alone.close()
     for rank, report in enumerate(reports):
         for key, metrics in (("metrics", "metrics"), ("next", "next"), ("continued", "next")):
-            assert_same_metrics(report[key], expected[metrics])
+            is_split = key == "metrics" and num_parts > 1
+            assert_same_metrics(report[key], expected[metrics], 1e-5 if is_split else 1e-4)
         assert num_parts == 1 or same(report["whole"], reports[rank // num_parts * num_parts]["whole"])
-    assert_same_metrics(again, expected["next"])
+    assert_same_metrics(again, expected["next"], 1e-4)
     for report in reports[:num_parts]:
         assert_same_rows(report["outputs"], expected["outputs"])
     if name == "adapters":

@@ -82,7 +82,7 @@ def test_ranks_train_write_and_continue_like_one(engine: RayTrainEngine, model_d
     ours, one = tell(engine, tmp_path / "ours"), FSDPTrainEngine(model_dir, config(1))
     theirs = tell(one, tmp_path / "theirs")
     for key in ("metrics", "next"):
-        assert_same_metrics(ours[key], theirs[key])
+        assert_same_metrics(ours[key], theirs[key], 1e-5 if key == "metrics" else 1e-4)
         assert ours[key]["forwarded_tokens"] == theirs[key]["forwarded_tokens"]
     assert (ours["num_bytes"], ours["version"]) == (theirs["num_bytes"], theirs["version"])
     assert engine.limits == one.limits

@@ -74,5 +74,5 @@ def test_a_step_does_not_depend_on_how_it_is_computed(
     arranged, options = (SPLITS | COMPILED)[split]
     metrics, weights = step(VARIANTS[name], model_dir, arranged(VARIANTS[name].minibatches), **options)
     expected, theirs = whole(name)
-    assert_same_metrics(metrics, expected)
+    assert_same_metrics(metrics, expected, 1e-4)
     assert_same_tensors(weights, theirs)

@@ -131,7 +131,7 @@ def share_of(sequences: Sequence[TrainSequence], rank: int, world_size: int) -> 
     return [sequences[i] for i in balanced_shares(sequences, world_size)[rank]]
 
 
-def assert_same_metrics(ours: Mapping[str, float], theirs: Mapping[str, float], rel: float = 1e-4) -> None:
+def assert_same_metrics(ours: Mapping[str, float], theirs: Mapping[str, float], rel: float = 1e-5) -> None:
     """But for those that say how the work was split."""
     assert ours.keys() == theirs.keys()
     for name in theirs.keys() - OF_WORK - {f"critic/{name}" for name in OF_WORK}:
