@@ -1,8 +1,4 @@
-"""Runs a small training again and again: each line on stdin starts a life of it, in a forked process.
-
-The parent has imported everything, so a life begins within milliseconds. It prints the life's process id, and then its
-exit code. Only the two engines are fakes.
-"""
+"""A life of a small training, for a nursery to fork. Only the two engines are fakes."""
 
 import asyncio
 import json
@@ -117,7 +113,7 @@ async def live(run_dir: Path, steps: int) -> None:
             pass
 
 
-def killed_at(operation: int, run_dir: str) -> Callable[[str, tuple[Any, ...]], None]:
+def killing_at(operation: int, run_dir: str) -> Callable[[str, tuple[Any, ...]], None]:
     """An audit hook that kills the process just before its operation number `operation` on a file of the run."""
     changes = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
     counted = iter(range(operation))
@@ -129,24 +125,9 @@ def killed_at(operation: int, run_dir: str) -> Callable[[str, tuple[Any, ...]], 
     return hook
 
 
-def main() -> None:
+def main(run_dir: str, steps: int, killed_at: int | None) -> None:
+    """killed_at: the file operation before which the life ends."""
     logging.disable(logging.ERROR)  # of episodes that fail on purpose
-    for line in sys.stdin:
-        life = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            if life["killed_at"] is not None:
-                sys.addaudithook(killed_at(life["killed_at"], life["run_dir"]))
-            asyncio.run(live(Path(life["run_dir"]), life["steps"]))
-            os._exit(0)
-        say(child)
-        say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
-def say(number: int) -> None:
-    sys.stdout.write(f"{number}\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    if killed_at is not None:
+        sys.addaudithook(killing_at(killed_at, run_dir))
+    asyncio.run(live(Path(run_dir), steps))

@@ -1,19 +1,17 @@
 """kill -9 at any moment, and the same command again: no example is trained twice, none is lost."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nursery import Nursery
+from recovery.invariants import check_ledger, newest_checkpoint
 
 from arl.api.types import Group
-from arl.training.checkpoint import Checkpoints, read_groups
+from arl.training.checkpoint import read_groups
 from arl.training.run_files import read_jsonl
 
 HERE = Path(__file__).parent
@@ -23,47 +21,29 @@ NUM_EXAMPLES, BATCH_SIZE = 17, 2
 class Lives:
     """Runs lives of one run_dir, one after another."""
 
-    def __init__(self, process: "subprocess.Popen[str]", run_dir: Path) -> None:
+    def __init__(self, nursery: Nursery, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._process = process
+        self._nursery = nursery
 
     def begin(self, steps: int, killed_at: int | None = None) -> int:
         """Start a life, which ends before its file operation number `killed_at`; returns its process id."""
-        assert self._process.stdin is not None
-        life = {"run_dir": str(self.run_dir), "steps": steps, "killed_at": killed_at}
-        self._process.stdin.write(json.dumps(life) + "\n")
-        self._process.stdin.flush()
-        return self._number()
+        self._life = self._nursery.fork("lives:main", run_dir=self.run_dir, steps=steps, killed_at=killed_at)
+        return self._life.pid
 
     def end(self) -> int:
         """Wait for its end; returns its exit code, -9 where it was killed."""
-        return self._number()
-
-    def _number(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
+        return self._life.code.result(timeout=60)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator["subprocess.Popen[str]"]:
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "lives.py")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        yield process
-        process.kill()
+def nursery() -> Iterator[Nursery]:
+    with Nursery(["lives"], [HERE]) as nursery:
+        yield nursery
 
 
 @pytest.fixture
-def lives(server: "subprocess.Popen[str]", tmp_path: Path) -> Lives:
-    return Lives(server, tmp_path / "run")
-
-
-def newest_checkpoint(run_dir: Path) -> tuple[int, Path]:
-    """Its version, 0 without one."""
-    version = Checkpoints(run_dir / "checkpoints", 2, {}).newest_version() or 0
-    return version, run_dir / "checkpoints" / f"version-{version:08d}"
+def lives(nursery: Nursery, tmp_path: Path) -> Lives:
+    return Lives(nursery, tmp_path / "run")
 
 
 def check(run_dir: Path) -> int:
@@ -83,23 +63,6 @@ def check(run_dir: Path) -> int:
         check_replay(ledger, read_groups(file), version)
     check_logs(run_dir, seen)
     return version
-
-
-def check_ledger(checkpoint: Path, seen: list[list[int]], num_examples: int) -> dict[str, Any]:
-    """Each example of an epoch ended once or is pending; those that ended as trained are what the weights have seen."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    assert state["version"] == len(seen)
-    ledger = state["rollout"]["ledger"]
-    with (checkpoint / "groups.npz").open("rb") as file:
-        waiting = {group.example_id for group in read_groups(file)}
-    pending = {(epoch, index) for epoch, index, _ in ledger["pending"]}
-    open_ones = {(epoch, i) for epoch, marks in enumerate(ledger["outcomes"]) for i, m in enumerate(marks) if m == "."}
-    assert waiting <= pending <= open_ones
-    assert all(epoch == ledger["epoch"] for epoch, _ in open_ones - pending), "an example of a past epoch is lost"
-    assert num_examples - ledger["position"] == len(open_ones - pending), "an example of this epoch is lost"
-    trained = Counter(i for marks in ledger["outcomes"] for i, mark in enumerate(marks) if mark == "t")
-    assert trained == Counter(number for batch in seen for number in batch)
-    return ledger
 
 
 def check_replay(ledger: dict[str, Any], groups: list[Group], version: int) -> None:

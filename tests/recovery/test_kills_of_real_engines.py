@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from real_life import NUM_EXAMPLES
-from test_kills import check_ledger, newest_checkpoint
+from recovery.invariants import check_ledger, newest_checkpoint
 
 from arl.engine.tiny import write_tiny_model
 from arl.training.run_files import read_jsonl
