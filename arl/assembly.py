@@ -47,7 +47,7 @@ from arl.training.checkpoint import Checkpoints
 from arl.training.display import Display
 from arl.training.learner import Learner, TrainThread
 from arl.training.metrics import Evaluator, RunTotals
-from arl.training.run_files import RunLog, make_run_dir
+from arl.training.run_files import RunLock, RunLog, make_run_dir
 from arl.training.trainer import Trainer
 from arl.workflow.agent import AgentWorkflow
 from arl.workflow.teachers import DistillationWorkflow
@@ -75,19 +75,24 @@ async def launch(
     eval_dataset: Dataset | None = None,
     keep: Callable[[Group], bool] | None = None,
     curriculum: Curriculum | None = None,
+    lock: RunLock | None = None,
 ) -> AsyncGenerator[Trainer]:
     """Start everything that `config` names and give the Trainer; resume if run_dir has a checkpoint.
 
     dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
-    examples of each stage, in order; without one, epochs of the whole dataset. The workflow is entered first and left
-    last. Leaving the block, by its end, an error or a cancellation, saves a checkpoint and stops the servers that arl
-    started. Raises the ArlError of a part that could not start, and out of the block the first error of the run.
+    examples of each stage, in order; without one, epochs of the whole dataset. lock: run_dir's, if the caller has taken
+    it. The workflow is entered first and left last. Leaving the block, by its end, an error or a cancellation, saves a
+    checkpoint and stops the servers that arl started. Raises the ArlError of a part that could not start (RunFileError
+    while another run trains in run_dir), and out of the block the first error of the run.
     """
     given = _Given(workflow=workflow, dataset=dataset, eval_dataset=eval_dataset, keep=keep, curriculum=curriculum)
     _check(config, given)
-    await asyncio.to_thread(make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
+        if lock is None:
+            lock = RunLock(config.run_dir)
+            stack.callback(lock.release)
+            await asyncio.to_thread(lock.take)
         await stack.enter_async_context(workflow)
         trainer = await _build(stack, config, given)
         async with trainer.running():

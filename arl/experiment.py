@@ -22,7 +22,7 @@ from arl.cli import run
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.training.metrics import Evaluation
-from arl.training.run_files import make_run_dir, plot_run, read_jsonl, write_atomically
+from arl.training.run_files import RunLock, make_run_dir, plot_run, read_jsonl, write_atomically
 
 if TYPE_CHECKING:
     from arl.training.trainer import Trainer
@@ -95,6 +95,14 @@ class Experiment(Generic[ConfigT]):
 
         Run again on the same run_dir, it continues, and knows the evaluation from before any training.
         """
+        lock = RunLock(config.run_dir)  # before `prepare`, which may write there
+        try:
+            await asyncio.to_thread(lock.take)
+            return await self._train(config, lock)
+        finally:
+            lock.release()
+
+    async def _train(self, config: ConfigT, lock: RunLock) -> TrainingResult:
         from arl.assembly import launch
 
         config, setup = await self.aprepare(config)
@@ -105,6 +113,7 @@ class Experiment(Generic[ConfigT]):
             eval_dataset=setup.eval_dataset,
             keep=setup.keep,
             curriculum=setup.curriculum,
+            lock=lock,
         ) as trainer:
             before = await _evaluated(trainer, 0)
             async for _ in trainer:

@@ -1,15 +1,21 @@
-"""The files of a run: RunLog writes metrics, trajectories and evaluations as JSONL, and plot_run draws them."""
+"""The files of a run: RunLock keeps other runs out, RunLog writes JSONL, and plot_run draws it."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
+import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from weakref import WeakSet
 
 from rich.console import Console
 
@@ -18,6 +24,8 @@ from arl.api.errors import ConfigError, RunFileError
 from arl.api.types import Group, StepStats
 from arl.training.display import Display
 from arl.training.metrics import Evaluation
+
+log = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -101,6 +109,85 @@ def make_run_dir(run_dir: Path) -> None:
             f"run_dir is {run_dir}, where a run cannot write its files: {reason}; set run_dir to a directory that can "
             "be made or written to"
         ) from error
+
+
+class RunLock:
+    """Keeps a second run out of run_dir: a lock on run_dir/run.lock, whose text names the process that holds it.
+
+    The kernel ends the lock with its process, however that ends: processes that it started or forked do not keep it. On
+    NFS the server keeps it, for as long as the machine of the process answers. A file system without locks gets a
+    warning, and the run goes on.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "run.lock"
+        self._file: IO[bytes] | None = None
+        _LOCKS.add(self)
+
+    def take(self) -> None:
+        """Create run_dir if needed, and take the lock. Raises ConfigError (run_dir), RunFileError if a run has it."""
+        make_run_dir(self._path.parent)
+        with _usable(self._path):
+            file = self._file = self._path.open("a+b", buffering=0)  # NFS locks only files that are open for writing
+            file.seek(0)
+            holder = _holder(file.read())
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            self.close()
+            raise RunFileError(
+                f"another run trains in {self._path.parent}: {holder or 'an unknown process'}. Two runs would delete "
+                "each other's checkpoints: wait for its end, stop it, or set another run_dir"
+            ) from None
+        except OSError as error:
+            log.warning(
+                "%s cannot be locked: %s. Nothing keeps a second run out of this directory%s",
+                self._path,
+                error.strerror or error,
+                f"; {holder} did not say that it has ended: if it has not, stop one of the two" if holder else "",
+            )
+        else:
+            if holder and f" on {socket.gethostname()}," not in holder:
+                log.warning("%s did not end in order in %s; if it still runs, stop it", holder, self._path.parent)
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        with _usable(self._path):
+            file.truncate(0)
+            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
+
+    def release(self) -> None:
+        """Say that the run has ended, and give the lock back. Without effect if it was not taken."""
+        if self._file:
+            with suppress(OSError):
+                self._file.truncate(0)
+        self.close()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+_LOCKS: WeakSet[RunLock] = WeakSet()
+
+
+def _forget_locks() -> None:
+    """In a forked process: close what it inherited, or it would keep the locks when the run is dead."""
+    for lock in list(_LOCKS):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _holder(record: bytes) -> str:
+    """Who wrote this record; nothing if none is there."""
+    try:
+        known = json.loads(record)
+        is_this_one = (known["host"], known["pid"]) == (socket.gethostname(), os.getpid())
+        said = f"process {known['pid']} on {known['host']}, since {known['since']}"
+    except (ValueError, TypeError, KeyError):
+        return ""
+    return said + (", which is this one" if is_this_one else "")
 
 
 @contextmanager
