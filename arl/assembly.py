@@ -167,7 +167,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     stack.callback(display.close)
     with display.waiting(f"loading {config.model}, and connecting to its inference servers"):
         learner, engine = await _engines(stack, config, given.workflow, thread)
-    transport = _transport(config)
+    transport = await thread(_transport, config, learner.engine)
     stack.callback(transport.close)
     decode = await asyncio.to_thread(decoder, config.model) if config.log.trajectories else None
     run_log = RunLog(config.run_dir, config.log, display=display, decode=decode)
@@ -292,6 +292,8 @@ def _learner(config: Config, workflow: RolloutWorkflow) -> Learner:
         for model, train, head in _loads(config):
             engines.append(load_train_engine(model, train, seed=config.seed, head=head))
             stack.callback(engines[-1].close)
+            if isinstance(engines[-1], RayTrainEngine):
+                engines[-1].check_shares(config.run_dir)
         _check_room(config, workflow, engines[0].limits.context_length)
         learner = Learner(
             engines[0],
@@ -363,9 +365,9 @@ async def _close(thread: TrainThread, loading: asyncio.Future[Learner]) -> None:
         await thread(loading.result().close)
 
 
-def _transport(config: Config) -> WeightTransport:
+def _transport(config: Config, engine: TrainEngine) -> WeightTransport:
     if isinstance(config.weights, DistributedWeightsConfig):
         return DistributedTransport(config.weights)
     if isinstance(config.weights, DeltaWeightsConfig):
-        return DeltaTransport(config.weights, config.run_dir)
-    return DiskTransport(config.weights, config.run_dir)
+        return DeltaTransport(config.weights, config.run_dir, engine)
+    return DiskTransport(config.weights, config.run_dir, engine)

@@ -117,7 +117,7 @@ class WeightFilesConfig(Section):
 
     directory: Path | None = None
     """Where the files are written; every server that loads them must see it. Unset: a RAM-backed directory of this
-    machine, or the run directory where there is none."""
+    machine, or the run directory where there is none, or the ranks are on other machines."""
 
 
 class DiskWeightsConfig(WeightFilesConfig):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -29,7 +31,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from arl.api.engine import Head, ModelLimits, TensorSpec
-from arl.api.errors import ModelError
+from arl.api.errors import ModelError, TransportError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
 from arl.engine.weights.sender import spec_of
@@ -293,17 +295,22 @@ def _specs(tensors: Mapping[str, torch.Tensor], loaded: LoadedModel) -> tuple[Te
 def whole_directory(directory: Path) -> Iterator[Path]:
     """A directory to write to. At the end it is renamed to `directory`; on an error it is deleted.
 
-    It may not survive a power cut, as forcing it to the disk would hold up a step. Checkpoints do.
+    It may not survive a power cut, as forcing it to the disk would hold up a step. Checkpoints do. Raises
+    TransportError if it cannot be written.
     """
     directory = Path(os.path.abspath(directory))
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    aside: Path | None = None
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         yield aside
         aside.chmod(0o755)
         replace_directory(aside, directory)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+    except BaseException as error:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise TransportError(f"cannot write {directory} on {socket.gethostname()}: {error}") from error
         raise
 
 

@@ -7,6 +7,7 @@ Ranks (this process) ----Ray----> RankActor --> FSDPTrainEngine      training: o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -17,8 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec
@@ -32,7 +32,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import TrainConfig
-from arl.api.errors import ArlError, EngineClosedError, TrainingError
+from arl.api.errors import ArlError, EngineClosedError, TrainingError, TransportError
+from arl.api.types import new_id
 from arl.engine.fsdp.lora import RankAdapter
 from arl.engine.fsdp.minibatch import PackedSequences
 from arl.engine.fsdp.ray_cluster import Placement
@@ -168,12 +169,24 @@ class RankActor:
             kept.release()
 
     @reported
+    def answer(self, token: Path) -> str:
+        """Leave a file beside `token`, if this rank sees it and may write there; returns this node's address."""
+        with contextlib.suppress(OSError):
+            if token.exists():
+                _mark(token, self._rank).touch()
+        return ray.util.get_node_ip_address()
+
+    @reported
     def close(self) -> None:
         self._engine.close()
         dist.destroy_process_group()
 
 
-@contextmanager
+def _mark(token: Path, rank: int) -> Path:
+    return token.with_name(f"{token.name}-{rank}")
+
+
+@contextlib.contextmanager
 def _gloo_at(address: str) -> Iterator[None]:
     """Gloo groups made in this block listen at loopback if ranks meet there; later ones may go to other machines."""
     is_local = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ
@@ -262,6 +275,27 @@ class Ranks:
         outcomes = self._collect(refs)
         for rank, outcome in sorted(outcomes.items(), key=lambda item: not item[1].is_dead):
             self._value(rank, outcome)
+
+    def unseen(self, directory: Path, ranks: Iterable[int]) -> str | None:
+        """A sentence naming a rank, and its node, that does not share this process's directory; None if all do.
+
+        Raises TransportError if this process cannot write there.
+        """
+        token = directory / f".seen-{new_id()[:12]}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            token.touch()
+            for rank in ranks:
+                node = self.beside(rank, "answer", token)
+                if not _mark(token, rank).exists():
+                    return f"rank {rank}, on {node}, does not see {directory} of this machine, or may not write there"
+                _mark(token, rank).unlink()
+        except OSError as error:
+            raise TransportError(f"cannot write to {directory}: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                token.unlink(missing_ok=True)
+        return None
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Call `method` on every rank without waiting."""

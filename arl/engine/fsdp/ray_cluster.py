@@ -154,9 +154,11 @@ class Placement:
         return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
 
     def _reserve(self, num_ranks: int, here: str, deadline: float) -> Any:
-        """A placement group; one bundle is bound to this node if there is room soon."""
+        """A placement group; one bundle is bound to this node if it can hold it, and has room soon."""
         bundles = [dict(self._bundle) for _ in range(num_ranks)]
-        on_this_node = {f"node:{self._nodes()[here]['NodeManagerAddress']}": 0.001}
+        node = self._nodes()[here]
+        fits_here = all(node["Resources"].get(name, 0.0) >= amount for name, amount in self._bundle.items())
+        on_this_node = {f"node:{node['NodeManagerAddress']}": 0.001} if fits_here else {}
         soon = min(deadline, time.monotonic() + _BINDING_TIMEOUT_S)
         if group := self._try([self._bundle | on_this_node, *bundles[1:]], soon):
             return group

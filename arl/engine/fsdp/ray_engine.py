@@ -116,6 +116,15 @@ class RayTrainEngine:
         """Continue from a directory that any number of ranks wrote. Raises CheckpointError."""
         self._version = self._ranks.train_alike("load", Path(directory).absolute())[0]
 
+    def unseen(self, directory: Path) -> str | None:
+        """A sentence if rank 0, which writes snapshots, does not share this process's directory; None if it does."""
+        return self._ranks.unseen(directory, [0])
+
+    def check_shares(self, run_dir: Path) -> None:
+        """Raises ConfigError if a rank does not share this process's run directory."""
+        if sentence := self._ranks.unseen(Path(run_dir).absolute(), range(len(self._ranks))):
+            raise ConfigError(f"{sentence}; ranks write checkpoints there: set run_dir to storage that all nodes share")
+
     def close(self) -> None:
         """End the ranks and the Ray that was started for them. Idempotent; later calls raise EngineClosedError."""
         self._stack.close()
@@ -170,7 +179,12 @@ class RankZeroSnapshot:
         return self._ask("backend")
 
     def write(self, directory: Path) -> int:
-        return self._ask("write", Path(directory).absolute())
+        """Raises TransportError, too, if the directory would lie where this process does not see it."""
+        self._check()
+        directory = Path(directory).absolute()
+        if sentence := self._ranks.unseen(directory.parent, [0]):
+            raise TransportError(f"{sentence}; choose a directory that both see, such as one below run_dir")
+        return self._ask("write", directory)
 
     def open_group(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
         return self._ask("open_group", server, num_ranks, backend, address)
@@ -190,9 +204,12 @@ class RankZeroSnapshot:
         self._is_released = True
         self._ranks.tell("ask", self._key, "release", ())
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _check(self) -> None:
         if self._is_released:
             raise TransportError(f"the snapshot of version {self.version} was released")
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        self._check()
         return self._ranks.beside(0, "ask", self._key, name, args)
 
 

@@ -85,8 +85,8 @@ class DeltaTransport(DiskTransport):
     a mirror loads this machine's directory.
     """
 
-    def __init__(self, config: DeltaWeightsConfig, run_dir: Path) -> None:
-        super().__init__(config, run_dir)
+    def __init__(self, config: DeltaWeightsConfig, run_dir: Path, engine: TrainEngine | None = None) -> None:
+        super().__init__(config, run_dir, engine)
         clients = {address: MirrorClient(address, config.api_key) for address in set(config.mirrors.values())}
         self.mirrors = {server.rstrip("/"): clients[address] for server, address in config.mirrors.items()}
         threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar, TypeVarTuple, runtime_checkable
+from typing import NoReturn, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from arl.api.engine import DiskWeights, InferenceEngine, Snapshot, TrainEngine, UpdateStats, WeightServer, WeightUpdate
 from arl.api.engine_config import AdapterWeightsConfig, WeightFilesConfig
-from arl.api.errors import TransportError
+from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.api.types import new_id
 
 _RAM = Path("/dev/shm")
@@ -45,10 +45,20 @@ class AdapterEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class RemoteEngine(Protocol):
+    """A train engine whose snapshots another process writes, perhaps on another machine."""
+
+    def unseen(self, directory: Path) -> str | None:
+        """A sentence if that process does not share this directory of this process; None if it does."""
+        ...
+
+
 class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
-    The place is config.directory if it is given, else the RAM-backed /dev/shm while it has room, else run_dir/weights.
+    The place is config.directory if it is given, else the RAM-backed /dev/shm while it has room and the process that
+    writes shares it, else run_dir/weights.
     The process has one directory there, locked while it lives. The next process removes the directories of killed ones.
     A snapshot appears whole or not at all. It stays until arl has delivered a newer one, or tried to: servers that come
     back after a failure load it.
@@ -57,11 +67,12 @@ class DiskTransport:
     no server, cache or former run can take one adapter for another. Version 0 is an adapter too (B is 0).
     """
 
-    def __init__(self, config: WeightFilesConfig, run_dir: Path) -> None:
+    def __init__(self, config: WeightFilesConfig, run_dir: Path, engine: TrainEngine | None = None) -> None:
+        """engine: the one whose snapshots will come. Raises TransportError if there is no place that it can share."""
         directory = config.directory
         self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
-        first_choice = directory or _ram_directory() or self._fallback
-        self._homes = [_Home(Path(first_choice or run_dir).absolute())]
+        choices = (directory, None if directory else _ram_directory(), self._fallback)
+        self._homes = [_home(engine, [Path(choice).absolute() for choice in choices if choice is not None])]
         self._adapters = f"arl-{new_id()[:12]}" if isinstance(config, AdapterWeightsConfig) else None
         self._num_bytes = 0
         self._writer = ThreadPoolExecutor(1, "arl-weights")
@@ -141,13 +152,12 @@ class DiskTransport:
             self._homes.append(_Home(self._fallback))
 
     def _write_here(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
-        aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.directory))
+        target = self.directory / f"version-{snapshot.version}-{new_id()[:12]}"
         try:
-            self._num_bytes = snapshot.write(aside / "model")
-            target = self.directory / f"version-{snapshot.version}-{aside.name.rpartition('-')[2]}"
-            (aside / "model").rename(target)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            self._num_bytes = snapshot.write(target)
+        except BaseException:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
         return DiskWeights(version=snapshot.version, directory=target, num_bytes=self._num_bytes, adapter=adapter)
 
     def _prune(self, version: int) -> None:
@@ -195,10 +205,16 @@ class WrittenWeights:
             self._writing = self._transport.submit(self._write_and_release)
         # Shielded: one server that gives up must not keep the others from it.
         written = await asyncio.shield(asyncio.wrap_future(self._writing))
-        await written.prepare(server)
+        try:
+            await written.prepare(server)
+        except ServerError as error:
+            _explain(error, server, written.directory)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
-        await self.written.load(server, flush_cache=flush_cache)
+        try:
+            await self.written.load(server, flush_cache=flush_cache)
+        except ServerError as error:
+            _explain(error, server, self.directory)
 
     def discard(self) -> None:
         self._snapshot.release()
@@ -218,6 +234,28 @@ class WrittenWeights:
         return writing.result()
 
 
+def _explain(error: ServerError, server: WeightServer, directory: Path) -> NoReturn:
+    """Raise the error again; one of a server that refused says what it has to see, as nobody else can check that."""
+    if isinstance(error, ServerFailedError):
+        raise error
+    raise ServerError(
+        f"{error}. If {server.address} does not see {directory.parent} of this machine ({socket.gethostname()}), set "
+        "weights.directory to a place that both see, or weights.transport=distributed"
+    ) from error
+
+
+def _home(engine: TrainEngine | None, choices: list[Path]) -> _Home:
+    """A directory at the first of these places that the engine shares with this process."""
+    sentence: str | None = None
+    for place in choices:
+        home = _Home(place)
+        sentence = engine.unseen(home.path) if isinstance(engine, RemoteEngine) else None
+        if sentence is None:
+            return home
+        home.remove()
+    raise TransportError(f"{sentence}; set weights.directory to a place that this machine, it and the servers see")
+
+
 class _Home:
     """This process's directory below `base`, named by host and marked by a lock that dies with the process."""
 
@@ -227,14 +265,15 @@ class _Home:
             base.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(base, prefix)
             self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+            self.path.chmod(0o755)  # servers may run as someone else
+            # Locked before it has its name: nobody ever sees a lock that is still to be taken.
+            unnamed = self.path / f"{_LOCK}.new"
+            self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
             raise TransportError(f"can't write weights to {base}: {error}; set a writable weights.directory") from error
-        self.path.chmod(0o755)  # servers may run as someone else
-        # Locked before it has its name: nobody ever sees a lock that is still to be taken.
-        unnamed = self.path / f"{_LOCK}.new"
-        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o644)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unnamed.rename(self.path / _LOCK)
+        with suppress(OSError):  # some file systems of several machines have no locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            unnamed.rename(self.path / _LOCK)
 
     def remove(self) -> None:
         if self._lock >= 0:
@@ -255,7 +294,7 @@ def _remove_leftovers(base: Path, prefix: str) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
+        except OSError:
             continue  # its process lives
         finally:
             os.close(lock)

@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loaders import AdapterExporter, Exporter, Receiver, Servers, Weights
 
 from arl.api.config import Config
 from arl.api.engine_config import AdapterWeightsConfig, DiskWeightsConfig
-from arl.api.errors import ServerError, TransportError
+from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights import disk as module
 from arl.engine.weights.disk import DiskTransport
 
@@ -177,6 +178,43 @@ def test_memory_is_the_default_place_and_the_run_directory_where_there_is_none(
     assert transport.directory.parent == tmp_path / place
     transport.close()
     assert list((tmp_path / place).iterdir()) == []
+
+
+class ElsewhereExporter(Exporter):
+    """Writes on another machine, which shares `shared` with this one."""
+
+    def __init__(self, shared: Path) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def unseen(self, directory: Path) -> str | None:
+        return None if directory.is_relative_to(self.shared) else f"rank 0, on node 7, does not see {directory}"
+
+
+def test_the_place_is_one_that_the_engines_machine_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(module, "_RAM", tmp_path / "shm")
+    transport = DiskTransport(DiskWeightsConfig(), tmp_path / "run", ElsewhereExporter(tmp_path / "run"))
+    assert transport.directory.parent == tmp_path / "run/weights"
+    assert list((tmp_path / "shm").iterdir()) == []
+    transport.close()
+    for directory in (None, tmp_path / "here"):
+        with pytest.raises(TransportError, match=r"on node 7, does not see .*; set weights\.directory to a place"):
+            DiskTransport(DiskWeightsConfig(directory=directory), tmp_path / "run", ElsewhereExporter(tmp_path / "no"))
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [DiskWeightsConfig, AdapterWeightsConfig])
+async def test_a_server_that_refuses_a_directory_is_said_to_need_to_see_it(tmp_path: Path, kind: Any):
+    transport, server = DiskTransport(kind(directory=tmp_path), tmp_path), Receiver()
+    update = transport.snapshot(Exporter() if kind is DiskWeightsConfig else AdapterExporter())
+    server.errors["load"] = ServerError("no such directory")
+    with pytest.raises(ServerError, match=rf"no such directory\. If {server.address} does not see .* set weights\.dir"):
+        await transport.deliver(update, Servers(server))
+    server.errors["load"] = ServerFailedError("it is away")
+    with pytest.raises(ServerFailedError, match=r"it is away$"):
+        await Servers(server).update_weights(update)
+    transport.close()
 
 
 @pytest.mark.parametrize("is_foreseen", [True, False])
