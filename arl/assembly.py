@@ -177,7 +177,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     state = await thread(checkpoints.load_newest, learner.load)
     run_log.resume(learner.version)
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
-    runner = _runner(stack, config, given.workflow)
+    runner = _runner(stack, config, given.workflow, learner)
     rollout = _rollout(config, given, engine, runner, buffer)
     kept = config.rollout
     replay = Replay(kept.replay_groups, min_reward=kept.replay_min_reward, max_staleness=kept.max_staleness)
@@ -221,13 +221,18 @@ async def _client(config: Config, addresses: Sequence[str], api_key: str | None)
     return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
 
 
-def _runner(stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow) -> EpisodeRunner:
+def _runner(stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, learner: Learner) -> EpisodeRunner:
     """Tracebacks of failed episodes go to logs/episodes.log; the log sums them up when the run ends."""
     failures = FailureLog(config.run_dir / "logs" / "episodes.log")
     stack.callback(failures.sum_up)
     rollout = config.rollout
     return EpisodeRunner(
-        workflow=workflow, timeout_s=rollout.episode_timeout_s, retries=rollout.episode_retries, failures=failures
+        workflow=workflow,
+        timeout_s=rollout.episode_timeout_s,
+        retries=rollout.episode_retries,
+        failures=failures,
+        limits=learner.engine.limits,
+        newest_version=lambda: learner.version,
     )
 
 

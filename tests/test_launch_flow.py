@@ -171,3 +171,19 @@ async def test_failed_attempts_are_lines_in_the_log_and_tracebacks_in_the_run_di
     assert line.endswith("(attempt 1 of 2) failed with PromptTooLongError: 600 tokens of 512; it runs again")
     assert summary == f"attempts at episodes that failed: 1 with PromptTooLongError; their tracebacks are in {path}"
     assert path.read_text().startswith(f"{line}\nTraceback")
+
+
+async def test_a_version_from_the_future_and_an_unknown_token_fail_their_episodes_and_the_run_goes_on(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = count()
+
+    def sometimes_impossible(_: int) -> dict[str, Any]:
+        impossible = {"versions": (-1, -1, 999, 999)}, {"token_ids": (1, 1 << 40, 0, 0)}, {"reward": 1e308}
+        return dict(enumerate(impossible)).get(next(attempts), {})
+
+    steps = await run(OneTurn(sometimes_impossible), rollout={"max_staleness": 0, "episode_retries": 3})
+    assert len(steps) == 3
+    said = [message for message in caplog.messages if "(attempt" in message]
+    words = "a token of version 999, but the newest weights are of version 0", "but the model has", "reward is 1e+308"
+    assert [word in line for word, line in zip(words, said, strict=True)] == [True] * 3

@@ -6,8 +6,10 @@ All are frozen and validated when built, so that no component checks one again. 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import uuid
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -25,6 +27,12 @@ NOT_SAMPLED = -1
 
 MIN_TEMPERATURE = 1e-3
 """The lowest temperature that samples: logits divided by much less do not fit float32. 0 is greedy."""
+
+MAX_REWARD = 1e12
+"""Rewards lie within ±MAX_REWARD: the square of their sum over a million tokens still fits float32."""
+
+MAX_NUMBER = 3.4e38
+"""Logprobs and metrics lie within ±MAX_NUMBER, as far as float32 reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,17 +134,33 @@ class TurnSpan:
     def __post_init__(self) -> None:
         if not 0 < self.start <= self.stop:
             raise TrajectoryError(f"a turn spans tokens {self.start} to {self.stop}; it must begin after token 0")
-        if not _is_finite(self.reward):
-            raise TrajectoryError(f"the reward of the turn at token {self.start} is {self.reward!r}; it must be finite")
+        _check_numbers(f"the reward of the turn at token {self.start}", (self.reward,), MAX_REWARD)
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _check_numbers(name: str, values: Sequence[Any], limit: float) -> None:
+    """Raise TrajectoryError unless all are finite numbers within ±limit."""
+    # Without a Python loop where all is well, as trajectories are long.
+    with contextlib.suppress(OverflowError):  # an integer too large for a float
+        are_finite = set(map(type, values)) <= {int, float, bool} and all(map(math.isfinite, values))
+        if are_finite and -limit <= min(values, default=0) and max(values, default=0) <= limit:
+            return
+    for t, value in enumerate(values):
+        where = f"{name}[{t}]" if len(values) > 1 else name
+        if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+            raise TrajectoryError(f"{where} is {value!r}; it must be a finite number")
+        if not -limit <= value <= limit:
+            raise TrajectoryError(f"{where} is {value!r:.40}; it must lie between -{limit:g} and {limit:g}")
 
 
-def _are_finite(values: Sequence[Any]) -> bool:
-    """Whether all are finite numbers of Python's own types, found without a Python loop: trajectories are long."""
-    return set(map(type, values)) <= {int, float, bool} and all(map(math.isfinite, values))
+def _check_integers(name: str, values: Sequence[Any], least: int, what: str) -> None:
+    """Raise TrajectoryError unless all are integers from `least` to what 64 bits hold. what: each must be, as words."""
+    with contextlib.suppress(TypeError, OverflowError):
+        array("q", values)
+        if least <= min(values):
+            return
+    for t, value in enumerate(values):
+        if not hasattr(value, "__index__") or not least <= value.__index__() < 1 << 63:
+            raise TrajectoryError(f"{name}[{t}] is {value!r:.40}; it must be {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,16 +204,14 @@ class Trajectory:
             raise TrajectoryError("loss_mask[0] is 1; the first token has no context and so no logprob to train")
 
     def _check_mask_and_versions(self) -> None:
-        is_proper = set(self.loss_mask) <= {0, 1} and min(self.versions) >= NOT_SAMPLED
-        if is_proper and NOT_SAMPLED not in compress(self.versions, self.loss_mask):
-            return
-        for t, (trained, version) in enumerate(zip(self.loss_mask, self.versions, strict=True)):
-            if trained not in (0, 1):
-                raise TrajectoryError(f"loss_mask[{t}] is {trained!r}; it must be 0 or 1")
-            if version < NOT_SAMPLED:
-                raise TrajectoryError(f"versions[{t}] is {version}; it must be -1 (not sampled) or a policy version")
-            if trained and version == NOT_SAMPLED:
-                raise TrajectoryError(f"loss_mask[{t}] is 1 but versions[{t}] is -1: only sampled tokens are trained")
+        if not set(self.loss_mask) <= {0, 1}:
+            t = next(t for t, bit in enumerate(self.loss_mask) if bit not in (0, 1))
+            raise TrajectoryError(f"loss_mask[{t}] is {self.loss_mask[t]!r}; it must be 0 or 1")
+        _check_integers("loss_mask", self.loss_mask, 0, "0 or 1")
+        _check_integers("versions", self.versions, NOT_SAMPLED, "-1 (not sampled) or a policy version")
+        if NOT_SAMPLED in compress(self.versions, self.loss_mask):
+            t = next(t for t, pair in enumerate(zip(self.loss_mask, self.versions, strict=True)) if pair == (1, -1))
+            raise TrajectoryError(f"loss_mask[{t}] is 1 but versions[{t}] is -1: only sampled tokens are trained")
 
     def _check_turns(self) -> None:
         end = 0
@@ -215,29 +237,28 @@ class Trajectory:
                 raise TrajectoryError(f"{name} has {len(values)} entries for {n} token_ids; they must be equal")
 
     def _check_numbers(self) -> None:
-        numbers: dict[str, Sequence[float]] = {
-            "reward": (self.reward,),
-            "behavior_logprobs": self.behavior_logprobs,
-            "token_rewards": self.token_rewards or (),
-            **{f"metrics[{name!r}]": (value,) for name, value in self.metrics.items()},
-            **{f"rewards[{name!r}]": (value,) for name, value in self.rewards.items()},
-        }
-        for name, values in numbers.items():
-            if _are_finite(values):
-                continue
-            for t, value in enumerate(values):
-                if not _is_finite(value):
-                    where = f"{name}[{t}]" if len(values) > 1 else name
-                    raise TrajectoryError(f"{where} is {value!r}; it must be a finite number")
+        _check_integers("token_ids", self.token_ids, 0, "a token id, an integer of at least 0")
+        _check_numbers("reward", (self.reward,), MAX_REWARD)
+        _check_numbers("token_rewards", self.token_rewards or (), MAX_REWARD)
+        _check_numbers("behavior_logprobs", self.behavior_logprobs, MAX_NUMBER)
+        for name, numbers, limit in (("metrics", self.metrics, MAX_NUMBER), ("rewards", self.rewards, MAX_REWARD)):
+            for key, value in numbers.items():
+                _check_numbers(f"{name}[{key!r}]", (value,), limit)
         if max(self.behavior_logprobs) > 1e-4:
             raise TrajectoryError("behavior_logprobs holds a value above 0; log-probabilities are at most 0")
-        if not self.temperature > 0:
-            raise TrajectoryError(f"temperature is {self.temperature}; it must be above 0")
+        if not MIN_TEMPERATURE <= self.temperature <= MAX_NUMBER:
+            bounds = f"at least {MIN_TEMPERATURE}, and finite"
+            raise TrajectoryError(f"temperature is {self.temperature}; it must be {bounds}")
 
     @property
     def oldest_version(self) -> int | None:
         """The smallest version among trained tokens; None when no token is trained."""
         return min(compress(self.versions, self.loss_mask), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The largest version among trained tokens; None when no token is trained."""
+        return max(compress(self.versions, self.loss_mask), default=None)
 
     @property
     def num_trained_tokens(self) -> int:

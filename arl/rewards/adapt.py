@@ -39,10 +39,10 @@ class AsyncReward(Generic[P, ResultT]):
         try:
             async with limit:
                 result = await self._function(*args, **kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if limit.expired():
                 raise ran_too_long(self._name, self._timeout_s) from error
-            raise RewardError(f"reward function {self._name} failed: {error}") from error
+            raise RewardError(f"reward function {self._name} failed: {error!r}") from error
         return checked(result, self._name)
 
 
@@ -56,8 +56,8 @@ class InlineReward(Generic[P, ResultT]):
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         try:
             result = self._function(*args, **kwargs)
-        except Exception as error:
-            raise RewardError(f"reward function {self._name} failed: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise RewardError(f"reward function {self._name} failed: {error!r}") from error
         return checked(result, self._name)
 
 
@@ -178,7 +178,7 @@ async def _part(name: str, reward: WorkflowReward, answer: str, data: Example) -
         return await reward(answer, data)
     except RewardTimeoutError as error:
         raise RewardTimeoutError(f"the part {name!r} of the reward: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = str(error) if isinstance(error, RewardError) else repr(error)
         raise RewardError(f"the part {name!r} of the reward: {said}") from error
 

@@ -235,7 +235,14 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of the coroutines, in order. The first error cancels the others; it is raised without its group."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+            tasks = [group.create_task(_contained(coroutine)) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
         raise first_error(errors)  # noqa: B904 - it has its own cause
     return [task.result() for task in tasks]
+
+
+async def _contained(coroutine: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:  # out of a task they would stop the event loop
+        raise RuntimeError(f"it raised {error!r}") from error

@@ -10,14 +10,15 @@ import inspect
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import compress, count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
-from arl.api.engine import Sampler
+from arl.api.engine import ModelLimits, Sampler
 from arl.api.errors import ArlError, ConfigError, EpisodeTimeoutError, RunFileError, TrajectoryError
 from arl.api.types import Example, ModelRequest, ModelResponse, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow
@@ -162,6 +163,10 @@ class EpisodeRunner:
     retries: int = 0
     """How often an episode that failed runs again; one that timed out never does."""
     failures: FailureLog = field(default_factory=FailureLog)
+    limits: ModelLimits | None = None
+    """Of the model that is trained; None: not checked."""
+    newest_version: Callable[[], int] | None = None
+    """The newest version that any server can have: a trained token of a newer one is an error. None: not checked."""
 
     async def run(self, sampler: Sampler, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
         """Run one episode. What it raises is noted once and returned; a cancellation from outside passes.
@@ -189,16 +194,29 @@ class EpisodeRunner:
         try:
             async with limit:
                 returned: object = await self.workflow.arun_episode(sampler, example)
-            trajectories = _checked(returned, oldest_allowed)
+            trajectories = _trajectories(returned)
+            self._check(trajectories, oldest_allowed)
         except asyncio.CancelledError as error:
             if _is_cancelled_from_outside():
                 raise
             return _with_cause(RuntimeError("arun_episode raised CancelledError, but nobody cancelled it"), error)
-        except Exception as error:  # the one boundary where an episode's failure becomes data
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # the one boundary where an episode's failure becomes data
             if _is_cancelled_from_outside():  # its cleanup failed under the cancellation; it must not run again
                 raise asyncio.CancelledError from error
-            return self._timed_out(error) if limit.expired() else error
+            if isinstance(error, KeyboardInterrupt):  # as itself it would stop the event loop before anything is saved
+                raise ArlError(f"{type(self.workflow).__name__} raised KeyboardInterrupt: the run ends") from error
+            return self._timed_out(error) if limit.expired() else _as_exception(error)
         return self._timed_out(None) if limit.expired() else trajectories
+
+    def _check(self, trajectories: Sequence[Trajectory], oldest_allowed: int) -> None:
+        """Raise TrajectoryError for what no server can have sampled in this episode, and what no model could train."""
+        newest = self.newest_version() if self.newest_version else None
+        for trajectory in trajectories:
+            _check_versions(trajectory, oldest_allowed, newest)
+            if self.limits is not None:
+                _check_room(trajectory, self.limits)
 
     def _timed_out(self, cause: BaseException | None) -> EpisodeTimeoutError:
         message = f"{type(self.workflow).__name__} took longer than rollout.episode_timeout_s={self.timeout_s:g}"
@@ -227,7 +245,14 @@ def _is_cancelled_from_outside() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
+def _as_exception(error: BaseException) -> Exception:
+    """SystemExit, for instance, or a panic of a library: the failure of this episode alone."""
+    if isinstance(error, Exception):
+        return error
+    return _with_cause(RuntimeError(f"arun_episode raised {error!r}"), error)
+
+
+def _trajectories(returned: Any) -> tuple[Trajectory, ...]:
     if returned is None:
         return ()
     is_sequence = isinstance(returned, Sequence) and not isinstance(returned, str)
@@ -236,11 +261,33 @@ def _checked(returned: Any, oldest_allowed: int) -> tuple[Trajectory, ...]:
     if wrong or not items:
         what = (f"a sequence with a {wrong[0]}" if is_sequence else f"a {wrong[0]}") if wrong else "an empty sequence"
         raise TrajectoryError(f"arun_episode returned {what}; return a Trajectory, several, or None to reject")
-    for trajectory in items:
-        oldest = trajectory.oldest_version
-        if oldest is not None and oldest < oldest_allowed:
-            raise TrajectoryError(
-                f"arun_episode returned a token of version {oldest}, but its group was admitted at version "
-                f"{oldest_allowed}; train only on tokens sampled within the episode (loss_mask 0 for others)"
-            )
     return items
+
+
+def _check_versions(trajectory: Trajectory, oldest_allowed: int, newest_allowed: int | None) -> None:
+    oldest, newest = trajectory.oldest_version, trajectory.newest_version
+    if oldest is not None and oldest < oldest_allowed:
+        raise TrajectoryError(
+            f"arun_episode returned a token of version {oldest}, but its group was admitted at version "
+            f"{oldest_allowed}; train only on tokens sampled within the episode (loss_mask 0 for others)"
+        )
+    if newest is not None and newest_allowed is not None and newest > newest_allowed:
+        raise TrajectoryError(
+            f"arun_episode returned a token of version {newest}, but the newest weights are of version "
+            f"{newest_allowed}; take versions from responses as they are, and share no server with another training"
+        )
+
+
+def _check_room(trajectory: Trajectory, limits: ModelLimits) -> None:
+    ids, room = trajectory.token_ids, limits.context_length
+    if (highest := max(ids)) >= limits.vocab_size:
+        raise TrajectoryError(
+            f"arun_episode returned a trajectory with token_ids[{ids.index(highest)}] = {highest}, but the model has "
+            f"{limits.vocab_size} tokens (0 to {limits.vocab_size - 1}); encode prompts with the model's own tokenizer"
+        )
+    last = max(compress(count(1), trajectory.loss_mask), default=0)
+    if room is not None and last > room:
+        raise TrajectoryError(
+            f"arun_episode returned a trajectory with {last} tokens up to the last trained one, but the model has room "
+            f"for {room} (max_position_embeddings in its config.json); shorten its prompts, or end it sooner"
+        )

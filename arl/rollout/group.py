@@ -198,9 +198,15 @@ class GroupRun:
             return self._fruitless(GroupOutcome.DROPPED, Reason.NOT_COMPARABLE, missing)
         if self._rules.drop_equal_rewards and has_equal_rewards(group, self._rules):
             return self._fruitless(GroupOutcome.REJECTED, Reason.EQUAL_REWARDS)
-        if self._rules.keep is not None and not self._rules.keep(group):
+        if not self._is_kept(group):
             return self._fruitless(GroupOutcome.REJECTED, Reason.FILTERED)
         return group
+
+    def _is_kept(self, group: Group) -> bool:
+        try:
+            return self._rules.keep is None or self._rules.keep(group)
+        except (SystemExit, KeyboardInterrupt) as error:  # they would stop the event loop before anything is saved
+            raise RuntimeError(f"the filter given as keep raised {error!r}") from error
 
     def _fruitless(self, outcome: GroupOutcome, reason: Reason, detail: str = "") -> Fruitless:
         return Fruitless(outcome=outcome, reason=reason, detail=detail, reward=self.reward)

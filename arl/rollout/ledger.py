@@ -246,7 +246,7 @@ def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[Exampl
     name = f"the curriculum {getattr(curriculum, '__qualname__', type(curriculum).__qualname__)}"
     try:
         indices = [operator.index(index) for index in curriculum(stage, records)]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CurriculumError(f"{name} raised {type(error).__name__} for stage {stage}: {error}") from error
     if not indices:
         raise CurriculumError(f"{name} returned no examples for stage {stage}; return some, or set fewer steps")

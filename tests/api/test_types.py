@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from arl.api.errors import TrajectoryError
-from arl.api.types import Group, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from arl.api.types import Group, ModelRequest, ModelResponse, SamplingParams, Trajectory, TurnSpan
 
 PROPER = {
     "token_ids": (1, 2, 3),
@@ -34,13 +35,40 @@ PROPER = {
         ({"behavior_logprobs": (0.0, float("-inf"), 0.0)}, "behavior_logprobs[1] is -inf; it must be a finite number"),
         ({"behavior_logprobs": (0.0, 0.5, 0.0)}, "behavior_logprobs holds a value above 0"),
         ({"metrics": {"turns": float("inf")}}, "metrics['turns'] is inf; it must be a finite number"),
-        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be at least 0.001, and finite"),
+        ({"temperature": 1e-50}, "temperature is 1e-50; it must be at least 0.001, and finite"),
+        ({"temperature": float("inf")}, "temperature is inf; it must be at least 0.001, and finite"),
+        ({"token_ids": (1, -2, 3)}, "token_ids[1] is -2; it must be a token id, an integer of at least 0"),
+        ({"token_ids": (1, 2, None)}, "token_ids[2] is None; it must be a token id"),
+        ({"token_ids": (1, 2.0, 3)}, "token_ids[1] is 2.0; it must be a token id"),
+        ({"token_ids": (1, 2, 1 << 63)}, "token_ids[2] is 9223372036854775808; it must be a token id"),
+        ({"loss_mask": (0, 1.0, 1)}, "loss_mask[1] is 1.0; it must be 0 or 1"),
+        ({"versions": (-1, 4, "5")}, "versions[2] is '5'; it must be -1 (not sampled) or a policy version"),
+        ({"versions": (1 << 80, 4, 5)}, "versions[0] is 1208925819614629174706176; it must be -1 (not sampled)"),
+        ({"behavior_logprobs": (0.0, -1e300, 0.0)}, "behavior_logprobs[1] is -1e+300; it must lie between -3.4e+38"),
+        ({"reward": 1e308}, "reward is 1e+308; it must lie between -1e+12 and 1e+12"),
+        ({"reward": 10**400}, "reward is 1000000000000000000000000000000000000000; it must lie between"),
+        ({"rewards": {"style": -2e12}}, "rewards['style'] is -2000000000000.0; it must lie between -1e+12 and 1e+12"),
+        ({"token_rewards": (0.0, 1e13, 0.0)}, "token_rewards[1] is 10000000000000.0; it must lie between"),
+        ({"token_rewards": (0.0, float("nan"), 1.0)}, "token_rewards[1] is nan; it must be a finite number"),
+        ({"metrics": {"time": 1e308}}, "metrics['time'] is 1e+308; it must lie between -3.4e+38 and 3.4e+38"),
     ],
 )
 def test_a_malformed_trajectory_names_its_field(wrong: dict[str, object], sentence: str) -> None:
     with pytest.raises(TrajectoryError) as error:
         Trajectory(**{**PROPER, **wrong})
     assert sentence in str(error.value)
+
+
+def test_a_turns_reward_has_the_bounds_of_all_rewards() -> None:
+    with pytest.raises(TrajectoryError, match=r"the reward of the turn at token 1 is 1e\+308; it must lie between"):
+        TurnSpan(start=1, stop=2, reward=1e308)
+
+
+def test_numpys_integers_and_long_metrics_are_taken() -> None:
+    ids = tuple(np.array([1, 2, 3]))
+    assert Trajectory(**{**PROPER, "token_ids": ids, "loss_mask": tuple(np.array([0, 1, 1]))}).num_trained_tokens == 2
+    Trajectory(**{**PROPER, "metrics": {"ended_at_ns": 1763829600000000000, "solved": True}})
 
 
 def test_the_oldest_version_is_that_of_trained_tokens_and_a_groups_is_its_stamp_where_none_is_trained() -> None:

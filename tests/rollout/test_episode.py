@@ -5,18 +5,22 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from players import Scripted, engine_with_latency
+from players import Scripted, engine_with_latency, trained
 from records import trajectory
 from virtual_time import run_in_virtual_time
 
-from arl.api.errors import TrajectoryError
+from arl.api.engine import ModelLimits
+from arl.api.errors import ArlError, TrajectoryError, first_error
+from arl.api.types import Trajectory
 from arl.rollout.episode import Episode, EpisodeRunner
 
 ONE = trajectory((0,), reward=1.0)
 
 
-def episode(act: object, *, timeout_s: float = 10.0, retries: int = 0, oldest_allowed: int = 0) -> Episode:
-    runner = EpisodeRunner(workflow=Scripted(act), timeout_s=timeout_s, retries=retries)
+def episode(
+    act: object, *, timeout_s: float = 10.0, retries: int = 0, oldest_allowed: int = 0, **bounds: object
+) -> Episode:
+    runner = EpisodeRunner(workflow=Scripted(act), timeout_s=timeout_s, retries=retries, **bounds)
     running = runner.run(engine_with_latency(), {"number": 0}, name="the episode", oldest_allowed=oldest_allowed)
     return run_in_virtual_time(running)
 
@@ -140,3 +144,63 @@ def test_a_malformed_return_is_a_failure_that_says_what_is_wrong(returned: objec
     error = episode(lambda _: returned, oldest_allowed=3).error
     assert isinstance(error, TrajectoryError)
     assert named in str(error)
+
+
+class Exit(BaseException):
+    """As the panics of libraries in Rust, and test frameworks' own endings."""
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), Exit("panicked")], ids=repr)
+def test_what_is_no_exception_in_a_workflow_is_its_failure_too(raised: BaseException) -> None:
+    def act(_: int) -> None:
+        raise raised
+
+    ended = episode(act, retries=1)
+    assert (str(ended.error), ended.attempts) == (f"arun_episode raised {raised!r}", 2)
+
+
+def test_a_keyboard_interrupt_ends_the_run_without_stopping_the_event_loop() -> None:
+    def act(number: int) -> object:
+        if number == 3:
+            raise KeyboardInterrupt
+        return ONE
+
+    with pytest.raises(ExceptionGroup) as ended:
+        trained(Scripted(act), num_versions=9, shuffle=False)
+    assert isinstance(error := first_error(ended.value), ArlError)
+    assert str(error) == "Scripted raised KeyboardInterrupt: the run ends"
+
+
+@pytest.mark.parametrize("raised", [SystemExit(1), KeyboardInterrupt()], ids=repr)
+def test_a_filter_that_exits_ends_the_run_with_its_name(raised: BaseException) -> None:
+    def keep(_: object) -> bool:
+        raise raised
+
+    with pytest.raises(ExceptionGroup) as ended:
+        trained(Scripted(lambda _: ONE), keep=keep)
+    assert str(first_error(ended.value)) == f"the filter given as keep raised {raised!r}"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (trajectory((4, 999)), "arun_episode returned a token of version 999, but the newest weights are of version 4"),
+        (
+            replace(ONE, token_ids=(1, 200)),
+            "arun_episode returned a trajectory with token_ids[1] = 200, but the model has 100 tokens (0 to 99)",
+        ),
+        (
+            trajectory((4,) * 20),
+            "arun_episode returned a trajectory with 21 tokens up to the last trained one, but the model has room",
+        ),
+    ],
+    ids=["a version from the future", "a token beyond the vocabulary", "more tokens than the context"],
+)
+def test_what_the_model_cannot_have_seen_or_sampled_fails_the_episode(made: Trajectory, said: str) -> None:
+    limits = ModelLimits(vocab_size=100, context_length=9)
+    newest = iter([3, 4])
+    ended = episode(lambda _: (ONE, made), limits=limits, newest_version=lambda: next(newest), retries=1)
+    assert isinstance(ended.error, TrajectoryError)
+    assert str(ended.error).startswith(said)
+    fits = replace(made, loss_mask=(0,) * len(made.loss_mask), token_ids=(1,) * len(made.token_ids))
+    assert episode(lambda _: fits, limits=limits, newest_version=lambda: 4).is_finished, "untrained"
