@@ -12,7 +12,7 @@ GPU_STAMP := $(GPU_VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-slow test-sglang test-gpu bubblewrap lint format clean
+.PHONY: quickstart test test-slow test-sglang test-gpu chaos chaos-short bubblewrap lint format clean
 
 $(STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl, torch for the CPU and the tools of its tests into $(VENV): about 3 minutes, once.'
@@ -26,6 +26,14 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow' -n $(TEST_WORKERS) --dist loadgroup
+
+# Random faults against real runs. Each broken promise prints the command that repeats it.
+CHAOS_S ?= 1200
+chaos: $(STAMP)
+	$(BIN)/python tests/chaos/campaign.py --seconds $(CHAOS_S)
+
+chaos-short: $(STAMP)
+	$(BIN)/python tests/chaos/campaign.py --seconds 150 --seed 1
 
 # What programs that a model wrote run in; the tests that need it are skipped without it.
 bubblewrap:

@@ -11,7 +11,7 @@ import selectors
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,10 +54,12 @@ class Nursery:
     def pid(self) -> int:
         return self._process.pid
 
-    def fork(self, call: str, log: Path | None = None, **arguments: Any) -> Forked:
+    def fork(self, call: str, arguments: Mapping[str, Any], log: Path | None = None) -> Forked:
         """Call `module:function` with JSON values in a new process. log: where its output is appended."""
         assert self._process.stdin is not None
-        order = {"call": call, "log": None if log is None else str(log), "arguments": arguments}
+        if log is not None:
+            log.touch()
+        order = {"call": call, "log": None if log is None else str(log), "arguments": dict(arguments)}
         self._process.stdin.write(json.dumps(order, default=str) + "\n")
         self._process.stdin.flush()
         forked = self._began.get(timeout=120)

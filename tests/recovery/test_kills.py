@@ -27,7 +27,7 @@ class Lives:
 
     def begin(self, steps: int, killed_at: int | None = None) -> int:
         """Start a life, which ends before its file operation number `killed_at`; returns its process id."""
-        self._life = self._nursery.fork("lives:main", run_dir=self.run_dir, steps=steps, killed_at=killed_at)
+        self._life = self._nursery.fork("lives:main", {"run_dir": self.run_dir, "steps": steps, "killed_at": killed_at})
         return self._life.pid
 
     def end(self) -> int:
