@@ -30,7 +30,7 @@ from aiohttp import web
 from arl.api.engine_config import ClientConfig
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.tiny import tiny_tokenizer
-from arl.web.server import allow_many_connections
+from arl.web.process import allow_many_connections
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 

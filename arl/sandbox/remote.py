@@ -26,7 +26,8 @@ from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbo
 from arl.sandbox.find import find_sandbox
 from arl.web.bodies import BodyError, RequestBody, must_be, parse
 from arl.web.client import JsonClient
-from arl.web.server import answer_until, bind, boundary, json_response, require_key, run_server, stop_event
+from arl.web.process import Watch, answer_until, run_server
+from arl.web.server import bind, boundary, json_response, require_key
 
 KEY_VARIABLE = "ARL_SANDBOX_KEY"
 """The environment variable that holds the API key, on both sides."""
@@ -163,8 +164,8 @@ def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Applic
     return app
 
 
-async def _serve(arguments: argparse.Namespace) -> None:
-    stop = stop_event()
+async def _serve(arguments: argparse.Namespace, watch: Watch) -> None:
+    stop = watch.stop_event()
     limits = Limits(**{field.name: getattr(arguments, field.name) for field in fields(Limits)})
     async with find_sandbox(arguments.kind, limits=limits, concurrency=arguments.concurrency) as sandbox:
         app = application(sandbox, api_key=os.environ.get(KEY_VARIABLE, ""), limits=limits)
@@ -181,7 +182,7 @@ def main() -> int:
     for name, most in asdict(_MOST).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(most), default=most, help="the most for a request")
     arguments = parser.parse_args()
-    return run_server(lambda: _serve(arguments))
+    return run_server(lambda watch: _serve(arguments, watch))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 _MAX_SHOWN = 80
+_MAX_DEPTH = 100
+"""Most lists and objects within each other. Recursive code reads a body and quotes it."""
+_MAX_NAME = 1024
+_MAX_STRINGS = 256
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "a JSON object",
@@ -24,8 +29,17 @@ _EXPECTED = {
     "string_too_short": "a string that is not empty",
     "too_short": "a list that is not empty",
 }
-_BOUNDS = {"greater_than": "above {gt}", "greater_than_equal": "at least {ge}", "less_than": "below {lt}",
-           "less_than_equal": "at most {le}", "literal_error": "{expected}"}  # fmt: skip
+_BOUNDS = {
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "string_too_long": "a string of at most {max_length} characters",
+    "too_long": "of length {max_length} at most",
+}
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=repr)
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -117,12 +131,24 @@ class RequestBody(BaseModel):
 def parse(model: type[B], raw: bytes) -> B:
     """The model in a body; an empty body counts as an empty object. Raises BodyError."""
     try:
-        content = json.loads(raw, parse_constant=_refuse_constant) if raw else {}
+        content = json.loads(raw.decode(), parse_constant=_refuse_constant) if raw else {}
+        if raw.count(b"[") + raw.count(b"{") > _MAX_DEPTH:
+            _check_depth(content)
         if b"\\u" in raw:  # half of a surrogate pair is valid JSON, but not text: no tokenizer takes it
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BodyError(f"the request body is not JSON: {error}") from error
     return validated(model, content)
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not inner:
+            return
+        level = list(chain.from_iterable(inner))
+    raise RecursionError(f"it nests more than {_MAX_DEPTH} lists and objects")
 
 
 def validated(model: type[B], content: Any, where: str = "") -> B:
@@ -177,7 +203,11 @@ def unsupported(reason: str, field: str | None = None) -> PydanticCustomError:
 
 def shown(value: Any) -> str:
     """A value as messages quote it: short JSON."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    text = ""
+    for piece in _ENCODER.iterencode(value):  # a long value is not written to its end
+        text += piece
+        if len(text) > _MAX_SHOWN:
+            break
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
@@ -185,6 +215,8 @@ def _strings(value: Any) -> list[str]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(one, str) and one for one in values):
         raise must_be("a string or a list of strings, none of them empty")
+    if len(values) > _MAX_STRINGS or max(map(len, values), default=0) > _MAX_NAME:
+        raise must_be(f"{_MAX_STRINGS} strings at most, each of at most {_MAX_NAME} characters")
     return values
 
 
@@ -194,6 +226,8 @@ def _integers(value: Any) -> list[int]:
     return value
 
 
+Name = Annotated[str, Field(max_length=_MAX_NAME)]
+"""A string that is kept: an id, a label, a path."""
 Strings = Annotated[Sequence[str], PlainValidator(_strings)]
 """A string, or a list of strings."""
 Integers = Annotated[Sequence[int], PlainValidator(_integers)]

@@ -1,29 +1,20 @@
-"""An HTTP server: it checks keys, answers in JSON or events, and turns exceptions into errors.
-
-The second half is the frame of a server process: its socket, signals and limits.
-"""
+"""An HTTP server: it listens, checks keys, answers in JSON or events, and turns exceptions into errors."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 import logging
-import os
-import resource
-import signal
 import socket
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 
-from arl.api.errors import ArlError, ConfigError
+from arl.api.errors import ConfigError
 from arl.web.bodies import RequestError
 
 log = logging.getLogger(__name__)
@@ -39,8 +30,6 @@ DONE = "data: [DONE]\n\n"
 """The last event of an OpenAI stream."""
 BACKLOG = 4096
 """Most connections that wait for acceptance: thousands of clients may start at once."""
-_PARENT_POLL_S = 1.0
-_BAD_START = 2
 
 
 @asynccontextmanager
@@ -127,7 +116,7 @@ def request_error(error: Exception, statuses: Statuses) -> RequestError:
         case RequestError():
             return error
         case web.HTTPRequestEntityTooLarge():
-            return RequestError("the body is too large", error.status)
+            return RequestError(f"the body is too large: {error.text}", error.status)
         case web.HTTPException():
             return RequestError(error.reason, error.status)
         case _:
@@ -152,21 +141,6 @@ def require_key(api_key: str, *, open_paths: frozenset[str] = PROBES, shape: Err
     return check
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def check_address(host: str, port: int, api_key: str | None) -> None:
-    """Raise ConfigError for a port out of range, and for an address open to other machines without a key."""
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port is {port}; it must be between 0 (any free port) and 65535")
-    if not api_key and not is_loopback(host):
-        raise ConfigError(f"--host is {host}, open to other machines; give --api-key KEY too, or listen on 127.0.0.1")
-
-
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; the caller closes it. Raises ConfigError if the address is not free."""
     try:
@@ -180,63 +154,3 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return sock
-
-
-def stop_event(parent_pid: int | None = None) -> asyncio.Event:
-    """An event of the running loop that SIGTERM, SIGINT or the end of process `parent_pid` sets."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if parent_pid is not None:
-        _watch_parent(parent_pid, loop, stop)
-    return stop
-
-
-def _watch_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    def ended(descriptor: int) -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-        stop.set()
-
-    def look() -> None:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            stop.set()
-        else:
-            loop.call_later(_PARENT_POLL_S, look)
-
-    try:
-        descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # it is gone, or this system has no such call
-        look()
-    else:
-        loop.add_reader(descriptor, ended, descriptor)
-
-
-async def answer_until(
-    stop: asyncio.Event, app: web.Application, sock: socket.socket, ready: Callable[[int], str]
-) -> None:
-    """Answer on a socket of `bind` until `stop` is set. Prints the line `ready(port)` once it answers."""
-    async with serving(app, sock) as port:
-        sys.stdout.write(ready(port) + "\n")
-        sys.stdout.flush()
-        await stop.wait()
-
-
-def run_server(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
-    """Run a server process; returns its exit code. It logs to stderr. An ArlError is one line there, and code 2."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        return asyncio.run(main()) or 0
-    except ArlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _BAD_START
-
-
-def allow_many_connections() -> None:
-    """Raise the soft limit of open files, here and in child processes: each request in flight holds one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 16)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,7 +1,6 @@
 """The HTTP kit: bodies read into models, errors in one shape, events, keys, and what a client makes of responses."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -10,11 +9,10 @@ import pytest
 from aiohttp import web
 from pydantic import Field
 
-from arl.api.errors import ConfigError, NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
-from arl.web import server as module
+from arl.api.errors import NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
 from arl.web.bodies import BodyError, Integers, RequestBody, RequestError, Strings, parse
 from arl.web.client import JsonClient, new_session
-from arl.web.server import DONE, EventStream, bind, boundary, check_address, event, json_response, require_key, serving
+from arl.web.server import DONE, EventStream, bind, boundary, event, json_response, require_key, serving
 
 
 class Part(RequestBody):
@@ -144,29 +142,3 @@ async def test_a_stream_is_events_and_several_clients_may_share_connections() ->
         await other.aclose()
         assert not session.closed
     assert reply.body.decode() == 'data: {"a":1}\n\nevent: last\ndata: {}\n\ndata: [DONE]\n\n'
-
-
-def test_an_address_that_others_can_reach_needs_a_key() -> None:
-    check_address("127.0.0.1", 0, None)
-    check_address("0.0.0.0", 8000, "key")
-    with pytest.raises(ConfigError, match=r"--host is 0\.0\.0\.0, open to other machines"):
-        check_address("0.0.0.0", 0, None)
-    with pytest.raises(ConfigError, match="--port is 65536"):
-        check_address("127.0.0.1", 65536, None)
-
-
-@pytest.mark.parametrize("has_pidfd", [True, False])
-async def test_a_server_stops_when_its_parent_ends_and_at_once_if_it_has(
-    has_pidfd: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parent = await asyncio.create_subprocess_exec("sleep", "60")
-    if not has_pidfd:
-        monkeypatch.delattr(os, "pidfd_open")
-        monkeypatch.setattr(module, "_PARENT_POLL_S", 0.01)
-    stop = module.stop_event(parent.pid)
-    assert not stop.is_set()
-    parent.kill()
-    await parent.wait()
-    async with asyncio.timeout(10):
-        await stop.wait()
-    assert module.stop_event(parent.pid).is_set()

@@ -23,7 +23,7 @@ import aiohttp
 from arl.api.config import Config
 from arl.api.engine_config import AdapterWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
-from arl.web.server import allow_many_connections
+from arl.web.process import allow_many_connections
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.1

@@ -44,7 +44,7 @@ from arl.engine.client.server_client import Answer, ServerClient
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.upkeep import Upkeep
 from arl.web.client import new_session
-from arl.web.server import allow_many_connections
+from arl.web.process import allow_many_connections
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0

@@ -10,6 +10,7 @@ It speaks SGLang's HTTP protocol. A program that starts it as a child can rely o
 - When an error ends the model thread, the server logs the error and exits with code 1.
 - SIGTERM and SIGINT stop it, with exit code 0: it aborts running requests and answers them with their tokens so far.
 - `--parent-pid PID` ties its life to that process: it stops when PID is gone, however PID ended.
+- A server that has not stopped 5 s later, because its event loop is blocked, ends with code 1 and its tracebacks.
 - It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs an API key, by `--api-key` or the
   environment variable ARL_SERVER_API_KEY (which other users of the machine cannot read from the process list).
 """
@@ -27,7 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arl.api.errors import ArlError, ConfigError, ModelError
-from arl.web.server import bind, check_address, run_server, serving, stop_event
+from arl.web.process import Watch, check_address, run_server
+from arl.web.server import bind, serving
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -91,14 +93,14 @@ def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
         raise ModelError(f"cannot load the model in {args.model}: {error}") from error
 
 
-async def run(args: argparse.Namespace, sock: socket.socket) -> int:
+async def run(args: argparse.Namespace, sock: socket.socket, watch: Watch) -> int:
     """Load the model, answer until told to stop, and leave nothing running. Returns the exit code."""
     from arl.engine.local.generate import Inflight
 
     loop, died = asyncio.get_running_loop(), asyncio.Event()
     inflight = Inflight(loop)
     scheduler = load_scheduler(args, inflight)
-    stop = stop_event(args.parent_pid)
+    stop = watch.stop_event()
 
     def die() -> None:
         died.set()
@@ -129,12 +131,12 @@ def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflig
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
 
-    async def bind_and_run() -> int:
+    async def bind_and_run(watch: Watch) -> int:
         check_arguments(args)
         with bind(args.host, args.port) as sock:
-            return await run(args, sock)
+            return await run(args, sock, watch)
 
-    return run_server(bind_and_run)
+    return run_server(bind_and_run, args.parent_pid)
 
 
 if __name__ == "__main__":

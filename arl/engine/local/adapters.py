@@ -31,6 +31,9 @@ _UNSUPPORTED = (
 )  # fmt: skip
 """Settings of peft that ask for more than A and B of one rank and scale; adapters with them are refused."""
 
+_MAX_LOADED = 64
+"""Most adapters at once: a run holds a few, and unloads them at its end."""
+
 Tokens = Sequence[tuple["Adapter | None", int]]
 """Runs of a step's tokens, in order: the adapter, and the number of tokens."""
 
@@ -112,6 +115,10 @@ class LoadedAdapters:
         """Let requests name it. Raises WeightsError if another has its name."""
         if adapter.name in self._loaded:
             raise WeightsError(f"Failed to load LoRA adapter {adapter.name} because it is already loaded")
+        if len(self._loaded) >= _MAX_LOADED:
+            raise WeightsError(
+                f"Failed to load LoRA adapter {adapter.name}: {_MAX_LOADED} are loaded; unload one first"
+            )
         if not self._is_installed:
             for name, module in self._linears.items():
                 module.forward = self._adapted(name, module.forward)  # pyright: ignore[reportAttributeAccessIssue]

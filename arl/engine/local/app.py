@@ -27,8 +27,8 @@ from arl.engine.local.scheduler import Scheduler
 from arl.web.bodies import BodyError, RequestBody, RequestError, parse
 from arl.web.server import ErrorShape, Handler, answering, boundary, json_response, require_key
 
-_MAX_BODY_BYTES = 1 << 30
-"""A long prompt is many megabytes; aiohttp's own limit is one."""
+_MAX_BODY_BYTES = 32 << 20
+"""A prompt of a million tokens takes 8 MiB; aiohttp's own limit is one. The event loop waits while it is parsed."""
 
 B = TypeVar("B", bound=RequestBody)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -10,14 +11,19 @@ from typing import Annotated, Any, Literal
 
 import torch
 from aiohttp import web
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
 from arl.api.engine import WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.engine.local.received_weights import WeightReceiver, WeightsError, named, read_directory
 from arl.engine.local.scheduler import Scheduler
-from arl.web.bodies import RequestBody, RequestError
+from arl.web.bodies import Name, RequestBody, RequestError
 from arl.web.server import json_response
+
+_TENSORS = Field(max_length=1 << 17, fail_fast=True)
+"""Models with experts stored one by one have some 50,000."""
+_Shape = Annotated[list[Annotated[int, Field(ge=0, le=1 << 48)]], Field(max_length=8)]
+_MAX_RANKS = 4096
 
 
 class EmptyBody(RequestBody):
@@ -25,7 +31,7 @@ class EmptyBody(RequestBody):
 
 
 class AbortBody(RequestBody):
-    rid: str
+    rid: Name
 
 
 class PauseBody(RequestBody):
@@ -61,20 +67,20 @@ async def _done(future: Future[Any]) -> None:
 class UpdateBody(RequestBody, takes_empty=True, ignored=("flush_cache",)):
     """The fields of calls with weights. New weights always drop the prefixes of old ones: flush_cache has no effect."""
 
-    weight_version: str
+    weight_version: Name
 
 
 class DiskBody(UpdateBody):
-    model_path: str
+    model_path: Name
 
 
 class DistributedBody(UpdateBody):
     """The tensors of one call, in the order in which they lie in its one broadcast."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[NonNegativeInt]]
-    group_name: str
+    names: Annotated[list[Name], _TENSORS]
+    dtypes: Annotated[list[Name], _TENSORS]
+    shapes: Annotated[list[_Shape], _TENSORS]
+    group_name: Name
     load_format: Literal["flattened_bucket"]
 
     def expected(self) -> list[tuple[str, str, list[int]]]:
@@ -82,21 +88,21 @@ class DistributedBody(UpdateBody):
         names, dtypes, shapes = self.names, self.dtypes, self.shapes
         if not len(names) == len(dtypes) == len(shapes):
             raise RequestError(f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries")
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
+        if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
             raise RequestError(f"names holds {named(repeated)} more than once")
         return list(zip(names, dtypes, shapes, strict=True))
 
 
 class GroupBody(RequestBody):
-    group_name: str
+    group_name: Name
 
 
 class JoinBody(GroupBody):
-    master_address: str
-    master_port: int
+    master_address: Name
+    master_port: Annotated[int, Field(ge=1, le=65535)]
     rank_offset: int
-    world_size: int
-    backend: str
+    world_size: Annotated[int, Field(le=_MAX_RANKS)]
+    backend: Name
 
     def group(self) -> WeightGroup:
         """Raises RequestError for a rank that the group does not have."""
@@ -112,11 +118,11 @@ class JoinBody(GroupBody):
 
 
 class UnloadAdapterBody(RequestBody):
-    lora_name: Annotated[str, Field(min_length=1)]
+    lora_name: Annotated[Name, Field(min_length=1)]
 
 
 class LoadAdapterBody(UnloadAdapterBody, takes_empty=True):
-    lora_path: str
+    lora_path: Name
 
 
 class Weights:

@@ -16,7 +16,13 @@ from pydantic import Field
 from arl.api.types import SamplingParams
 from arl.engine.local.scheduler import Scheduler
 from arl.engine.local.sequences import Job
-from arl.web.bodies import Integers, RequestBody, RequestError, Strings
+from arl.web.bodies import Integers, Name, RequestBody, RequestError, Strings
+
+_MAX_STOP_TOKENS = 4096
+_MAX_REQUESTS = 1 << 16
+"""Most requests that wait or run."""
+_MAX_CHARACTERS = 32
+"""Most characters of a text to tokenize, for each token of the model's context."""
 
 
 class SamplingBody(RequestBody):
@@ -27,7 +33,7 @@ class SamplingBody(RequestBody):
     top_k: int = -1
     min_p: float = 0.0
     stop: Strings = ()
-    stop_token_ids: Integers = ()
+    stop_token_ids: Annotated[Integers, Field(max_length=_MAX_STOP_TOKENS)] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None
     skip_special_tokens: bool = True
@@ -55,7 +61,7 @@ class SamplingBody(RequestBody):
 
 class ClassifyBody(RequestBody):
     input_ids: Integers
-    rid: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    rid: Name = Field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class GenerateBody(ClassifyBody, takes_empty=True):
@@ -63,8 +69,8 @@ class GenerateBody(ClassifyBody, takes_empty=True):
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1)] = -1
     """The first token of the prompt whose logprob is returned; -1 for none of them."""
-    extra_key: str = ""
-    lora_path: str = ""
+    extra_key: Name = ""
+    lora_path: Name = ""
     """The name of a loaded adapter."""
 
 
@@ -94,6 +100,8 @@ class Inflight:
         """Run a job to its end; cancelling the call aborts it. Raises RequestError if it fails."""
         if job.rid in self._waiting:
             raise RequestError(f"Duplicate request ID detected: {job.rid}")
+        if len(self._waiting) >= _MAX_REQUESTS:
+            raise RequestError(f"The request queue is full: this server takes {_MAX_REQUESTS} requests at once", 503)
         if not scheduler.is_alive:
             raise RequestError("the model thread of this server has died; its log says why", 503)
         ended = asyncio.Event()
@@ -201,6 +209,8 @@ class Generation:
     async def tokenize(self, body: TokenizeBody) -> Any:
         if self._tokenizer is None:
             raise RequestError("this model was saved without a tokenizer; send input_ids to /generate instead")
+        if len(body.prompt) > (most := _MAX_CHARACTERS * self._model.context_length):
+            raise RequestError(f"prompt has {len(body.prompt)} characters; this model's context has room for {most}")
 
         def encode() -> list[int]:
             return self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)

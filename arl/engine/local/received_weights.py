@@ -31,6 +31,9 @@ Shapes = Mapping[str, torch.Size]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_NAMED = 5
+_MAX_GROUPS = 16
+_MAX_ITEM_BYTES = 16
+"""Of torch's widest dtype."""
 
 
 class WeightsError(ArlError):
@@ -173,6 +176,7 @@ class WeightReceiver:
 
     def __init__(self, parameters: Shapes, device: str, timeout_s: float) -> None:
         self._parameters = parameters
+        self._most_bytes = _MAX_ITEM_BYTES * sum(map(math.prod, parameters.values()))
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -185,6 +189,8 @@ class WeightReceiver:
         if not dist.is_backend_available(group.backend.lower()):
             raise WeightsError(f"backend {group.backend!r} is not available here; gloo works between CPU processes")
         self._open = None
+        while len(self._groups) >= _MAX_GROUPS:  # trainers that were killed have left them
+            self.leave(next(iter(self._groups)))
         try:
             self._groups[group.name] = join_group(group, rank, self._timeout)
         except (RuntimeError, ValueError) as error:
@@ -209,7 +215,7 @@ class WeightReceiver:
                 "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
         try:
-            buffer, tensors = _buffer(expected, self._device)
+            buffer, tensors = _buffer(expected, self._device, self._most_bytes)
             self._fill(buffer, group_name)
             check_fit(tensors, self._parameters)
         except WeightsError as error:
@@ -238,10 +244,14 @@ class WeightReceiver:
         return ended.tensors, ended.weight_version
 
 
-def _buffer(expected: Sequence[Expected], device: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _buffer(expected: Sequence[Expected], device: str, most_bytes: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A buffer of bytes to receive into, and the tensors that are its views, end to end."""
     dtypes = [_dtype(name, dtype) for name, dtype, _ in expected]
     sizes = [math.prod(shape) * dtype.itemsize for (_, _, shape), dtype in zip(expected, dtypes, strict=True)]
+    if sum(sizes) > most_bytes:
+        raise WeightsError(
+            f"the tensors have {sum(sizes)} bytes; the served model takes at most {most_bytes} in a call"
+        )
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     tensors: dict[str, torch.Tensor] = {}
     start = 0

@@ -46,16 +46,8 @@ from arl.api.errors import ConfigError
 from arl.engine.weights import package as delta
 from arl.engine.weights.package import DeltaError, FilePart, PackageHeader, Replica, WrongBaseError
 from arl.web.bodies import RequestError
-from arl.web.server import (
-    answer_until,
-    bind,
-    boundary,
-    check_address,
-    json_response,
-    require_key,
-    run_server,
-    stop_event,
-)
+from arl.web.process import Watch, answer_until, check_address, run_server
+from arl.web.server import bind, boundary, json_response, require_key
 
 _STALL_S = 60.0
 """The longest silence of a sender; then its update is given up, so that another can begin."""
@@ -270,10 +262,10 @@ def _held(store: MirrorStore) -> dict[str, Any]:
     return {"version": version, "checksum": newest.checksum, "directory": str(newest.directory)}
 
 
-async def serve(args: argparse.Namespace) -> None:
+async def serve(args: argparse.Namespace, watch: Watch) -> None:
     """Answer until told to stop, and leave nothing behind. Raises ConfigError."""
     check_arguments(args)
-    stop, sock = stop_event(args.parent_pid), bind(args.host, args.port)
+    stop, sock = watch.stop_event(), bind(args.host, args.port)
     directory = args.directory or _default_directory(sock.getsockname()[1])
     with MirrorStore(directory, args.num_threads) as store:
         ready = {"event": "ready", "host": args.host, "pid": os.getpid(), "directory": str(store.home)}
@@ -288,7 +280,7 @@ def _default_directory(port: int) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    return run_server(lambda: serve(args))
+    return run_server(lambda watch: serve(args, watch), args.parent_pid)
 
 
 if __name__ == "__main__":

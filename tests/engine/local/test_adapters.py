@@ -132,3 +132,12 @@ def test_what_it_cannot_hold_is_refused_with_a_reason(
     spoil(directory)
     with pytest.raises(WeightsError, match=sentence):
         batch._runner.adapters.read("x", str(directory))
+
+
+def test_no_more_adapters_are_loaded_than_memory_may_hold(
+    batch: RunningBatch, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arl.engine.local.adapters._MAX_LOADED", 1)
+    load(batch, "one", adapters / "one")
+    with pytest.raises(WeightsError, match="two: unload one of the 1 loaded first"):
+        load(batch, "two", adapters / "two")

@@ -1,8 +1,10 @@
 """What the embedded server alone does: updates without a pause, aborts while paused, a sentence for each refusal."""
 
 import asyncio
+import io
 from typing import Any
 
+import pytest
 from protocol_client import Client, spans
 
 PROMPT = [10, 11, 12, 13]
@@ -53,6 +55,8 @@ BAD_BODIES: list[tuple[Any, str]] = [
     ({**ANY, "lora_path": "x"}, "LoRA adapter x is not loaded. Loaded adapters: none"),
     ({**ANY, "logprob_start_len": -2}, "logprob_start_len is -2; it must be at least -1"),
     ({**ANY, "never_heard_of": 1}, "never_heard_of (here 1)"),
+    ({**ANY, "input_ids": [1] * 100_000}, "The input (100000 tokens) is longer than the model's context length (8192"),
+    *(({**ANY, name: "x" * 1025}, f'{name} is "xxx') for name in ("rid", "extra_key", "lora_path")),
 ]
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature is -1.0; it must be 0 (greedy) or at least 0.001"),
@@ -64,8 +68,13 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": -1}, "max_new_tokens is -1; it must be at least 1"),
     ({"max_new_tokens": True}, "max_new_tokens is true; it must be an integer"),
     ({"stop": [""]}, "none of them empty"),
-    ({"n": 2}, "n (here 2): it is not known here"),
+    ({"n": 10**9}, "n (here 1000000000): it is not known here"),
+    ({"max_new_tokens": 10**9}, "exceeds the model's maximum context length of 8192 tokens"),
+    ({"stop": ["a"] * 257}, "256 strings at most, each of at most 1024 characters"),
+    ({"stop": "a" * 1025}, "256 strings at most, each of at most 1024 characters"),
+    ({"stop_token_ids": [1] * 4097}, "it must be of length 4096 at most"),
 ]
+LONG = "x" * 1025
 DISK, GROUP, SENT = "/update_weights_from_disk", "/init_weights_update_group", "/update_weights_from_distributed"
 AT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 AT |= {"group_name": "g", "backend": "gloo"}
@@ -86,6 +95,16 @@ BAD_CONTROL: list[tuple[str, Any, str]] = [
     (GROUP, {**AT, "rank_offset": 0}, "rank_offset=0 must be above 0 and below world_size=2"),
     (GROUP, {**AT, "backend": "carrier"}, "backend 'carrier' is not available here"),
     ("/load_lora_adapter", {"lora_name": "", "lora_path": "/x"}, 'lora_name is ""; it must be'),
+    ("/load_lora_adapter", {"lora_name": LONG, "lora_path": "/x"}, "it must be a string of at most 1024 characters"),
+    ("/abort_request", {"rid": LONG}, "it must be a string of at most 1024 characters"),
+    ("/tokenize", {"prompt": "x" * (32 * 8192 + 1)}, "prompt has 262145 characters; this model's context has room for"),
+    (DISK, {"model_path": LONG, "weight_version": "1"}, "it must be a string of at most 1024 characters"),
+    (DISK, {"model_path": "/", "weight_version": LONG}, "it must be a string of at most 1024 characters"),
+    (GROUP, {**AT, "world_size": 10**9}, "world_size is 1000000000; it must be at most 4096"),
+    (GROUP, {**AT, "master_port": 10**9}, "master_port is 1000000000; it must be at most 65535"),
+    (SENT, {**ONE, "names": [""] * ((1 << 17) + 1)}, "it must be of length 131072 at most"),
+    (SENT, {**ONE, "shapes": [[1] * 9]}, "it must be of length 8 at most"),
+    (SENT, {**ONE, "shapes": [[1 << 49]]}, "it must be at most 281474976710656"),
 ]
 
 
@@ -96,3 +115,24 @@ async def test_bad_bodies_are_refused_with_a_sentence_that_names_the_field(clien
         answer = await client.post(path, body)
         assert answer.status == 400, (path, body)
         assert sentence in answer.message, (path, body)
+
+
+async def test_a_body_or_an_announcement_of_more_than_the_model_holds_is_refused_before_it_takes_memory(
+    client: Client,
+) -> None:
+    await client.post("/begin_weight_update")
+    answer = await client.post(SENT, {**ONE, "shapes": [[1 << 40]]})
+    assert (answer.status, "the tensors have 4398046511104 bytes; the served" in answer.message) == (400, True)
+    await client.post("/end_weight_update")
+    async with client.session.post("/generate", data=io.BytesIO(bytes(33 << 20))) as response:
+        assert (response.status, "Maximum request body size 33554432 exceeded" in await response.text()) == (413, True)
+
+
+async def test_a_full_queue_refuses_requests(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arl.engine.local.generate._MAX_REQUESTS", 1)
+    waiting = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=ENDLESS, rid="first"))
+    await client.until_running(1)
+    answer = await client.post("/generate", ANY)
+    assert (answer.status, answer.message) == (503, "The request queue is full: this server takes 1 requests at once")
+    await client.post("/abort_request", {"rid": "first"})
+    await waiting

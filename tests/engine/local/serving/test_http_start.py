@@ -22,6 +22,7 @@ from weight_trainer import joining as joining_body
 from arl.api.errors import ConfigError
 from arl.engine.local.__main__ import main, parse_arguments, run
 from arl.engine.local.running_batch import RunningBatch
+from arl.web.process import Watch
 from arl.web.server import bind
 
 PROMPT = [10, 11, 12, 13]
@@ -50,9 +51,11 @@ async def test_a_key_is_asked_for_everywhere_but_at_health(model_a: str) -> None
 async def run_here(model: str) -> AsyncIterator[tuple[Client, asyncio.Task[int]]]:
     """A client, and the server's whole life as a task of this process, which gives its exit code."""
     sock = bind("127.0.0.1", 0)
-    serving = asyncio.create_task(run(parse_arguments(["--model", model]), sock))
-    async with connected(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
-        yield client, serving
+    with Watch() as watch:
+        serving = asyncio.create_task(run(parse_arguments(["--model", model]), sock, watch))
+        async with connected(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
+            yield client, serving
+        await asyncio.wait([serving])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
