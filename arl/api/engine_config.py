@@ -183,12 +183,15 @@ def check_fused(targets: set[str]) -> None:
 # The trainer.
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: PositiveFloat = 1e-5
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moments."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""

@@ -55,7 +55,7 @@ class NoSuchPathError(ServerError):
 
 
 class TrainingError(ArlError):
-    """A rank of the train engine failed or died, and with it the engine; the rank's own traceback is the cause."""
+    """The train engine cannot go on: a rank failed, died or hung, which is the cause, or weights are not finite."""
 
 
 class TransportError(ArlError):

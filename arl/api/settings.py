@@ -24,9 +24,9 @@ REQUIRED = PydanticUndefined
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, and strict about names."""
+    """A part of the configuration: frozen, strict about names, and without numbers that are not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     def _changed(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]

@@ -59,7 +59,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if not (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE):
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")

@@ -1,5 +1,6 @@
 """Each setting that cannot be is refused by name, with what is allowed."""
 
+import math
 from typing import Any
 
 import pytest
@@ -42,6 +43,10 @@ IMPOSSIBLE = [
     ({"algorithm": {"proximal": "skipped"}}, "algorithm.proximal", "'recomputed', 'approximated' or 'bypassed'"),
     ({"train": {"dtype": "float16"}}, "train.dtype", "'float32' or 'bfloat16'"),
     ({"train": {"optimizer": {"lr": 0}}}, "train.optimizer.lr", "greater than 0"),
+    ({"train": {"optimizer": {"lr": math.inf}}}, "train.optimizer.lr", "finite number"),
+    ({"train": {"optimizer": {"betas": (1.0, 0.9)}}}, "train.optimizer.betas.0", "less than 1"),
+    ({"engine": {"request_timeout_s": "nan"}}, "engine.local.request_timeout_s", "finite number"),
+    ({"algorithm": {"loss": {"clip_high": math.inf}}}, "algorithm.loss.ppo.clip_high", "finite number"),
     ({"train": {"optimizer": {"schedule": "cosine"}}}, "train.optimizer", "schedule is cosine; it needs total_steps"),
     ({"weights": {"transport": "pigeon"}}, "weights", "'disk', 'distributed', 'delta'"),
     ({"weights": {"transport": "distributed", "directory": "x"}}, "weights.distributed.directory", "not permitted"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -231,6 +231,11 @@ def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
     ).logits[0]
     hidden = decode(model, input_ids, position_ids, layout)
     ours = token_values(hidden, score_weight(model))[-1:] if head == "value" else hidden @ head_weight(model).T
+    if not theirs.isfinite().all() and (broken := _not_finite(model)) is not None:
+        raise ModelError(
+            f"{name} is damaged, or was written by a run that diverged: {broken}{_file_of(name, broken)} has values "
+            "that are not finite"
+        )
     if not torch.allclose(theirs.float(), ours, rtol=1e-3, atol=1e-4):
         what = "values" if head == "value" else "log-probabilities"
         raise ModelError(
@@ -242,6 +247,20 @@ def _check_logits(model: PreTrainedModel, name: str | Path, head: Head) -> None:
             f"{name}: its config gives {num_sliding} layers a sliding window, but {type(model).__name__} does not pass "
             "it to its attention function; arl would train the model without it"
         )
+
+
+def _not_finite(model: PreTrainedModel) -> str | None:
+    """The name of the first parameter with a value that is not finite."""
+    return next((name for name, p in model.named_parameters() if not p.isfinite().all()), None)
+
+
+def _file_of(model: str | Path, parameter: str) -> str:
+    """Where a model directory holds a parameter, if it is one of its tensors: " in FILE"."""
+    for file in sorted(Path(local_directory(str(model))).glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            if parameter in opened.keys():  # noqa: SIM118 (it is no mapping)
+                return f" in {file}"
+    return ""
 
 
 def _num_sliding_layers(config: Any) -> int:

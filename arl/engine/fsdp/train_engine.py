@@ -26,7 +26,7 @@ from arl.algorithm.packing import pack
 from arl.algorithm.prefix_tree import prefix_order
 from arl.api.engine import Head, ModelLimits, Output, TokenLoss
 from arl.api.engine_config import OptimizerConfig, TrainConfig
-from arl.api.errors import ConfigError, EngineClosedError
+from arl.api.errors import ConfigError, EngineClosedError, TrainingError
 from arl.api.types import TrainSequence
 from arl.engine.fsdp.lora import Adapters, RankAdapter
 from arl.engine.fsdp.minibatch import (
@@ -38,7 +38,7 @@ from arl.engine.fsdp.minibatch import (
 )
 from arl.engine.fsdp.model import ModelWriter, load_model, model_limits
 from arl.engine.fsdp.parallel import ProcessGroupLease, loading_turn, rank_device, rank_mesh, shard
-from arl.engine.fsdp.policy import Critic, Policy, Reference, local_shard
+from arl.engine.fsdp.policy import Critic, Policy, Reference, local_shard, trained_parameters
 from arl.engine.fsdp.saving import CheckpointWriter, RankSaving, load_checkpoint
 from arl.engine.fsdp.snapshot import RankSnapshot, SnapshotTaker
 
@@ -217,7 +217,12 @@ class FSDPTrainEngine:
         config = self._config.optimizer
         tally.lr = learning_rate(config, self._num_updates)
         tally.grad_norm = clip_gradients(self._policy.parameters(), config.max_grad_norm, self._device)
+        step = (
+            f"optimizer step {self._num_updates} (version {self._version}, lr {tally.lr:g}, gradient norm "
+            f"{tally.grad_norm:g})"
+        )
         if not math.isfinite(tally.grad_norm):
+            self._check_weights(f"before {step}")
             tally.nonfinite_grads = 1
             what = "skipped an optimizer step: the gradient norm is %s in version %d (loss %s)"
             logger.error(what, tally.grad_norm, self._version, tally.loss)
@@ -226,6 +231,24 @@ class FSDPTrainEngine:
                 group["lr"] = tally.lr
             self._optimizer.step()
             self._num_updates += 1
+            self._check_weights(f"after {step}")
+
+    def _check_weights(self, when: str) -> None:
+        """Raise TrainingError with the first trained parameter that is not finite on some rank; a collective."""
+        named = trained_parameters(self._policy)
+        flags = torch.zeros(len(named))
+        shards = {i: shard for i, p in enumerate(named.values()) if (shard := local_shard(p.detach())).numel()}
+        if shards:
+            norms = torch._foreach_norm(list(shards.values()), math.inf)  # pyright: ignore[reportPrivateImportUsage]
+            flags[list(shards)] = torch.stack(norms).isfinite().logical_not().float().cpu()
+        flags = flags.to(self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        if flags.any():
+            name = list(named)[int(flags.argmax())].removeprefix("model.")
+            raise TrainingError(
+                f"{when}, {name} is not finite, so nothing can be trained any more; continue from an earlier "
+                "checkpoint with a lower train.optimizer.lr"
+            )
 
     def _microbatches(self, sequences: Sequence[TrainSequence]) -> list[tuple[list[int], Microbatch]]:
         """(indices into `sequences`, their microbatch), equally many on every rank, without untrained sequences."""

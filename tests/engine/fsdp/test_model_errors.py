@@ -1,5 +1,6 @@
 """A model that is missing, broken or cannot be trained exactly is refused with what to do."""
 
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,16 @@ def test_missing_and_foreign_tensors_are_refused(
 ):
     directory = edited({"model": model_dir, "critic": critic_dir}[source], tmp_path / "edited", **tensors)
     with pytest.raises(ModelError, match=message):
+        load_model(directory, head)
+
+
+@pytest.mark.parametrize(("source", "head"), [("model", "policy"), ("model", "value"), ("critic", "value")], ids=str)
+def test_weights_that_are_not_finite_are_named_with_their_file(
+    model_dir: Path, critic_dir: Path, tmp_path: Path, source: str, head: Head
+):
+    broken = {"model__layers__1__mlp__up_proj__weight": torch.full((48, 32), math.nan)}
+    directory = edited({"model": model_dir, "critic": critic_dir}[source], tmp_path / "edited", **broken)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight in .*edited/model\.safetensors"):
         load_model(directory, head)
 
 

@@ -14,7 +14,7 @@ from train_variants import assert_same_tensors
 
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 from arl.api.engine_config import OptimizerConfig
-from arl.api.errors import ConfigError, EngineClosedError
+from arl.api.errors import ConfigError, EngineClosedError, TrainingError
 from arl.engine.fsdp.policy import transformer_layers
 from arl.engine.fsdp.train_engine import learning_rate
 
@@ -62,6 +62,16 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_reported(make_engi
     assert metrics["nonfinite_grads"] == 1
     assert metrics["grad_norm"] == reference["grad_norm"]
     assert same(engine.forward(sound), untouched.forward(sound))
+
+
+def test_a_step_that_leaves_weights_that_are_not_finite_ends_training_with_the_first(make_engine: MakeEngine):
+    engine = make_engine(optimizer=OptimizerConfig(lr=1e38, eps=1e-3, weight_decay=100.0))
+    sound = random_sequences(4, seed=2)
+    what = r"optimizer step 0 \(version 0, lr 1e\+38, gradient norm .*\), model\.embed_tokens\.weight is not finite"
+    with pytest.raises(TrainingError, match=what):
+        engine.train_batch([sound], LOSS)
+    with pytest.raises(TrainingError, match=r"before optimizer step 1 .* model\.embed_tokens\.weight is not finite"):
+        engine.train_batch([sound], LOSS)
 
 
 def failing(*args: object, **kwargs: object) -> TokenLosses:
