@@ -139,5 +139,5 @@ def test_no_more_adapters_are_loaded_than_memory_may_hold(
 ) -> None:
     monkeypatch.setattr("arl.engine.local.adapters._MAX_LOADED", 1)
     load(batch, "one", adapters / "one")
-    with pytest.raises(WeightsError, match="two: unload one of the 1 loaded first"):
+    with pytest.raises(WeightsError, match="two: 1 are loaded; unload one first"):
         load(batch, "two", adapters / "two")
