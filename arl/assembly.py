@@ -39,6 +39,7 @@ from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
+from arl.offload import offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import Dataset, RolloutController
 from arl.rollout.episode import EpisodeRunner, FailureLog, check_workflow
@@ -92,7 +93,7 @@ async def launch(
         if lock is None:
             lock = RunLock(config.run_dir)
             stack.callback(lock.release)
-            await asyncio.to_thread(lock.take)
+            await offload(lock.take)
         await stack.enter_async_context(workflow)
         trainer = await _build(stack, config, given)
         async with trainer.running():
@@ -108,7 +109,7 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
     disturb a run that trains in the same run_dir. Leaving the block stops the servers that it started. Raises
     ConfigError, ModelError, ServerError.
     """
-    await asyncio.to_thread(make_run_dir, config.run_dir)
+    await offload(make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
         addresses, api_key = await _addresses(config, stack, config.run_dir / "logs" / "serve")
         yield await stack.enter_async_context(await _client(config, addresses, api_key))
@@ -169,7 +170,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
         learner, engine = await _engines(stack, config, given.workflow, thread)
     transport = await thread(_transport, config, learner.engine)
     stack.callback(transport.close)
-    decode = await asyncio.to_thread(decoder, config.model) if config.log.trajectories else None
+    decode = await offload(decoder, config.model) if config.log.trajectories else None
     run_log = RunLog(config.run_dir, config.log, display=display, decode=decode)
 
     identity = {"model": config.model, "seed": config.seed, "num_examples": len(given.dataset)}
@@ -217,7 +218,7 @@ async def _engines(
 
 
 async def _client(config: Config, addresses: Sequence[str], api_key: str | None) -> RemoteSGLangEngine:
-    end_tokens = await asyncio.to_thread(end_token_ids, config.model)
+    end_tokens = await offload(end_token_ids, config.model)
     return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
 
 
@@ -280,7 +281,7 @@ async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple
     """The servers' base URLs and API key. Starts the servers unless they run already; their logs go to `logs`."""
     if isinstance(config.engine, SGLangEngineConfig):
         return config.engine.addresses, config.engine.api_key
-    directory = await asyncio.to_thread(local_directory, config.model)
+    directory = await offload(local_directory, config.model)
     if isinstance(config.engine, LocalEngineConfig):
         servers = local_servers(directory, config.engine, logs)
     else:

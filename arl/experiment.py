@@ -19,6 +19,7 @@ from arl.api.settings import laid_over
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.cli import run
+from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import check_workflow
 from arl.training.metrics import Evaluation
@@ -97,7 +98,7 @@ class Experiment(Generic[ConfigT]):
         """
         lock = RunLock(config.run_dir)  # before `prepare`, which may write there
         try:
-            await asyncio.to_thread(lock.take)
+            await offload(lock.take)
             return await self._train(config, lock)
         finally:
             lock.release()
@@ -121,14 +122,14 @@ class Experiment(Generic[ConfigT]):
             after = await _evaluated(trainer, trainer.version)
             await trainer.export(config.run_dir / TRAINED)
         summary = _summary(trainer.summary(), before, after)
-        said = await asyncio.to_thread(_write_results, config, summary)
+        said = await offload(_write_results, config, summary)
         sys.stdout.write(said + "\n")
         return TrainingResult(run_dir=config.run_dir, summary=summary)
 
     async def aprepare(self, config: ConfigT) -> tuple[ConfigT, Setup]:
         """The settings with the prepared model, and the setup. Raises ConfigError (run_dir), and as `prepare` does."""
-        await asyncio.to_thread(make_run_dir, config.run_dir)
-        await asyncio.to_thread(_hide_progress_bars)
+        await offload(make_run_dir, config.run_dir)
+        await offload(_hide_progress_bars)
         try:
             prepared = await asyncio.to_thread(self._prepared, config)
         except asyncio.CancelledError:

@@ -103,7 +103,9 @@ class CheckpointConfig(Section):
     """Checkpoints, from which a rerun continues."""
 
     every: PositiveInt | None = None
-    """Save a checkpoint each time this many versions were trained. Unset: only when the run ends or is interrupted."""
+    """Save a checkpoint each time this many versions were trained. Unset: by time alone (every_s)."""
+    every_s: PositiveFloat | None = 300.0
+    """Save a checkpoint, beside training, after the first step that ends this long after the last one. null: never."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
 

@@ -26,6 +26,7 @@ from arl.api.errors import ConfigError, first_error
 from arl.api.types import ModelRequest, ModelResponse
 from arl.api.workflow import RolloutWorkflow
 from arl.experiment import TRAINED, Experiment
+from arl.offload import offload
 from arl.rollout.controller import Dataset
 from arl.rollout.episode import Episode, EpisodeRunner, EpisodeSampler
 
@@ -179,7 +180,7 @@ async def open_stage(experiment: Experiment[Any], config: Config, choice: Choice
     sys.stderr.write(f"preparing {choice.file}\n")
     config, setup = await experiment.aprepare(config)
     examples = _examples(setup.eval_dataset if choice.split == "held-out" else setup.dataset, choice)
-    decode = await asyncio.to_thread(decoder, config.model)
+    decode = await offload(decoder, config.model)
     served = config if weights is None else config.model_copy(update={"model": str(weights)})
     sys.stderr.write(f"serving {served.model} with engine.kind={served.engine.kind}\n")
     with _failures_shown_once():

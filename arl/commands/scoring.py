@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from arl.api.errors import ConfigError
 from arl.commands.command import counted, parse, parser_of, positive, run_command, users_traceback
 from arl.commands.episodes import Choice, Run, Stage, Work, open_stage
 from arl.experiment import Experiment
+from arl.offload import offload
 from arl.rollout.episode import Episode, rewards_by_role
 from arl.rollout.watches import FailureBudget
 from arl.training.display import Advance, Display
@@ -205,7 +205,7 @@ class Scoring:
     async def _ended(self, run: Run, advance: Advance) -> None:
         outcome = self._scores.add(run)
         if self._out is not None:
-            await asyncio.to_thread(self._write, self._out, run, outcome)
+            await offload(self._write, self._out, run, outcome)
         advance(reward=self._scores.total_reward / self._scores.num_episodes)
         self._budget.record(run.episode.error)
 

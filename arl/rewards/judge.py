@@ -24,6 +24,7 @@ from arl.api.errors import (
 )
 from arl.api.types import Example
 from arl.api.workflow import Shared
+from arl.offload import offload
 from arl.rewards.score import Score, shown
 from arl.web.client import JsonClient
 
@@ -52,12 +53,12 @@ class AnswerCache:
 
     async def _look_up(self, key: str, text: str, ask: Callable[[], Awaitable[str]]) -> str:
         path = self._directory / key[:2] / f"{key}.json"
-        known = await asyncio.to_thread(_read, path, text)
+        known = await offload(_read, path, text)
         if known is not None:
             return known
         answer = await ask()
         try:
-            await asyncio.to_thread(_write, path, text, answer)
+            await offload(_write, path, text, answer)
         except OSError as error:
             raise RewardError(f"the cache {self._directory} cannot be written: {error}") from error
         return answer

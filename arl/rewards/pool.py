@@ -23,6 +23,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.workflow import Shared
+from arl.offload import offload
 from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         self._replacing = asyncio.Lock()
 
     async def _open(self, opened: AsyncExitStack) -> None:
-        self._pool = await asyncio.to_thread(self._start)
+        self._pool = await offload(self._start)
         opened.push_async_callback(self._end)
 
     async def _end(self) -> None:
@@ -218,13 +219,13 @@ class RewardPool(Shared, Generic[P, ResultT]):
         async with self._replacing:
             if self._pool is broken:
                 await self._stop(broken)
-                self._pool = await asyncio.to_thread(self._start)
+                self._pool = await offload(self._start)
 
     async def _stop(self, pool: ProcessPool) -> None:
         """Kill the workers. Also end all calls, since a pool forgets the calls that it had not begun."""
         for call in tuple(self._calls):
             call.cancel()
-        await asyncio.to_thread(_stop, pool)
+        await offload(_stop, pool)
 
 
 def is_typed_in(function: Callable[..., Any]) -> bool:

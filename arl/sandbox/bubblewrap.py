@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arl.api.errors import SandboxError
+from arl.offload import offload
 from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, laid_out, not_open
 from arl.sandbox.keeper import STAGE
 from arl.sandbox.seccomp import seccomp_filter
@@ -135,7 +136,7 @@ class BubblewrapSandbox(LocalSandbox):
             raise SandboxError(f"bwrap is not installed; {INSTALL}")
         if prlimit is None:
             raise SandboxError("prlimit is not installed; install util-linux")
-        interpreter = await asyncio.to_thread(_interpreter_at, self._python)
+        interpreter = await offload(_interpreter_at, self._python)
         shown = [*interpreter.prefixes, *map(os.path.abspath, self._read_only)]
         staged = [path for path in shown if os.geteuid() == 0 and not _is_open_to_all(path)]
         sources = {path: f"{STAGE}/{staged.index(path)}" if path in staged else path for path in shown}

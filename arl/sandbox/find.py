@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from arl.api.errors import SandboxError
+from arl.offload import offload
 from arl.sandbox.bubblewrap import INSTALL, BubblewrapSandbox
 from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, Sandbox
 from arl.sandbox.docker import DockerSandbox
@@ -50,7 +51,7 @@ class UnsafeSandbox(LocalSandbox):
     async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome:
         async with self._places:
             with tempfile.TemporaryDirectory(prefix="arl-unsafe-", ignore_cleanup_errors=True) as directory:
-                await asyncio.to_thread(_write, Path(directory), contents)
+                await offload(_write, Path(directory), contents)
                 return await self._run_in(directory, stdin, limits)
 
     async def _run_in(self, directory: str, stdin: bytes, limits: Limits) -> ProgramOutcome:

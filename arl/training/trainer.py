@@ -12,10 +12,10 @@
 | delivery  | newest snapshot    | published version   | the servers              | their answers, update_timeout_s|
 | evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
 | saving    | copies, RunState   | a checkpoint        | the disk                 | the step where it is due       |
+| `save`, `export` in other tasks | | a checkpoint, a model | the end of the step  | the step, which holds `_training` |
 
 `step` runs in the task that iterates the trainer. The others are tasks of the run's TaskGroup. Blocking work (training,
-snapshots, checkpoints, file writes) crosses to threads in `TrainThread`, `_written` and `asyncio.to_thread`, and only
-in this file.
+snapshots, checkpoints, file writes) crosses to threads in `TrainThread` and `offload`, and only in this file.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Self
 
 from arl.api.config import Config
-from arl.api.engine import InferenceEngine, PublishStats, Saving, WeightTransport, WeightUpdate
+from arl.api.engine import InferenceEngine, PublishStats, WeightTransport, WeightUpdate
 from arl.api.errors import ArlError, ConfigError, first_error
 from arl.api.types import Group, StepStats
+from arl.offload import offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.training.checkpoint import Checkpoints, RunState
@@ -106,7 +107,10 @@ class Trainer:
         self._published: PublishStats | None = None
         self._publication = asyncio.Condition()
         self._evaluation: asyncio.Task[None] | None = None
-        self._saving: asyncio.Task[None] | None = None
+        self._training = asyncio.Lock()
+        """Held while a batch is trained, when no state may be saved."""
+        self._saving: asyncio.Future[None] | None = None
+        self._saved_at = time.monotonic()
         self._is_evaluation_due = False
         self._open_step: _Step | None = None
         self._started_at: float | None = None
@@ -114,17 +118,20 @@ class Trainer:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Self]:
-        """Serve and train inside the block. Its end saves a checkpoint and raises the first error of any task."""
-        async with self._saved_at_the_end():
-            try:
-                async with self._tasks:
+        """Serve and train inside the block. Its end saves a checkpoint and raises the first error of any task.
+
+        It saves before it waits for the tasks to end: an episode that does not heed its cancellation cannot prevent it.
+        """
+        try:
+            async with self._tasks:
+                async with self._saved_at_the_end():
                     await self._publish()
                     await self._delivered()
                     yield self
-                    await self.stop()
-            except BaseExceptionGroup as errors:
-                error = first_error(errors)
-                raise error from error.__cause__
+                await self.stop()
+        except BaseExceptionGroup as errors:
+            error = first_error(errors)
+            raise error from error.__cause__
 
     # The loop ---------------------------------------------------------------------------------------------------
 
@@ -144,6 +151,10 @@ class Trainer:
         """take_batch -> prepare (logprobs -> advantages -> minibatches) -> train (optimizer steps) -> publish."""
         began = time.monotonic()
         groups = await self.buffer.take_batch(self.version)
+        async with self._training:
+            return await self._train(groups, began)
+
+    async def _train(self, groups: Sequence[Group], began: float) -> StepStats:
         replayed, taken = self.replay.take(self.version), time.monotonic()
         batch = await self.thread(self.learner.prepare, groups, replayed)
         self._open_step = _Step(
@@ -225,9 +236,15 @@ class Trainer:
             self._is_evaluation_due = True
             if self._evaluation is None or self._evaluation.done():
                 self._evaluation = self._tasks.create_task(self._evaluate_while_due())
-        every = self.config.checkpoint.every
-        if every and self.version % every == 0 and (saving := await self._begin_saving()):
-            self._saving = self._tasks.create_task(_written(saving))
+        if self._is_checkpoint_due() and (saving := await self._begin_saving()):
+            self._tasks.create_task(_written(saving))
+
+    def _is_checkpoint_due(self) -> bool:
+        due = self.config.checkpoint
+        if due.every and self.version % due.every == 0:
+            return True
+        is_writing = self._saving is not None and not self._saving.done()
+        return due.every_s is not None and time.monotonic() - self._saved_at >= due.every_s and not is_writing
 
     async def _evaluate_while_due(self) -> None:
         """Run one evaluation at a time. Evaluations that come due during a long one become one."""
@@ -248,24 +265,33 @@ class Trainer:
         return evaluation
 
     async def save(self) -> None:
-        """Write a checkpoint of the last trained version, between steps. Episodes in flight will run again.
+        """Write a checkpoint of the last trained version. Episodes in flight will run again.
 
-        Writes nothing if nothing was trained since the last checkpoint, or after a failed optimizer step, as it may
-        have changed the weights. Raises CheckpointError.
+        Any task may call it. A batch in training is finished before. Writes nothing if nothing was trained since the
+        last checkpoint, or after a failed optimizer step, as it may have changed the weights. Raises CheckpointError.
         """
-        if saving := await self._begin_saving():
+        async with self._training:
+            saving = await self._begin_saving()
+        if saving:
             await _written(saving)
 
     async def export(self, directory: Path) -> None:
-        """Between two steps, write the model, adapters merged, as a Hugging Face directory. Raises TransportError."""
-        snapshot = await self.thread(self.learner.engine.snapshot)
+        """Write the model, adapters merged, as a Hugging Face directory. Raises TransportError.
+
+        Any task may call it. A batch in training is finished before.
+        """
+        async with self._training:
+            snapshot = await self.thread(self.learner.engine.snapshot)
         try:
-            await asyncio.to_thread(snapshot.write, directory)
+            await offload(snapshot.write, directory)
         finally:
             snapshot.release()
 
-    async def _begin_saving(self) -> Saving | None:
-        """Copy the state for a checkpoint, once the previous one is written; None if there is nothing to write."""
+    async def _begin_saving(self) -> asyncio.Future[None] | None:
+        """Begin to write a checkpoint, once the previous one is written; None if there is nothing to write.
+
+        The state is copied when this returns. The caller holds `_training`, and awaits `_written` on the result.
+        """
         if self._saving:
             await asyncio.wait([self._saving])  # its error ends the TaskGroup; do not raise it twice
         await self.thread(lambda: None)  # a call whose waiter was cancelled may still run on the thread
@@ -275,7 +301,16 @@ class Trainer:
         has_failed = self._open_step is not None
         if has_failed or self.version in (0, self.checkpoints.newest_version()):
             return None
-        return await self.thread(self.checkpoints.begin, self.version, self.learner.save, self._state())
+        self._saved_at = time.monotonic()
+        begun = self.thread.submit(self.checkpoints.begin, self.version, self.learner.save, self._state())
+        try:
+            saving = await self.thread.finish(begun)
+        except asyncio.CancelledError:
+            if begun.exception() is None:  # what has begun is written, or the next one would collide with it
+                self._saving = offload(begun.result().wait)
+            raise
+        self._saving = offload(saving.wait)
+        return self._saving
 
     def _state(self) -> RunState:
         totals = replace(self.totals, wall_s=self._wall_s())
@@ -361,12 +396,11 @@ def _logged(
     return stats
 
 
-async def _written(saving: Saving) -> None:
-    """Wait on a thread until the saving is on the disk. A cancelled wait goes on, too, so that no error is lost."""
-    call = asyncio.get_running_loop().run_in_executor(None, saving.wait)
+async def _written(saving: asyncio.Future[None]) -> None:
+    """Wait until the saving is on the disk. A cancelled wait goes on, too, so that no error is lost."""
     try:
-        await asyncio.shield(call)
+        await asyncio.shield(saving)
     except asyncio.CancelledError:
-        await asyncio.wait([call])
-        call.result()
+        await asyncio.wait([saving])
+        saving.result()
         raise

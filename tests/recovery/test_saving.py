@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from one_turn import OneTurn
 from scripted_launch import small, use_fakes
 
 import arl.assembly
+from arl.api.engine import Sampler
 from arl.api.errors import CheckpointError, ServerError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
+from arl.api.types import Example, Trajectory
+from arl.api.workflow import RolloutWorkflow
 from arl.training.checkpoint import Checkpoints
 
 
@@ -22,33 +26,49 @@ from arl.training.checkpoint import Checkpoints
 class Written:
     """Written when the test's `act` on its version has returned."""
 
-    directory: Path
-    version: int
-    act: Callable[[int], Any]
+    call: Future[None]
 
     def wait(self) -> None:
-        self.act(self.version)
-        self.directory.mkdir()
-        (self.directory / "engine.json").write_text(json.dumps({"version": self.version}))
+        self.call.result()
 
 
 class Engine(ScriptedTrainEngine):
-    def __init__(self, act: Callable[[int], Any]) -> None:
-        super().__init__()
+    """Writes from the moment that it is saved, on a thread of its own."""
+
+    def __init__(self, act: Callable[[int], Any], on_train: Callable[..., None] | None) -> None:
+        super().__init__(on_train)
         self._act = act
+        self._thread = ThreadPoolExecutor(1)
 
     def save(self, directory: Path) -> Written:
-        return Written(directory, self.version, self._act)
+        return Written(self._thread.submit(self._write, directory, self.version))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _write(self, directory: Path, version: int) -> None:
+        self._act(version)
+        directory.mkdir()
+        (directory / "engine.json").write_text(json.dumps({"version": version}))
 
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """launch(act, steps=..., every=...): a run over fakes whose checkpoints are written by `act(version)`."""
 
-    def start(act: Callable[[int], Any], *, steps: int = 6, every: int = 1) -> Any:
-        use_fakes(monkeypatch, ScriptedEngine(lambda request: (7, 8, 9)), Engine(act))
-        config = small(tmp_path / "run", steps=steps, checkpoint={"every": every})
-        return arl.assembly.launch(config, workflow=OneTurn(), dataset=[{"number": n} for n in range(40)])
+    def start(
+        act: Callable[[int], Any],
+        *,
+        steps: int = 6,
+        shuffle: bool = True,
+        workflow: RolloutWorkflow | None = None,
+        on_train: Callable[..., None] | None = None,
+        **when: Any,
+    ) -> Any:
+        use_fakes(monkeypatch, ScriptedEngine(lambda request: (7, 8, 9)), Engine(act, on_train))
+        due = {"every": 1, **when}
+        config = small(tmp_path / "run", steps=steps, checkpoint=due, rollout={"shuffle": shuffle})
+        return arl.assembly.launch(config, workflow=workflow or OneTurn(), dataset=[{"number": n} for n in range(40)])
 
     return start
 
@@ -155,3 +175,111 @@ async def test_a_step_does_not_wait_for_the_checkpoint_before_and_does_not_chang
     state = json.loads((tmp_path / "run/checkpoints/version-00000002/state.json").read_text())
     assert state["version"] == 2
     assert sum(marks.count("t") for marks in state["rollout"]["ledger"]["outcomes"]) == 4
+
+
+async def test_a_save_amid_training_is_of_the_batch_that_is_trained_and_the_run_goes_on(
+    launch: Callable[..., Any], tmp_path: Path
+):
+    is_training, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def train_slowly(_: object) -> None:
+        loop.call_soon_threadsafe(is_training.set)
+        may_end.wait(10)
+
+    async with launch(lambda _: None, every=100, steps=3, on_train=train_slowly) as trainer:
+        step = asyncio.create_task(anext(trainer))
+        await is_training.wait()
+        saves = [asyncio.create_task(trainer.save()) for _ in range(2)]
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(*saves)
+        assert newest(tmp_path) == 1
+        assert (await step).version == 1
+        assert [step.version async for step in trainer] == [2, 3]
+
+
+async def test_a_step_that_is_cancelled_while_its_checkpoint_is_begun_leaves_it_to_the_end(
+    launch: Callable[..., Any], tmp_path: Path
+):
+    is_copying, may_copy = asyncio.Event(), threading.Event()
+    loop, written = asyncio.get_running_loop(), list[int]()
+
+    async with launch(written.append, every=2, steps=3) as trainer:
+        begin = trainer.checkpoints.begin
+
+        def begin_slowly(*state: Any) -> Any:
+            loop.call_soon_threadsafe(is_copying.set)
+            may_copy.wait(10)
+            return begin(*state)
+
+        trainer.checkpoints.begin = begin_slowly
+        await anext(trainer)
+        step = asyncio.create_task(anext(trainer))
+        await is_copying.wait()
+        step.cancel()
+        may_copy.set()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+    assert (newest(tmp_path), written) == (2, [2])
+
+
+async def test_the_end_of_a_run_saves_before_it_waits_for_episodes_that_do_not_heed_their_cancellation(
+    launch: Callable[..., Any], tmp_path: Path
+):
+    may_end, is_deaf = asyncio.Event(), asyncio.Event()
+
+    class Deaf(OneTurn):
+        async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+            while data["number"] >= 2 and not may_end.is_set():
+                try:
+                    await may_end.wait()
+                except asyncio.CancelledError:
+                    is_deaf.set()
+            return await super().arun_episode(engine, data)
+
+    async def run() -> None:
+        async with launch(lambda _: None, every=100, shuffle=False, workflow=Deaf()) as trainer:
+            await anext(trainer)
+            raise ServerError("every server is gone")
+
+    task = asyncio.create_task(run())
+    await is_deaf.wait()
+    assert (newest(tmp_path), task.done()) == (1, False)
+    may_end.set()
+    with pytest.raises(ServerError, match="every server is gone"):
+        await task
+
+
+async def test_a_run_with_a_full_default_executor_trains_saves_and_publishes_to_its_end(
+    launch: Callable[..., Any], tmp_path: Path
+):
+    loop, may_end = asyncio.get_running_loop(), threading.Event()
+    executor = ThreadPoolExecutor(1)
+    loop.set_default_executor(executor)
+    hung = [loop.run_in_executor(None, may_end.wait) for _ in range(2)]
+    try:
+        async with asyncio.timeout(60), launch(lambda _: None) as trainer:
+            assert [step.version async for step in trainer] == [1, 2, 3, 4, 5, 6]
+        assert (newest(tmp_path), trainer.inference_engine.version) == (6, 6)
+    finally:
+        may_end.set()
+        await asyncio.gather(*hung)
+
+
+async def test_checkpoints_come_by_time_unless_one_is_being_written(launch: Callable[..., Any]):
+    is_writing, may_write, written = threading.Event(), threading.Event(), list[int]()
+
+    def write(version: int) -> None:
+        is_writing.set()
+        may_write.wait(10)
+        written.append(version)
+
+    async with launch(write, every=None, every_s=1e-9, steps=5) as trainer:
+        await anext(trainer)
+        assert await asyncio.to_thread(is_writing.wait, 10)
+        assert [(await anext(trainer)).version for _ in range(2)] == [2, 3]
+        may_write.set()
+        await trainer.save()
+        _ = [step async for step in trainer]
+    assert written[:2] == [1, 3]

@@ -23,6 +23,7 @@ import aiohttp
 from arl.api.config import Config
 from arl.api.engine_config import AdapterWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
+from arl.offload import offload
 from arl.web.process import allow_many_connections
 
 _HOST = "127.0.0.1"
@@ -147,7 +148,7 @@ class _Server:
             if self.process is not None:
                 await self.process.wait()
             self.kill()
-            words = await asyncio.to_thread(self.last_words)
+            words = await offload(self.last_words)
             if restarts >= max_restarts:
                 logger.warning("%s died and is not started again: %s", self.program.address, words)
                 return words

@@ -18,6 +18,7 @@ from arl.api.engine_config import DeltaWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
 from arl.engine.weights.disk import DiskTransport, WrittenWeights
 from arl.engine.weights.package import Replica, WrongBaseError, delta_package, survey, whole_package
+from arl.offload import offload
 from arl.web.client import JsonClient
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -73,7 +74,7 @@ class MirrorClient(JsonClient):
 
 async def _sent(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Read pieces from files while they are sent, on another thread."""
-    while piece := await asyncio.to_thread(next, pieces, b""):
+    while piece := await offload(next, pieces, b""):
         yield piece
 
 

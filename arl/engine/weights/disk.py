@@ -98,11 +98,12 @@ class DiskTransport:
         return update
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        """Bring the servers to `update`, then remove the snapshots before it."""
+        """Bring the servers to `update`. The snapshots before it are removed then, which nobody waits for."""
         try:
             return await engine.update_weights(update)
         finally:
-            await asyncio.to_thread(self._prune, update.version)
+            with suppress(TransportError):  # closed meanwhile, and everything is removed
+                self.submit(self._prune, update.version)
 
     def discard(self, update: WeightUpdate) -> None:
         """Release a snapshot that will not be delivered. Idempotent."""

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -23,6 +24,7 @@ from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall,
 
 _LONG_PROMPT = 20_000
 """Messages of at least this many characters are rendered and tokenized in a thread: that takes some 10 ms."""
+_RENDERING = ThreadPoolExecutor(4, "arl-rendering")
 
 
 class Speaker:
@@ -64,7 +66,8 @@ class Speaker:
     async def _prompt(self, call: ChatCall) -> Prompt:
         if sum(len(message.get("content") or "") for message in call.messages) < _LONG_PROMPT:
             return self.dialogue.prompt(call.messages, call.tools)
-        return await asyncio.to_thread(self.dialogue.prompt, call.messages, call.tools)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_RENDERING, self.dialogue.prompt, call.messages, call.tools)
 
     async def _asample(self, prompt: Prompt, call: ChatCall) -> list[ModelResponse]:
         input_ids = prompt.input_ids

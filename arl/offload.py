@@ -1,0 +1,36 @@
+"""Threads for what arl itself must get done off the event loop: files, removal of old weights, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar, TypeVarTuple
+
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
+
+
+def offload(function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
+    """Begin `function(*args)` in a thread of its own, with this task's context variables; await its result.
+
+    asyncio's default executor is left to users' code: there, calls that hang would keep arl's from their turn. A caller
+    that is cancelled does not wait for the thread. The thread does not keep the process from ending.
+    """
+    call: Future[ResultT] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        if not call.set_running_or_notify_cancel():
+            return
+        try:
+            call.set_result(context.run(function, *args))
+        except StopIteration as error:  # an asyncio future does not take it: its awaiter would wait for ever
+            call.set_exception(RuntimeError(f"{function} raised {error!r}"))
+        except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
+            call.set_exception(error)
+
+    Thread(target=work, name=f"arl-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    return asyncio.wrap_future(call)
