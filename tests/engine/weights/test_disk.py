@@ -94,6 +94,11 @@ async def test_it_is_written_once_beside_training_however_many_servers_prepare(
     assert (weights.num_writes, weights.is_released) == (1, True)
 
 
+async def removed(transport: DiskTransport) -> None:
+    """Wait for the removals of the deliveries before: they run on the same thread, in order."""
+    await asyncio.wrap_future(transport.submit(bool))
+
+
 async def test_snapshots_that_no_server_will_need_are_let_go(transport: DiskTransport, engine: Exporter):
     updates, snapshots = [], []
     for _ in range(5):
@@ -108,6 +113,7 @@ async def test_snapshots_that_no_server_will_need_are_let_go(transport: DiskTran
         await update.prepare(Receiver())
     directory = written.directory
     await transport.deliver(delivered, Servers(Receiver()))
+    await removed(transport)
     assert (directory.exists(), delivered.directory.is_dir(), newer.directory.is_dir()) == (False, True, True)
     assert (snapshots[1].num_writes, snapshots[1].is_released) == (0, True)
     assert transport._updates == [delivered, newer]
@@ -119,6 +125,7 @@ async def test_a_delivery_that_failed_stays_for_servers_that_come_back(transport
     second, server = transport.snapshot(engine), Receiver(errors={"load": ServerError("it does not fit")})
     with pytest.raises(ServerError):
         await transport.deliver(second, Servers(server))
+    await removed(transport)
     assert not first.exists()
     await Servers(server).update_weights(second)
     assert server.names == [1]
