@@ -176,7 +176,7 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     identity = {"model": config.model, "seed": config.seed, "num_examples": len(given.dataset)}
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
-    run_log.resume(learner.version)
+    await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
     runner = _runner(stack, config, given.workflow, learner)
     rollout = _rollout(config, given, engine, runner, buffer)

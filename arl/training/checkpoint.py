@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ import numpy.typing as npt
 from arl.api.engine import Saving
 from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError
 from arl.api.types import NOT_SAMPLED, Group, Trajectory, TurnSpan
+from arl.training.run_files import force_to_disk
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +170,8 @@ class RunState:
     """Finished, untrained groups: ReplayBuffer.untrained."""
     replay: Sequence[Group] = ()
     """Trained groups that may be trained again: Replay.groups."""
+    sync: Callable[[], None] = lambda: None
+    """Forces to the disk what `values` refers to: RunLog.sync. Called before the checkpoint gets its name."""
 
 
 class Checkpoints:
@@ -201,12 +203,13 @@ class Checkpoints:
             for name, groups in (("groups.npz", state.groups), ("replay.npz", state.replay)):
                 with (aside / name).open("wb") as file:
                     write_groups(file, groups)
-                _sync(aside / name)
+                force_to_disk(aside / name)
             (aside / "state.json").write_text(json.dumps({"identity": self._identity, **state.values}))
-            _sync(aside / "state.json")
-            _sync(aside)
+            force_to_disk(aside / "state.json")
+            force_to_disk(aside)
+            state.sync()
             aside.rename(self._path(version))
-            _sync(self._directory)
+            force_to_disk(self._directory)
         except (OSError, ArlError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise _unwritten(version, self._directory, error) from error
@@ -289,11 +292,3 @@ def _unwritten(version: int, directory: Path, error: Exception) -> CheckpointErr
         f"cannot write the checkpoint of version {version} to {directory}: {error}; earlier ones are untouched, and "
         "the same command continues from them once the cause is repaired"
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Writes a run's files, and shows its steps and evaluations. Not thread-safe. Raises RunFileError.
+    """Writes a run's files, and shows its steps and evaluations. One thread writes. Raises RunFileError.
 
     A resumed run cuts the files back to the checkpoint's version, so each version has one line.
     """
@@ -46,16 +46,32 @@ class RunLog:
         with _usable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
+        self._ends = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
         self._config = config
         self._decode = decode
         self.display = display or Display(console=Console(quiet=True))
 
-    def resume(self, version: int) -> None:
-        """Delete lines of later versions, and torn lines."""
-        for path in self._paths.values():
+    def positions(self) -> dict[str, int]:
+        """The lengths in bytes of the files that grow with each step, up to the last whole step. Any thread may ask."""
+        return {name: self._ends[name] for name in ("metrics", "trajectories")}
+
+    def sync(self) -> None:
+        """Force the files to the disk, on any thread, before a checkpoint refers to their rows."""
+        for path in (*self._paths.values(), self._paths["metrics"].parent):
+            with _usable(path), suppress(FileNotFoundError):
+                force_to_disk(path)
+
+    def resume(self, version: int, positions: Mapping[str, int]) -> None:
+        """Delete rows of later versions, and torn lines.
+
+        positions: of the checkpoint of `version`; a file without one is read whole. Evaluations always are: they are
+        few, and may end after later checkpoints.
+        """
+        for name, path in self._paths.items():
             with _usable(path):
-                rows = [row for row in read_jsonl(path) if row["version"] <= version]
-                write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+                if path.exists():
+                    _cut(path, version, 0 if version == 0 and name != "evaluations" else positions.get(name))
+                    self._ends[name] = path.stat().st_size
 
     def evaluations(self) -> dict[int, Evaluation]:
         """By version."""
@@ -93,8 +109,11 @@ class RunLog:
             yield row | ({"text": self._decode(trajectory.token_ids)} if self._decode else {})
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        with _usable(self._paths[name]), self._paths[name].open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        with _usable(self._paths[name]):
+            with self._paths[name].open("ab") as file:
+                file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+                end = file.tell()
+            self._ends[name] = end
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -201,17 +220,69 @@ def _usable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _cut(path: Path, version: int, position: int | None) -> None:
+    """Cut the file at `position`, if the rows of later versions begin there; else keep the rows up to `version`."""
+    if position is not None:
+        with path.open("r+b") as file:
+            if _is_end_of(file, version, position):
+                file.truncate(position)
+                return
+        log.warning("%s is not as the checkpoint of version %d left it: reading all of it", path, version)
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("wb") as kept:
+        for line, row in _rows(path):
+            if isinstance(row.get("version"), int) and row["version"] <= version:
+                kept.write(line.rstrip(b"\n") + b"\n")
+    force_to_disk(aside)
+    aside.replace(path)
+
+
+def _is_end_of(file: IO[bytes], version: int, position: int) -> bool:
+    """Whether a row ends at `position`, and none of `version` or before begins there."""
+    if file.seek(0, os.SEEK_END) < position:
+        return False
+    file.seek(max(position - 1, 0))
+    if position and file.read(1) != b"\n":
+        return False
+    row = _row(file.readline())
+    return row is None or not isinstance(row.get("version"), int) or row["version"] > version
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line that is a JSON object, and the object. Warns of other lines, but for a last one that a kill cut."""
+    bad: list[int] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = _row(line)
+            if row is not None:
+                yield line, row
+            elif line.endswith(b"\n") and line.strip():
+                bad.append(number)
+    if bad:
+        numbers = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+        log.warning("%s: %d lines are no JSON objects and were left out (lines %s)", path, len(bad), numbers)
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of `path`, without a last line that a kill cut short. A missing file has no rows."""
-    if not path.exists():
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """The rows of `path`, without lines that are none: a warning names them. A missing file has no rows."""
+    return [row for _, row in _rows(path)] if path.exists() else []
+
+
+def force_to_disk(path: Path) -> None:
+    """Wait until the file, or the directory's list of names, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, text: str) -> None:

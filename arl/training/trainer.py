@@ -315,7 +315,12 @@ class Trainer:
     def _state(self) -> RunState:
         totals = replace(self.totals, wall_s=self._wall_s())
         values = {"version": self.version, "totals": asdict(totals), "rollout": self.rollout.state_dict()}
-        return RunState(values=values, groups=self.buffer.untrained(self.version), replay=self.replay.groups)
+        return RunState(
+            values=values | {"logs": self.log.positions()},
+            groups=self.buffer.untrained(self.version),
+            replay=self.replay.groups,
+            sync=self.log.sync,
+        )
 
     @asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:

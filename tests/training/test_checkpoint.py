@@ -19,8 +19,8 @@ def checkpoints(directory: Path, **identity: object) -> Checkpoints:
     return Checkpoints(directory, 2, {**IDENTITY, **identity})
 
 
-def save(directory: Path, version: int) -> None:
-    state = RunState(values={"version": version})
+def save(directory: Path, version: int, sync: Callable[[], None] = lambda: None) -> None:
+    state = RunState(values={"version": version}, sync=sync)
     checkpoints(directory).begin(version, ScriptedTrainEngine().save, state).wait()
 
 
@@ -53,9 +53,9 @@ def test_everything_is_forced_to_the_disk_before_the_rename_and_the_rename_after
     done, rename = list[str](), Path.rename
     monkeypatch.setattr(os, "fsync", lambda file: done.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
     monkeypatch.setattr(Path, "rename", lambda old, new: (done.append("rename"), rename(old, new)))
-    save(tmp_path, 1)
-    assert sorted(done[:-2]) == [".writing-1", "groups.npz", "replay.npz", "state.json"]
-    assert done[-3:] == [".writing-1", "rename", tmp_path.name]
+    save(tmp_path, 1, lambda: done.append("logs"))
+    assert sorted(done[:-2]) == [".writing-1", "groups.npz", "logs", "replay.npz", "state.json"]
+    assert done[-4:] == [".writing-1", "logs", "rename", tmp_path.name]
 
 
 def test_what_a_kill_left_half_written_or_half_deleted_is_gone_after_the_next_start(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run writes for its users: one line per version, also after a resume, and a picture."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +40,86 @@ def test_trajectories_are_written_token_by_token_with_what_they_were_trained_wit
     assert [row["is_truncated"] for row in rows] == [True, False, False]
 
 
+@pytest.mark.parametrize("knows_positions", [True, False])
 def test_a_resume_cuts_back_to_its_version_drops_a_torn_line_and_keeps_evaluations_and_the_picture_shows_the_rest(
-    tmp_path: Path,
+    tmp_path: Path, knows_positions: bool
 ) -> None:
-    log, lines = RunLog(tmp_path, QUIET), tmp_path / "metrics.jsonl"
+    """Evaluations are kept by version: one of version 2 may end after the checkpoint of version 2 was taken."""
+    log, lines, positions = RunLog(tmp_path, QUIET), tmp_path / "metrics.jsonl", dict[str, int]()
     log.evaluation(evaluation(0))
     for version in (1, 2, 3):
         write(log, version, grouped(trajectory()))
+        if version == 2:
+            positions = log.positions()
     log.evaluation(evaluation(3))
+    log.evaluation(evaluation(2))
     whole = lines.read_text()
     lines.write_text(whole + '{"version": 1, "rew')
     again = RunLog(tmp_path, QUIET)
-    again.resume(2)
+    again.resume(2, positions if knows_positions else {})
     assert lines.read_text() == "".join(whole.splitlines(keepends=True)[:2])
-    assert again.evaluations() == {0: evaluation(0)}
+    assert [row["version"] for row in read_jsonl(tmp_path / "trajectories.jsonl")] == [1, 2]
+    assert again.evaluations() == {0: evaluation(0), 2: evaluation(2)}
+    write(again, 3, grouped(trajectory()))
+    assert again.positions() == {name: (tmp_path / f"{name}.jsonl").stat().st_size for name in positions}
     assert plot_run(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_resume_does_not_read_what_it_keeps(tmp_path: Path, version: int) -> None:
+    """It would take hours here: before the rows is a hole of 10 TB. Before the first version nothing is kept."""
+    path, end = tmp_path / "trajectories.jsonl", 10**13
+    kept, dropped = b'{"version": 2}\n' if version else b"", b'{"version": 3}\n{"ver'
+    with path.open("wb") as file:
+        if version:
+            file.seek(end)
+        file.write(kept + dropped)
+    inode = path.stat().st_ino
+    RunLog(tmp_path, QUIET).resume(version, {"trajectories": end + len(kept)} if version else {})
+    assert path.stat().st_size == (end + len(kept) if version else 0)
+    assert path.stat().st_ino == inode
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        b'{"version": 1}\n{"version": 2}',  # shorter, and without its last line's end
+        b'{"version": 1, "note": "of a user"}\n{"version": 2}\n{"version": 3}\n',
+        b'{"version": 1}\n{"version": 1}\n{"version": 2}\n{"version": 3}\n',  # another row ends where one ended
+        b'{"version": 1}\n\xff\xfe{"version": 2}\n{"version": 2}\n{}\n[[\n{"version": 3}\n',
+    ],
+)
+def test_a_file_that_is_not_as_the_checkpoint_left_it_keeps_every_row_up_to_the_version(
+    tmp_path: Path, edited: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(edited)
+    expected = [row for row in read_jsonl(path) if row.get("version", 3) <= 2]
+    log = RunLog(tmp_path, QUIET)
+    log.resume(2, {"metrics": 30})
+    assert "metrics.jsonl is not as the checkpoint of version 2 left it" in caplog.text
+    assert read_jsonl(path) == expected
+    write(log, 3, grouped(trajectory()))
+    assert [row["version"] for row in read_jsonl(path)] == [*(row["version"] for row in expected), 3]
+
+
+def test_rows_behind_a_line_that_is_none_are_read_and_the_line_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"version": 1}\nnonsense\n{"version": 2}\n\xff\n' + b"[" * 10**5 + b'\n\n{"version": 3}\n{"ve')
+    assert [row["version"] for row in read_jsonl(path)] == [1, 2, 3]
+    assert caplog.messages == [f"{path}: 3 lines are no JSON objects and were left out (lines 2, 4, 5)"]
+
+
+def test_rows_are_on_the_disk_when_a_checkpoint_may_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, synced = RunLog(tmp_path, QUIET), set[str]()
+    log.sync()
+    write(log, 1, grouped(trajectory()))
+    log.evaluation(evaluation(1))
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
+    log.sync()
+    assert synced == {"metrics.jsonl", "trajectories.jsonl", "evaluations.jsonl", tmp_path.name}
 
 
 def test_a_file_that_cannot_be_written_is_an_error_of_arls_own_that_names_it(tmp_path: Path) -> None:
@@ -62,7 +128,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_arls_own_that_names_it(tmp
     with pytest.raises(RunFileError, match=r"metrics\.jsonl cannot be written or read: Is a directory; the same"):
         write(log, 1, grouped(trajectory()))
     with pytest.raises(RunFileError, match="Is a directory"):
-        log.resume(1)
+        log.resume(1, {})
 
 
 ONE, CUT = trajectory(), trajectory((0, 0), is_truncated=True)
