@@ -45,7 +45,7 @@ def serve() -> None:
     async def main() -> None:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", generate)
-        app.router.add_route("*", "/{name}", acknowledge)
+        app.router.add_route("*", "/{name:.+}", acknowledge)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()

@@ -1,4 +1,4 @@
-"""Which server gets the next request, which weights each server holds, and the states that a server goes through.
+"""Which weights each server holds, and the states that a server goes through.
 
 `ServerPool` is the only writer of a `Server`; every other class asks it, by these calls.
 
@@ -21,22 +21,20 @@ out of service, and keep their state while a task pauses, loads and resumes them
 changes a server's weights (to an adapter loaded beside what runs) and not its state. A load that is begun, ended or
 disturbed out of turn raises RuntimeError; any other call leaves the state as it is.
 
-All methods belong to one event loop; `changed` is the wait that is woken.
+All methods belong to one event loop. `changed` is the wait that is woken, and who `listen`s is called as well.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from arl.api.types import new_id
 from arl.engine.client.continuation import Attempt
 from arl.engine.client.server_client import Greeting, Holding, ServerClient
-
-_MAX_SESSIONS = 65_536
 
 
 class ServerState(StrEnum):
@@ -139,15 +137,27 @@ class Server:
         return told.label == self.initial_label and self.weights.adapter in told.adapters
 
 
+@dataclass(slots=True, eq=False)
+class Expectation:
+    """Servers that are paused together, or are about to be, and will be resumed."""
+
+    servers: tuple[Server, ...] = ()
+    began: float = math.inf
+    """When the first of them was paused, by the event loop's clock."""
+
+
 class ServerPool:
-    """The servers, the sessions that are bound to them, and the version that all of those in service hold."""
+    """The servers, the requests that they run, and the version that all of those in service hold."""
 
     def __init__(self, version: int) -> None:
+        self.is_held = False
+        """Generation is paused as a whole: no server gets requests, not even one that serves."""
         self.servers: list[Server] = []
+        self.expectation = Expectation()
+        self._listeners: list[Callable[[], None]] = []
         self._num_loads = 0
         self._version = version
         self._run = new_id()[:12]
-        self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
         self._changed = asyncio.Event()
 
     @property
@@ -158,6 +168,12 @@ class ServerPool:
     @property
     def in_service(self) -> list[Server]:
         return [server for server in self.servers if server.is_in_service]
+
+    @property
+    def expected(self) -> list[Server]:
+        """Those that are paused, and will be resumed soon."""
+        waited_for = (_PAUSED, _LOADING)
+        return [s for s in self.expectation.servers if s.state in waited_for and not s.is_leaving]
 
     def at(self, address: str) -> Server | None:
         return next((server for server in self.servers if server.address == address), None)
@@ -176,24 +192,13 @@ class ServerPool:
         self._note_version()
         self._changed.set()
         self._changed = asyncio.Event()
+        self._tell()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call this whenever a server changes its state, and whenever a request ends."""
+        self._listeners.append(listener)
 
     # Requests
-
-    def choose(self, session_id: str | None, avoid: Server | None = None) -> Server | None:
-        """The session's server, else the one with the fewest requests; None if the caller has to wait for a change.
-
-        A session is bound to a server and its weights, for the prefixes cached there: once either is gone, or while the
-        server is paused, any other is as good. avoid: where the request has just failed; the last choice.
-        """
-        server = self._bound_to(session_id)
-        if server is None or server is avoid:
-            ready = [server for server in self.servers if server.state is _SERVING]
-            server = min(ready, key=lambda s: (s is avoid, len(s.attempts)), default=None)
-            if server is not None and session_id is not None:
-                self._sessions[session_id] = (server, server.weights.load_number)
-                if len(self._sessions) > _MAX_SESSIONS:
-                    self._sessions.popitem(last=False)
-        return server
 
     def cache_key(self, server: Server) -> str:
         """A name for the weights that the server holds. No other load, and no other run, has the same."""
@@ -217,6 +222,7 @@ class ServerPool:
 
     def end(self, server: Server, attempt: Attempt) -> None:
         server.attempts.discard(attempt)
+        self._tell()
         if server.is_leaving and not server.attempts:
             self.wake_all()
 
@@ -238,6 +244,12 @@ class ServerPool:
     def pause(self, server: Server) -> None:
         self._move(server, "pause")
         server.pauses += 1
+        if server in self.expectation.servers:
+            self.expectation.began = min(self.expectation.began, asyncio.get_running_loop().time())
+
+    def expect(self, servers: Iterable[Server]) -> None:
+        """Note that these servers are about to be paused and resumed together. Forgets those of the last time."""
+        self.expectation = Expectation(tuple(servers))
 
     def begin_load(self, server: Server) -> None:
         self._move(server, "begin_load")
@@ -317,12 +329,6 @@ class ServerPool:
         """Called at each change, because the version must outlast the fencing of the last server."""
         self._version = min((server.version for server in self.in_service), default=self._version)
 
-    def _bound_to(self, session_id: str | None) -> Server | None:
-        if session_id is None or (binding := self._sessions.get(session_id)) is None:
-            return None
-        server, load_number = binding
-        if server.state is not _SERVING or server.weights.load_number != load_number:
-            del self._sessions[session_id]
-            return None
-        self._sessions.move_to_end(session_id)
-        return server
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()

@@ -40,6 +40,7 @@ from arl.api.errors import (
 )
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.client.continuation import Attempt, PartialResponse
+from arl.engine.client.line import Line
 from arl.engine.client.server_client import Answer, ServerClient
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.upkeep import Upkeep
@@ -48,7 +49,6 @@ from arl.web.process import allow_many_connections
 
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
-_STARTS_PER_TURN = 16
 _SHARE_OF_TIMEOUT = 0.5
 """A server that had a timed-out request for more than this share of its time is fenced; else others were slow."""
 _KEEPALIVE_S = 4.0
@@ -78,10 +78,10 @@ class RemoteSGLangEngine:
         self._config = config
         self._api_key = api_key
         self._updating = asyncio.Lock()
-        self._turns = asyncio.Semaphore(_STARTS_PER_TURN)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tasks = asyncio.TaskGroup()
         self._pool = ServerPool(version)
+        self._line = Line(self._pool)
         self._upkeep = Upkeep(self._pool, config, self._tasks)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
@@ -189,7 +189,7 @@ class RemoteSGLangEngine:
         if self._session is None:
             return
         try:
-            self._pool.wake_all()
+            self._line.turn_away(EngineClosedError("the engine is closed"))
             await self._upkeep.close()
         finally:
             await self._session.close()
@@ -206,22 +206,13 @@ class RemoteSGLangEngine:
             block_error.add_note(f"at the same time: {failure!r}")
 
     async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
-        """A server that is serving, if possible not `avoid`; waits for one until the deadline."""
-        while True:
-            await self._take_turn()
-            self._check_open()
-            if not self._upkeep.is_paused and (server := self._pool.choose(request.session_id, avoid)) is not None:
-                return server
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._pool.changed()
-            except TimeoutError:
-                raise self._no_server(request) from None
-
-    async def _take_turn(self) -> None:
-        """Let a few requests start in each turn of the event loop: a thousand at once would hold it for a second."""
-        await self._turns.acquire()
-        asyncio.get_running_loop().call_soon(self._turns.release)
+        """A server that is serving, if possible not `avoid`; waits in line for one until the deadline."""
+        self._check_open()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._line.find(request.session_id, avoid)
+        except TimeoutError:
+            raise self._no_server(request) from None
 
     def _no_server(self, request: ModelRequest) -> ArlError:
         waited = f"request {request.rid} waited {self._config.request_timeout_s:g} s (engine.request_timeout_s)"

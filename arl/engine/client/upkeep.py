@@ -45,8 +45,6 @@ class Upkeep:
     """
 
     def __init__(self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup) -> None:
-        self.is_paused = False
-        """The engine as a whole is paused, so no server is resumed."""
         self._pool = pool
         self._config = config
         self._group = tasks
@@ -57,11 +55,12 @@ class Upkeep:
         self._is_closed = False
 
     async def pause(self) -> None:
-        self.is_paused = True
+        self._pool.is_held = True
         await self._on_each(self._pool.in_service, self._pause)
 
     async def resume(self) -> None:
-        self.is_paused = False
+        self._pool.is_held = False
+        self._pool.expect(self._pool.in_service)
         await self._on_each(self._pool.in_service, self._resume)
         self._pool.wake_all()
 
@@ -187,6 +186,7 @@ class Upkeep:
             self._pool.admit(server)
 
         turns = [servers] if self._config.update_order == "all" else [[server] for server in servers]
+        self._pool.expect(servers if len(turns) == 1 else [])
         refusals = [refusal for turn in turns for refusal in await self._on_each(turn, load)]
         if not stats:
             await self._wait_for_probes(update, may_return=len(refusals) < len(self._pool.servers))
@@ -222,7 +222,7 @@ class Upkeep:
         await update.load(server.client, flush_cache=self._config.pause_mode != "in_place")
         self._pool.end_load(server, update.version)
         loaded = now()
-        if not self.is_paused:
+        if not self._pool.is_held:
             await self._resume(server)
         return UpdateStats(pause_s=now() - started, load_s=loaded - paused)
 
@@ -324,7 +324,7 @@ class Upkeep:
             if target is not None and not server.holds(target.version, told):
                 async with asyncio.timeout(self._config.update_timeout_s):
                     await self._load(server, target)
-            if not self.is_paused:
+            if not self._pool.is_held:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     await server.client.resume()  # it may have been fenced in the middle of a pause
                     await server.client.check_health()

@@ -88,6 +88,8 @@ class Server:
         self.tells: dict[str, Any] = {}
         self.load_gate = asyncio.Event()
         self.load_gate.set()
+        self.resume_gate = asyncio.Event()
+        self.resume_gate.set()
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -239,6 +241,7 @@ class Server:
         return {"status": "ok"}
 
     async def _on_continue_generation(self, body: dict[str, Any]) -> dict[str, Any]:
+        await self.resume_gate.wait()
         self.pause_mode = None
         self._resumed.set()
         return {"status": "ok"}

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from arl.engine.client.line import Line
 from arl.engine.client.server_client import ServerClient
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 
@@ -87,4 +88,4 @@ async def test_a_server_that_serves_again_wakes_waiting_requests(pool: ServerPoo
     await asyncio.sleep(0)
     getattr(pool, call)(server)
     await asyncio.wait_for(waiting, 1)
-    assert pool.choose(None) is server
+    assert await asyncio.wait_for(Line(pool).find(None), 1) is server

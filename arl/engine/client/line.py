@@ -1,0 +1,162 @@
+"""Which server gets the next request, and who waits for one.
+
+**The line.** A request that no server can take yet waits in line; requests leave it in the order of their coming. A
+server that is resumed or readmitted, a request that ends, and the end of a hold let the line look again.
+
+**Shares.** When several servers are paused together, the first that is resumed would get all that waits, and keep its
+sessions. So each server gets a share. While others are expected back, it has at most as many requests as all there are,
+running and in line, divided by the servers that serve or are expected. What is left stays in line, for as long as the
+first pause took or _HOLD_S; then whoever serves takes it. A server that failed is expected no more. Nothing is held in
+an update that is rolling.
+
+**Sessions** are bound to a server and its weights, for the prefixes that are cached there. A session moves when either
+is gone, while the server is paused, and when the server is crowded: reading a prefix again costs less than to share the
+server with so many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, OrderedDict, deque
+from contextlib import suppress
+from dataclasses import dataclass
+
+from arl.engine.client.server_pool import Server, ServerPool, ServerState
+
+_MAX_SESSIONS = 65_536
+_STARTS_PER_TURN = 16
+"""Requests that may start in one turn of the event loop: a thousand at once would hold it for a second."""
+_HOLD_S = 1.0
+"""Requests are held for this long, or as long as the first server was paused, if that is longer."""
+_CROWD = 8
+"""A server is crowded if it has more than twice the requests of the least busy one, and this many more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    session_id: str | None
+    avoid: Server | None
+    server: asyncio.Future[Server]
+
+
+class Line:
+    """Finds servers for the requests of one engine."""
+
+    def __init__(self, pool: ServerPool) -> None:
+        self._pool = pool
+        self._line: deque[_Waiter] = deque()
+        self._turns = asyncio.Semaphore(_STARTS_PER_TURN)
+        self._coming: Counter[Server] = Counter()
+        """Requests that left the line for a server, and are not sent yet."""
+        self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
+        self._hold: tuple[object, float] | None = None
+        """The expectation that requests are held for, and the time at which that ends."""
+        self._looks_again = False
+        self._error: Exception | None = None
+        pool.listen(self._look_again)
+
+    async def find(self, session_id: str | None, avoid: Server | None = None) -> Server:
+        """The session's server, else the one with the fewest requests. Waits for as long as the caller lets it.
+
+        avoid: where the request has just failed; the last choice.
+        """
+        await self._turns.acquire()
+        asyncio.get_running_loop().call_soon(self._turns.release)
+        if self._error is not None:
+            raise self._error
+        if not self._line and (server := self._choose(session_id, avoid)) is not None:
+            return server
+        waiter = _Waiter(session_id, avoid, asyncio.get_running_loop().create_future())
+        self._line.append(waiter)
+        while True:
+            server = await self._turn_of(waiter)
+            if server.state is ServerState.SERVING and not self._pool.is_held:
+                return server
+            waiter.server = asyncio.get_running_loop().create_future()
+            self._line.appendleft(waiter)  # it was paused, or failed, in the same moment
+
+    def turn_away(self, error: Exception) -> None:
+        """Raise this for all who wait, and for all who come."""
+        self._error = error
+        while self._line:
+            waiter = self._line.popleft()
+            if not waiter.server.done():
+                waiter.server.set_exception(error)
+
+    async def _turn_of(self, waiter: _Waiter) -> Server:
+        try:
+            return await waiter.server
+        finally:
+            if waiter.server.cancelled():
+                with suppress(ValueError):
+                    self._line.remove(waiter)
+            elif waiter.server.exception() is None:
+                self._coming[waiter.server.result()] -= 1
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Let the line move in the next turn of the event loop."""
+        if self._line and not self._looks_again:
+            self._looks_again = True
+            asyncio.get_running_loop().call_soon(self._move)
+
+    def _move(self) -> None:
+        self._looks_again = False
+        for _ in range(_STARTS_PER_TURN):
+            if not self._line:
+                return
+            first = self._line[0]
+            if not first.server.done():  # else its caller has given up
+                if (server := self._choose(first.session_id, first.avoid)) is None:
+                    return
+                self._coming[server] += 1
+                first.server.set_result(server)
+            self._line.popleft()
+        self._look_again()
+
+    def _load(self, server: Server) -> int:
+        return len(server.attempts) + self._coming[server]
+
+    def _choose(self, session_id: str | None, avoid: Server | None) -> Server | None:
+        ready = [] if self._pool.is_held else [s for s in self._pool.servers if s.state is ServerState.SERVING]
+        best = min(ready, key=lambda s: (s is avoid, self._load(s)), default=None)
+        if best is None:
+            return None
+        bound = self._bound_to(session_id)
+        if bound is not None and bound is not avoid and self._load(bound) <= 2 * self._load(best) + _CROWD:
+            return bound
+        if self._load(best) >= self._share(ready):
+            return None
+        if session_id is not None:
+            self._sessions[session_id] = (best, best.weights.load_number)
+            if len(self._sessions) > _MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return best
+
+    def _bound_to(self, session_id: str | None) -> Server | None:
+        if session_id is None or (binding := self._sessions.get(session_id)) is None:
+            return None
+        server, load_number = binding
+        if server.state is not ServerState.SERVING or server.weights.load_number != load_number:
+            return None
+        self._sessions.move_to_end(session_id)
+        return server
+
+    def _share(self, ready: list[Server]) -> float:
+        """How many requests each server may have at most; infinite if no other is expected back soon."""
+        soon = self._pool.expected
+        if not soon or not self._may_hold():
+            return math.inf
+        members = [*ready, *soon]
+        return math.ceil((max(len(self._line), 1) + sum(map(self._load, members))) / len(members))
+
+    def _may_hold(self) -> bool:
+        """Whether requests may wait though a server serves: once in an update, from the first that does."""
+        loop = asyncio.get_running_loop()
+        expectation = self._pool.expectation
+        if self._hold is None or self._hold[0] is not expectation:
+            until = loop.time() + max(_HOLD_S, loop.time() - expectation.began)
+            self._hold = expectation, until
+            loop.call_at(until, self._look_again)
+        return loop.time() < self._hold[1]
