@@ -82,12 +82,12 @@ def _read(file: Path) -> list[dict[str, Any]]:
             case ".jsonl":
                 return _read_jsonl(file)
             case ".json":
-                rows = json.loads(file.read_text(encoding="utf-8"))
+                rows = json.loads(file.read_text(encoding="utf-8-sig"))
             case ".parquet":
                 rows = _read_parquet(file)
             case _:
                 raise DatasetError(f"{file} has an unknown format; its name must end in {', '.join(FORMATS)}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"{file} cannot be read: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DatasetError(f"{file} must hold a list of objects, one for each example")
@@ -96,12 +96,12 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 def _read_jsonl(file: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{file}, line {number}, is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise DatasetError(f"{file}, line {number}, is not an object; each line must be one, such as {{...}}")

@@ -50,6 +50,9 @@ def test_a_directory_is_read_by_split_in_the_files_order(tmp_path: Path, suffix:
         ("rows.jsonl", "", "has no rows in split 'train'"),
         ("rows.jsonl", '{"question": "?", "answer": "4"}\n{"question', r"rows\.jsonl, line 2, is not JSON"),
         ("rows.jsonl", "[1]\n", "line 1, is not an object"),
+        ("rows.jsonl", '{}\n{"question": "\udcff"}', r"rows\.jsonl, line 2, is not JSON: .*can't decode byte 0xff"),
+        ("rows.jsonl", "{}\n" + "[" * 10**5, r"rows\.jsonl, line 2, is not JSON: maximum recursion depth"),
+        ("rows.json", "[" * 10**5, r"rows\.json cannot be read: maximum recursion depth"),
         ("rows.json", '{"a": 1}', "must hold a list of objects"),
         ("rows.parquet", "not parquet", r"rows\.parquet cannot be read"),
         (
@@ -64,9 +67,15 @@ def test_a_directory_is_read_by_split_in_the_files_order(tmp_path: Path, suffix:
 def test_a_file_that_lacks_something_is_an_error_that_says_where(
     tmp_path: Path, name: str, content: str, complaint: str
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(DatasetError, match=complaint):
         load_dataset(str(tmp_path if name == "test.jsonl" else tmp_path / name), columns=COLUMNS)
+
+
+@pytest.mark.parametrize(("name", "content"), [("rows.jsonl", '{"n": 1}'), ("rows.json", '[{"n": 1}]')])
+def test_a_byte_order_mark_is_read_over(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert load_dataset(tmp_path / name) == [{"n": 1}]
 
 
 def test_rows_are_held_out_of_the_end_of_a_single_file_and_of_another_split_of_a_directory(tmp_path: Path) -> None:

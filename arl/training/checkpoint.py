@@ -15,8 +15,9 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
@@ -180,13 +181,18 @@ class Checkpoints:
         self._directory = directory
         self._keep = keep
         self._identity = identity
+        self._begun = count()
+        self._writing = Lock()
 
     def newest_version(self) -> int | None:
         return max(self._versions(), default=None)
 
     def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> CheckpointSaving:
-        """Copy the train engine aside. The result's `wait` writes the checkpoint. Both raise CheckpointError."""
-        aside = self._directory / f"{_ASIDE}{version}"
+        """Copy the train engine aside. The result's `wait` writes the checkpoint. Both raise CheckpointError.
+
+        Another checkpoint may begin before the first is written. Of two of one version, the first that is whole stays.
+        """
+        aside = self._directory / f"{_ASIDE}{version}-{next(self._begun)}"
         shutil.rmtree(aside, ignore_errors=True)
         try:
             aside.mkdir(parents=True)
@@ -198,23 +204,27 @@ class Checkpoints:
 
     def _complete(self, version: int, aside: Path, engine: Saving, state: RunState) -> None:
         """Write what `begin` took, rename the directory, and delete the oldest checkpoints past `keep`."""
-        try:
-            engine.wait()
-            for name, groups in (("groups.npz", state.groups), ("replay.npz", state.replay)):
-                with (aside / name).open("wb") as file:
-                    write_groups(file, groups)
-                force_to_disk(aside / name)
-            (aside / "state.json").write_text(json.dumps({"identity": self._identity, **state.values}))
-            force_to_disk(aside / "state.json")
-            force_to_disk(aside)
-            state.sync()
-            aside.rename(self._path(version))
-            force_to_disk(self._directory)
-        except (OSError, ArlError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise _unwritten(version, self._directory, error) from error
-        for old in sorted(self._versions())[: -self._keep]:
-            self._delete(old)
+        with self._writing:
+            try:
+                engine.wait()
+                if self._path(version).exists():
+                    shutil.rmtree(aside)
+                    return
+                for name, groups in (("groups.npz", state.groups), ("replay.npz", state.replay)):
+                    with (aside / name).open("wb") as file:
+                        write_groups(file, groups)
+                    force_to_disk(aside / name)
+                (aside / "state.json").write_text(json.dumps({"identity": self._identity, **state.values}))
+                force_to_disk(aside / "state.json")
+                force_to_disk(aside)
+                state.sync()
+                aside.rename(self._path(version))
+                force_to_disk(self._directory)
+            except (OSError, ArlError) as error:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise _unwritten(version, self._directory, error) from error
+            for old in sorted(self._versions())[: -self._keep]:
+                self._delete(old)
 
     def load_newest(self, load_engine: Callable[[Path], None]) -> RunState | None:
         """Load the newest checkpoint, if any; return its state. Removes half-written ones. Raises CheckpointError."""

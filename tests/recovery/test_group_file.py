@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.api.types import Group, Trajectory, TurnSpan
+from arl.api.types import MAX_REWARD, Group, Trajectory, TurnSpan
 from arl.training.checkpoint import UNREADABLE, read_groups, write_groups
 
-numbers = st.floats(allow_nan=False, allow_infinity=False)
+numbers = st.floats(-MAX_REWARD, MAX_REWARD)
 
 
 def turns(draw: st.DrawFn, n: int) -> tuple[TurnSpan, ...]:

@@ -62,6 +62,7 @@ def check(run_dir: Path) -> int:
     with (directory / "replay.npz").open("rb") as file:
         check_replay(ledger, read_groups(file), version)
     check_logs(run_dir, seen)
+    check_positions(run_dir, json.loads((directory / "state.json").read_text())["logs"], version)
     return version
 
 
@@ -84,6 +85,16 @@ def check_logs(run_dir: Path, seen: list[list[int]]) -> None:
         assert not new.keys() & groups.keys(), "a group was trained twice"
         groups |= new
     assert len(groups) == len(set(groups.values())), "an example of an epoch was trained twice"
+
+
+def check_positions(run_dir: Path, positions: dict[str, int], version: int) -> None:
+    """The rows up to the checkpoint's version end where it says."""
+    assert positions.keys() == {"metrics", "trajectories"}
+    for name, end in positions.items():
+        content = (run_dir / f"{name}.jsonl").read_bytes()
+        kept, later = ([json.loads(line) for line in part.split(b"\n")[:-1]] for part in (content[:end], content[end:]))
+        assert [row["version"] <= version for row in kept] == [True] * len(kept)
+        assert [row["version"] > version for row in later] == [True] * len(later)
 
 
 def test_killed_before_each_operation_on_a_file(lives: Lives):

@@ -1,8 +1,11 @@
 """Checkpoints are whole or not there."""
 
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +57,8 @@ def test_everything_is_forced_to_the_disk_before_the_rename_and_the_rename_after
     monkeypatch.setattr(os, "fsync", lambda file: done.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))))
     monkeypatch.setattr(Path, "rename", lambda old, new: (done.append("rename"), rename(old, new)))
     save(tmp_path, 1, lambda: done.append("logs"))
-    assert sorted(done[:-2]) == [".writing-1", "groups.npz", "logs", "replay.npz", "state.json"]
-    assert done[-4:] == [".writing-1", "logs", "rename", tmp_path.name]
+    assert sorted(done[:-2]) == [".writing-1-0", "groups.npz", "logs", "replay.npz", "state.json"]
+    assert done[-4:] == [".writing-1-0", "logs", "rename", tmp_path.name]
 
 
 def test_what_a_kill_left_half_written_or_half_deleted_is_gone_after_the_next_start(tmp_path: Path) -> None:
@@ -78,6 +81,37 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_the_one_before_and_no_r
     with pytest.raises(CheckpointError, match=said):
         checkpoints(tmp_path).begin(2, save_engine, RunState(values={})).wait()
     assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]
+
+
+@pytest.mark.parametrize("second_version", [1, 2])
+def test_a_checkpoint_that_begins_while_another_is_written_spoils_neither(tmp_path: Path, second_version: int) -> None:
+    """Of the same version or another; written one after the other, whichever comes first."""
+    kept, writing = checkpoints(tmp_path), list[str]()
+
+    def writes(name: str) -> Callable[[Path], Any]:
+        def save(directory: Path) -> Any:
+            directory.mkdir()
+            return Written(partial(write, directory, name))
+
+        def write(directory: Path, name: str) -> None:
+            assert writing == []
+            writing.append(name)
+            (directory / "engine.json").write_text(name)
+            may_end.wait(0.1)
+            writing.remove(name)
+
+        return save
+
+    may_end = threading.Event()
+    first = kept.begin(1, writes("first"), RunState(values={"version": 1}))
+    second = kept.begin(second_version, writes("second"), RunState(values={"version": second_version}))
+    with ThreadPoolExecutor() as threads:
+        ended = [threads.submit(saving.wait) for saving in (second, first)]
+    assert [future.result() for future in ended] == [None, None]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"version-{version:08d}" for version in sorted({1, second_version})]
+    for name in names:
+        assert (tmp_path / name / "engine" / "engine.json").read_text() in ("first", "second")
 
 
 def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path) -> None:
