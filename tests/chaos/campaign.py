@@ -433,6 +433,9 @@ class Campaign:
             self._explain(run, number, error)
         else:
             shutil.rmtree(run.directory)
+        finally:
+            for left in run.temporary.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         self._times += run.times
         self._totals.update(runs=1, lives=len(run.pids), versions=run.version, dropped=run.outcomes["d"])
 

@@ -23,6 +23,8 @@ UNTIDY = (
     "ResourceWarning",
 )
 """What no output of a run contains, however it ended."""
+KEPT = r"arl-loading-\d+\.lock$|pymp-"
+"""What may stay in the temporary directory: a lock that all runs share, and what a killed multiprocessing leaves."""
 LARGEST_DIVERGENCE = 0.1
 """Weights hardly move in these runs. So sampler and trainer nearly agree on each token that a server really sampled."""
 
@@ -116,5 +118,5 @@ def check_files(run_dir: Path, temporary: Path, pids: Collection[int]) -> None:
     owners = [re.match(r"arl-weights-.*-(\d+)-\w+", name) for name in os.listdir("/dev/shm")]
     left = [owner[0] for owner in owners if owner and int(owner[1]) in pids]
     assert not left, f"/dev/shm holds {left}"
-    left = [name for name in os.listdir(temporary) if not re.fullmatch(r"arl-loading-\d+\.lock", name)]
+    left = [name for name in os.listdir(temporary) if not re.match(KEPT, name)]
     assert not left, f"the temporary directory holds {left}"
