@@ -12,7 +12,7 @@ GPU_STAMP := $(GPU_VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_SHOWS := $(shell test -t 2 && echo --progress-bar=on || echo --quiet)
 
-.PHONY: quickstart test test-slow test-sglang test-gpu chaos chaos-short bubblewrap lint format clean
+.PHONY: quickstart test test-slow test-sglang test-gpu chaos chaos-short soak bubblewrap lint format clean
 
 $(STAMP): pyproject.toml constraints/cpu.txt
 	@echo 'Installing arl, torch for the CPU and the tools of its tests into $(VENV): about 3 minutes, once.'
@@ -34,6 +34,11 @@ chaos: $(STAMP)
 
 chaos-short: $(STAMP)
 	$(BIN)/python tests/chaos/campaign.py --seconds 150 --seed 1
+
+# An hour (SOAK_S) at full speed, in which nothing may grow; then a run with a long past.
+SOAK_S ?= 3600
+soak: $(STAMP)
+	$(BIN)/python tests/chaos/soak.py --seconds $(SOAK_S)
 
 # What programs that a model wrote run in; the tests that need it are skipped without it.
 bubblewrap:
