@@ -33,7 +33,7 @@ from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.engine.client.processes import adapter_options, local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.fsdp.model import end_token_ids, load_tokenizer, local_directory
+from arl.engine.fsdp.model import end_token_ids, load_tokenizer, local_directory, model_digest
 from arl.engine.fsdp.ray_engine import RayTrainEngine, check_gpus
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights.delta import DeltaTransport
@@ -173,7 +173,9 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     decode = await offload(decoder, config.model) if config.log.trajectories else None
     run_log = RunLog(config.run_dir, config.log, display=display, decode=decode)
 
-    identity = {"model": config.model, "seed": config.seed, "num_examples": len(given.dataset)}
+    digest = await offload(model_digest, config.model)
+    model = {"model": config.model, "model_digest": digest}
+    identity = {**model, "seed": config.seed, "num_examples": len(given.dataset)}
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep, identity)
     state = await thread(checkpoints.load_newest, learner.load)
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})

@@ -10,10 +10,11 @@ import pytest
 from one_turn import OneTurn
 from training.trainer_run import running
 
-from arl.api.errors import ConfigError, PromptTooLongError, StarvedError
+from arl.api.errors import CheckpointError, ConfigError, PromptTooLongError, StarvedError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import ModelRequest, SamplingParams, StepStats, TurnSpan
 from arl.api.workflow import ExampleRecord, RolloutWorkflow
+from arl.engine.tiny import write_tiny_model
 from arl.training.run_files import read_jsonl
 
 
@@ -187,3 +188,15 @@ async def test_a_version_from_the_future_and_an_unknown_token_fail_their_episode
     said = [message for message in caplog.messages if "(attempt" in message]
     words = "a token of version 999, but the newest weights are of version 0", "but the model has", "reward is 1e+308"
     assert [word in line for word, line in zip(words, said, strict=True)] == [True] * 3
+
+
+async def test_a_run_that_was_moved_with_its_model_continues_and_another_model_does_not(run: Run) -> None:
+    begun = run.run_dir
+    write_tiny_model(begun / "model", ["Say a number"])
+    await run(OneTurn(), model=str(begun / "model"), steps=2)
+    run.run_dir = begun.rename(begun.with_name("moved"))
+    steps = await run(OneTurn(), model=str(run.run_dir / "model"), steps=3)
+    assert [step.version for step in steps] == [3]
+    other = write_tiny_model(begun / "other", ["Say a number"], seed=1)
+    with pytest.raises(CheckpointError, match=r"written with model='.*moved/model', this run has '.*other'"):
+        await run(OneTurn(), model=str(other), steps=4)

@@ -177,7 +177,10 @@ class RunState:
 
 class Checkpoints:
     def __init__(self, directory: Path, keep: int, identity: dict[str, Any]) -> None:
-        """keep: how many stay on the disk. identity: settings that must not change for a run to continue."""
+        """keep: how many stay on the disk. identity: settings that must not change for a run to continue.
+
+        Beside NAME, NAME_digest may say what it names: with the same digest, it may have another name.
+        """
         self._directory = directory
         self._keep = keep
         self._identity = identity
@@ -252,13 +255,17 @@ class Checkpoints:
         except UNREADABLE as error:
             raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
         for name, value in self._identity.items():
-            if identity.get(name) != value:
+            if not (name.endswith("_digest") or self._is_same(name, identity)):
                 raise CheckpointError(
                     f"{path} was written with {name}={identity.get(name)!r}, this run has {value!r}; "
                     "use another run_dir, or the same settings"
                 )
         groups, replay = (self._groups(path / name) for name in ("groups.npz", "replay.npz"))
         return RunState(values=values, groups=groups, replay=replay)
+
+    def _is_same(self, name: str, written: Mapping[str, Any]) -> bool:
+        here, there = (identity.get(f"{name}_digest") for identity in (self._identity, written))
+        return self._identity[name] == written.get(name) or (here is not None and here == there)
 
     def _groups(self, file: Path) -> list[Group]:
         try:

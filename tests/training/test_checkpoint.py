@@ -120,6 +120,30 @@ def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path) -> None:
         checkpoints(tmp_path, seed=7).load_newest(lambda _: None)
 
 
+@pytest.mark.parametrize(
+    ("written", "here", "continues"),
+    [
+        ({"model": "runs/a/model", "model_digest": "one"}, {"model": "runs/b/model", "model_digest": "one"}, True),
+        ({"model": "runs/a/model", "model_digest": "one"}, {"model": "runs/b/model", "model_digest": "two"}, False),
+        ({"model": "runs/a/model"}, {"model": "runs/a/model", "model_digest": "one"}, True),
+        ({"model": "runs/a/model"}, {"model": "runs/b/model", "model_digest": "one"}, False),
+        ({"model": "org/a", "model_digest": None}, {"model": "org/b", "model_digest": None}, False),
+    ],
+    ids=["moved", "another model", "no digest", "no digest, moved", "unknown digests"],
+)
+def test_a_model_is_the_same_by_its_name_or_its_digest(
+    tmp_path: Path, written: dict[str, Any], here: dict[str, Any], continues: bool
+) -> None:
+    Checkpoints(tmp_path, 2, written).begin(1, ScriptedTrainEngine().save, RunState(values={"version": 1})).wait()
+    load = partial(Checkpoints(tmp_path, 2, here).load_newest, lambda _: None)
+    if continues:
+        assert load() is not None
+        return
+    refusal = f"written with model='{written['model']}', this run has '{here['model']}'"
+    with pytest.raises(CheckpointError, match=refusal):
+        load()
+
+
 @pytest.mark.parametrize("content", ["", '{"identity": ', "[]", "{}", None])
 @pytest.mark.parametrize("name", ["state.json", "groups.npz"])
 def test_a_damaged_file_is_an_error_that_says_what_to_delete(tmp_path: Path, name: str, content: str | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import shutil
@@ -29,6 +31,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from arl.api.engine import Head, ModelLimits, TensorSpec
 from arl.api.errors import ModelError, TransportError
@@ -38,6 +41,8 @@ from arl.engine.weights.sender import spec_of
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"
+_SAMPLES = 64
+"""How many pages of a weights file tell it from others. Training changes most numbers of each tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +126,32 @@ def local_directory(name: str) -> str:
         return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"])
     except Exception as error:
         raise ModelError(f"{name} is not a directory here, and cannot be downloaded: {_first_line(error)}") from error
+
+
+def model_digest(name: str) -> str | None:
+    """Tells models apart, wherever they lie: by config, vocabulary and samples of the weights, not whole files.
+
+    None if it is not here, or has no safetensors.
+    """
+    try:
+        directory = Path(name if Path(name).is_dir() else snapshot_download(name, local_files_only=True))
+        config = json.loads((directory / "config.json").read_bytes())
+        known = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+        vocabularies = (directory / file for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        digest.update(next((file.read_bytes() for file in vocabularies if file.exists()), b""))
+        index = directory / SAFE_WEIGHTS_INDEX_NAME
+        shards = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else [SAFE_WEIGHTS_NAME]
+        for shard in sorted(set(shards)):
+            with (directory / shard).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(f"{shard} {size} ".encode())
+                for sample in range(_SAMPLES):
+                    file.seek(size * sample // _SAMPLES)
+                    digest.update(file.read(4096))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return digest.hexdigest()
 
 
 def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:
