@@ -119,6 +119,15 @@ class LogConfig(Section):
     """How many trajectories of each step to write to trajectories.jsonl."""
 
 
+class StallConfig(Section):
+    """What happens when nothing moves: no batch trained, no request answered, no episode ended, nothing delivered."""
+
+    warn_after_s: PositiveFloat = 600.0
+    """Log what waits for what after this long, and again after twice as long each time."""
+    end_after_s: PositiveFloat | None = None
+    """End the run, with a checkpoint, after this long; after twice as long the process itself. Unset: wait on."""
+
+
 class Config(Section):
     """A run. Run it again with the same run_dir, and it continues from the newest checkpoint there."""
 
@@ -140,6 +149,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    stall: StallConfig = StallConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -86,6 +86,10 @@ class StarvedError(ArlError):
     """Training needs groups and none can come, since every example is rejected or dropped."""
 
 
+class StalledError(ArlError):
+    """Nothing has moved for stall.end_after_s; the message says what waits for what."""
+
+
 class EngineClosedError(ArlError):
     """The engine was closed while, or before, this call was made."""
 

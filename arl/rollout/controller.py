@@ -65,6 +65,7 @@ class RolloutController:
     ) -> None:
         self._engine = engine
         self._runner = runner
+        self.pulse = runner.pulse
         self._dataset = dataset
         self._config = config
         self._buffer = buffer

@@ -100,6 +100,26 @@ class EpisodeSampler:
         return replace(sampling, seed=_seed_of(f"{self._seed}-{number}"))
 
 
+@dataclass(slots=True)
+class Pulse:
+    """Beats with each answer of an engine, and with each end of an episode."""
+
+    beats: int = 0
+
+
+class _Felt:
+    """A Sampler whose answers are felt in `pulse`."""
+
+    def __init__(self, engine: Sampler, pulse: Pulse) -> None:
+        self._engine = engine
+        self._pulse = pulse
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        response = await self._engine.agenerate(request)
+        self._pulse.beats += 1
+        return response
+
+
 def _seed_of(text: str) -> int:
     """31 bits, which every server takes for a seed; the same in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=4).digest()) >> 1
@@ -163,6 +183,7 @@ class EpisodeRunner:
     retries: int = 0
     """How often an episode that failed runs again; one that timed out never does."""
     failures: FailureLog = field(default_factory=FailureLog)
+    pulse: Pulse = field(default_factory=Pulse)
     limits: ModelLimits | None = None
     """Of the model that is trained; None: not checked."""
     newest_version: Callable[[], int] | None = None
@@ -178,6 +199,7 @@ class EpisodeRunner:
         began = clock.time()
         for attempt in range(1, self.retries + 2):
             result = await self._attempt(sampler, example, began + self.timeout_s, oldest_allowed)
+            self.pulse.beats += 1
             if not isinstance(result, Exception):
                 return Episode(trajectories=result, attempts=attempt, elapsed_s=clock.time() - began)
             is_last = attempt > self.retries or isinstance(result, EpisodeTimeoutError)
@@ -193,7 +215,7 @@ class EpisodeRunner:
         limit = asyncio.timeout_at(until)
         try:
             async with limit:
-                returned: object = await self.workflow.arun_episode(sampler, example)
+                returned: object = await self.workflow.arun_episode(_Felt(sampler, self.pulse), example)
             trajectories = _trajectories(returned)
             self._check(trajectories, oldest_allowed)
         except asyncio.CancelledError as error:

@@ -23,11 +23,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 from arl.api.config import Config
 from arl.api.engine import InferenceEngine, PublishStats, WeightTransport, WeightUpdate
@@ -48,6 +48,7 @@ from arl.training.metrics import (
     reward_metrics,
 )
 from arl.training.run_files import RunLog
+from arl.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class Trainer:
         self._published: PublishStats | None = None
         self._publication = asyncio.Condition()
         self._evaluation: asyncio.Task[None] | None = None
+        self._num_in_hand = 1
+        """How many callers wait for arl. The run itself is one, but for the time that its block runs."""
         self._training = asyncio.Lock()
         """Held while a batch is trained, when no state may be saved."""
         self._saving: asyncio.Future[None] | None = None
@@ -122,13 +125,16 @@ class Trainer:
 
         It saves before it waits for the tasks to end: an episode that does not heed its cancellation cannot prevent it.
         """
+        watchdog = Watchdog(self.config.stall, self._progress, lambda error: self._tasks.create_task(_raise(error)))
         try:
-            async with self._tasks:
-                async with self._saved_at_the_end():
-                    await self._publish()
-                    await self._delivered()
-                    yield self
-                await self.stop()
+            with watchdog.watching():
+                async with self._tasks:
+                    async with self._saved_at_the_end():
+                        await self._publish()
+                        await self._delivered()
+                        with self._in_others_hands():
+                            yield self
+                    await self.stop()
         except BaseExceptionGroup as errors:
             error = first_error(errors)
             raise error from error.__cause__
@@ -145,7 +151,8 @@ class Trainer:
         if self._started_at is None:
             self._started_at = self._recorded_at = time.monotonic()
             self._rollout_task = self._tasks.create_task(self.rollout.run())
-        return await self._step()
+        with self._in_hand():
+            return await self._step()
 
     async def _step(self) -> StepStats:
         """take_batch -> prepare (logprobs -> advantages -> minibatches) -> train (optimizer steps) -> publish."""
@@ -256,11 +263,12 @@ class Trainer:
         """Run the held-out examples on the newest published weights. Raises ConfigError without held-out examples."""
         if self.evaluator is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
-        await self._served(self.version)
-        num_examples = self.evaluator.num_examples
-        with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
-            evaluation = await self.evaluator.evaluate(advance)
-        await self.thread(self.log.evaluation, evaluation)
+        with self._in_hand():
+            await self._served(self.version)
+            num_examples = self.evaluator.num_examples
+            with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
+                evaluation = await self.evaluator.evaluate(advance)
+            await self.thread(self.log.evaluation, evaluation)
         self.evaluations[evaluation.version] = evaluation
         return evaluation
 
@@ -342,6 +350,32 @@ class Trainer:
     def _wall_s(self) -> float:
         return self.totals.wall_s + (0.0 if self._started_at is None else time.monotonic() - self._started_at)
 
+    # What the watchdog sees --------------------------------------------------------------------------------------
+
+    def _progress(self) -> object:
+        """Changes whenever the run moves; None while it is not arl's turn, as in the body of a script's loop."""
+        if not self._num_in_hand:
+            return None
+        published = self._published and self._published.version
+        return self.learner.version, self.version, published, self.rollout.pulse.beats, self._num_in_hand
+
+    @contextmanager
+    def _in_hand(self) -> Generator[None]:
+        """Somebody waits for arl within the block."""
+        self._num_in_hand += 1
+        try:
+            yield
+        finally:
+            self._num_in_hand -= 1
+
+    @contextmanager
+    def _in_others_hands(self) -> Generator[None]:
+        self._num_in_hand -= 1
+        try:
+            yield
+        finally:
+            self._num_in_hand += 1
+
     # Numbers ----------------------------------------------------------------------------------------------------
 
     async def _record(self) -> StepStats:
@@ -409,3 +443,7 @@ async def _written(saving: asyncio.Future[None]) -> None:
         await asyncio.wait([saving])
         saving.result()
         raise
+
+
+async def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -1,0 +1,210 @@
+"""A watchdog over a run: when nothing moves for long, it says who waits for what, and it can end the run.
+
+    its thread --every period--> the event loop: has anything moved? If not: who waits for what, and who would wake it
+               --no answer--> the loop is blocked: where?
+               --twice end_after_s--> the process ends: a run that cannot end by itself
+
+`WAITS` is the table of docs/architecture.md, "Who waits for whom", as the watchdog reads it from suspended tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from arl.api.config import StallConfig
+from arl.api.errors import StalledError
+
+log = logging.getLogger(__name__)
+
+_TICKS = 20
+"""How often the watchdog looks within warn_after_s."""
+_SHOWN = 12
+"""Kinds of waits that one message names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    what: str
+    woken_by: str
+
+
+WAITS = {
+    "ReplayBuffer.admit": Wait("room in the buffer", "a batch that is published, a group that is released"),
+    "ReplayBuffer.take_batch": Wait("a batch that may be taken", "a group that finishes or is released"),
+    "ReplayBuffer.wait_for_stragglers": Wait("stragglers", "the buffer, the clock"),
+    "GroupRun.run": Wait("the episodes of a group", "their end, rollout.episode_timeout_s"),
+    "GroupRun._run_episodes": Wait("a free episode place", "an episode that ends"),
+    "RolloutController.run": Wait("a free episode place, or the start of a group", "an episode that ends"),
+    "Trainer._served": Wait("the delivery of new weights", "the servers"),
+    "Trainer._delivered": Wait("the delivery of the weights before", "the servers"),
+    "Trainer._begin_saving": Wait("the checkpoint before", "the disk"),
+    "TrainThread.finish": Wait("the train engine", "the end of its call on the thread arl-train"),
+    "_written": Wait("a checkpoint", "the disk"),
+    "RemoteSGLangEngine._choose": Wait("a server that serves", "resume, a readmission, engine.request_timeout_s"),
+    "ServerClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
+    "Upkeep._on_each": Wait("servers that take an update", "their answers, engine.update_timeout_s"),
+    "Upkeep._wait_for_probes": Wait("a server that comes back", "its probe, engine.update_timeout_s"),
+    "Upkeep._probe": Wait("a fenced server", "its health, the clock"),
+    "WrittenWeights.prepare": Wait("weights that are written", "the thread arl-weights"),
+}
+"""Coroutine -> what it waits for while it is suspended, and who wakes it."""
+
+_AT_REST = frozenset(("LagMonitor.run", "_Server.keep_alive", "_watch"))
+"""Coroutines that watch others, and wait as long as all is well."""
+_NOT_OURS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+class Watchdog:
+    """Watches an event loop from a thread of its own, within `watching`.
+
+    progress: a value that changes whenever the run moves; None while nobody asks the run to move.
+    end: called on the loop, once, with the error that is to end the run.
+    """
+
+    def __init__(
+        self, config: StallConfig, progress: Callable[[], object], end: Callable[[StalledError], object]
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._end = end
+        self._is_over = threading.Event()
+        self._seen: object = None
+        self._moved_at = self._beat_at = time.monotonic()
+        self._warn_at_s = config.warn_after_s
+        self._has_ended_run = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the running loop within the block."""
+        thread = threading.Thread(
+            target=self._run,
+            args=(asyncio.get_running_loop(), threading.get_ident()),
+            name="arl-watchdog",
+            daemon=True,
+        )
+        self._moved_at = self._beat_at = time.monotonic()
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            thread.join()
+
+    def _run(self, loop: asyncio.AbstractEventLoop, loop_thread: int) -> None:
+        shortest_s = min(self._config.warn_after_s, self._config.end_after_s or self._config.warn_after_s)
+        blocked_warning_s = self._config.warn_after_s
+        while not self._is_over.wait(shortest_s / _TICKS):
+            loop.call_soon_threadsafe(self._beat)
+            now = time.monotonic()
+            blocked_s, still_s = now - self._beat_at, now - self._moved_at
+            if blocked_s < self._config.warn_after_s:
+                blocked_warning_s = self._config.warn_after_s
+            elif blocked_s >= blocked_warning_s:
+                blocked_warning_s *= 2
+                log.error("the event loop has been blocked for %.0f s, in\n%s", blocked_s, _stack_of(loop_thread))
+            if self._config.end_after_s is not None and still_s >= 2 * self._config.end_after_s:
+                _end_process(still_s)
+
+    def _beat(self) -> None:
+        """On the loop: has anything moved since the last time?"""
+        self._beat_at = now = time.monotonic()
+        progress = self._progress()
+        if progress is None or progress != self._seen:
+            self._seen, self._moved_at, self._warn_at_s = progress, now, self._config.warn_after_s
+            return
+        still_s, limit_s = now - self._moved_at, self._config.end_after_s
+        if still_s >= self._warn_at_s:
+            self._warn_at_s *= 2
+            log.error("%s", _report(still_s))
+        if limit_s is not None and still_s >= limit_s and not self._has_ended_run:
+            self._has_ended_run = True
+            self._end(StalledError(f"{_report(still_s)}\nThe run ends, as stall.end_after_s is {limit_s:g}"))
+
+
+def _report(still_s: float) -> str:
+    lines = [*waits(asyncio.all_tasks()), *_threads()]
+    return f"nothing has moved for {still_s:.0f} s: no batch, no answer, no weights. What waits:\n" + "\n".join(lines)
+
+
+def waits(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
+    """What the tasks wait for, in one line for all that wait alike; the most frequent first."""
+    counts = Counter(line for task in tasks if task is not asyncio.current_task() and (line := _line(task)))
+    lines = [f"  {count} x {line}" for line, count in counts.most_common()]
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"  and {len(lines) - _SHOWN} other kinds of waits"]
+
+
+def _line(task: asyncio.Task[Any]) -> str:
+    frames = list(_suspended(task))
+    names = [frame.f_code.co_qualname for frame in frames]
+    if not frames or not _AT_REST.isdisjoint(names):
+        return ""
+    known = next((WAITS[name] for name in reversed(names) if name in WAITS), None)
+    ours = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_OURS)]
+    where = _place(ours[-1] if ours else frames[-1])
+    if known is None:
+        return f"in {where}"
+    return f"{known.what}; woken by {known.woken_by} ({_outside_arl(ours) or where})"
+
+
+def _outside_arl(frames: list[FrameType]) -> str:
+    """The innermost place in a user's code, if there is one."""
+    users = [frame for frame in frames if not frame.f_globals.get("__name__", "").startswith("arl.")]
+    return _place(users[-1]) if users else ""
+
+
+def _suspended(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """The frames of a task that waits, from its coroutine to what it awaits last."""
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        kind = next((k for k in ("cr", "gi", "ag") if hasattr(awaited, f"{k}_frame")), None)
+        if kind is None or getattr(awaited, f"{kind}_frame") is None:
+            return
+        yield getattr(awaited, f"{kind}_frame")
+        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+
+
+def _place(frame: FrameType) -> str:
+    code: CodeType = frame.f_code
+    return f"{code.co_qualname}, {os.path.relpath(code.co_filename)}:{frame.f_lineno}"
+
+
+def _threads() -> list[str]:
+    """What arl's threads are doing, but for this one and those that wait for work."""
+    lines: list[str] = []
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if not thread.name.startswith("arl-") or thread.name == "arl-watchdog" or frame is None:
+            continue
+        stack = [f for f, _ in traceback.walk_stack(frame) if not f.f_code.co_filename.startswith(_NOT_OURS)]
+        if stack:
+            lines.append(f"  thread {thread.name}: in {_place(stack[0])}")
+    return lines
+
+
+def _stack_of(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame else "an unknown place"
+
+
+def _end_process(still_s: float) -> None:
+    log.critical(
+        "the run could not end itself %.0f s after it stalled: its process ends now (stall.end_after_s). The same "
+        "command continues from the newest checkpoint",
+        still_s,
+    )
+    logging.shutdown()
+    os._exit(1)

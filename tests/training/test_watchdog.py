@@ -1,0 +1,81 @@
+"""The watchdog names what waits when nothing moves, and ends the run, or its process, where it is told to."""
+
+import ast
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from one_turn import OneTurn
+from training.trainer_run import run, running
+
+from arl.api.config import StallConfig
+from arl.api.engine import Sampler
+from arl.api.errors import StalledError
+from arl.api.types import Example, Trajectory
+from arl.training.checkpoint import Checkpoints
+from arl.training.watchdog import WAITS, Watchdog
+
+ARL = Path(__file__).parents[2] / "arl"
+
+
+class Stuck(OneTurn):
+    """Its later examples wait for what never comes."""
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        if data["number"] >= 8:
+            await asyncio.Event().wait()
+        return await super().arun_episode(engine, data)
+
+
+async def test_a_run_in_which_nothing_moves_says_who_waits_for_what_and_ends_with_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"rollout": {"shuffle": False}, "stall": {"warn_after_s": 0.2, "end_after_s": 0.5}}
+    with pytest.raises(StalledError, match=r"stall\.end_after_s is 0\.5") as ended:
+        await run(tmp_path, workflow=Stuck(), steps=9, **settings)
+    for said in (str(ended.value), caplog.text):
+        assert "1 x a batch that may be taken; woken by a group that finishes or is released" in said
+        assert "Stuck.arun_episode" in said
+        assert "test_watchdog.py" in said
+    assert Checkpoints(tmp_path / "checkpoints", 2, {}).newest_version() == 4
+
+
+async def test_a_run_whose_script_takes_its_time_between_two_steps_has_not_stalled(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=2, stall={"warn_after_s": 0.1, "end_after_s": 0.1}) as trainer:
+        async for _ in trainer:
+            await asyncio.sleep(0.15)
+
+
+async def test_a_blocked_loop_is_named_by_the_line_that_blocks_it(caplog: pytest.LogCaptureFixture) -> None:
+    config = StallConfig(warn_after_s=0.1)
+    with Watchdog(config, lambda: None, lambda error: None).watching(), caplog.at_level(logging.ERROR):
+        time.sleep(0.25)  # noqa: ASYNC251 - it is what blocks
+    assert "the event loop has been blocked for" in caplog.text
+    assert "time.sleep(0.25)" in caplog.text
+
+
+def test_a_process_that_cannot_end_its_run_is_ended() -> None:
+    script = """
+import asyncio, time
+from arl.api.config import StallConfig
+from arl.training.watchdog import Watchdog
+async def main():
+    with Watchdog(StallConfig(warn_after_s=0.1, end_after_s=0.1), lambda: 1, lambda error: None).watching():
+        time.sleep(60)
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 1
+    assert "its process ends now" in ended.stderr
+
+
+def test_each_wait_is_of_a_coroutine_that_exists() -> None:
+    trees = [ast.parse(source.read_text()) for source in ARL.rglob("*.py")]
+    functions = {node.name for tree in trees for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = {f"{c.name}.{m.name}" for c in classes for m in c.body if isinstance(m, ast.AsyncFunctionDef)}
+    assert WAITS.keys() - functions - methods == set()
