@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -55,18 +56,27 @@ KINDS = (*ANY_REQUEST, *CHANGES)
 
 
 class FaultyProxy:
-    """Relays to `target`. A share `rate` of requests goes wrong; `log` gets a JSON line for each of them."""
+    """Relays to `target`. A share `rate` of requests goes wrong; `log` gets a JSON line for each of them.
 
-    def __init__(self, *, target: str, port: int, rate: float, kinds: list[str], seed: str, log: str) -> None:
+    waits: until SIGUSR1 all goes well.
+    """
+
+    def __init__(
+        self, *, target: str, port: int, rate: float, kinds: list[str], seed: str, log: str, waits: bool = False
+    ) -> None:
         self._target = target
         self._port = port
         self._rate = rate
         self._kinds = kinds
         self._rng = random.Random(seed)
         self._log = log
+        self._begun = asyncio.Event()
+        if not waits:
+            self._begun.set()
 
     async def run(self) -> None:
         """Until it is killed."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._begun.set)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as self._session:
             app = web.Application(client_max_size=1 << 30)
@@ -103,7 +113,7 @@ class FaultyProxy:
         return web.Response(body=content, status=status, content_type=kind)
 
     def _fault(self, request: web.Request) -> str | None:
-        if self._rng.random() >= self._rate:
+        if not self._begun.is_set() or self._rng.random() >= self._rate:
             return None
         possible = [kind for kind in self._kinds if kind in ANY_REQUEST or request.path == "/generate"]
         fault = self._rng.choice(possible) if possible else None
