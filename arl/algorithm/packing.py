@@ -5,14 +5,18 @@ Both count forwarded tokens and never split a unit. They depend on token ids and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from arl.algorithm.prefix_tree import PrefixOrder, prefix_order
 from arl.api.types import TrainSequence
 
 _TOLERANCE = 0.01
 """The relative precision of the search for the smallest budget."""
+_FEW = 16
+"""So many pieces of a node are packed anew rather than filled up."""
 
 
 def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[list[int]]:
@@ -20,14 +24,15 @@ def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[lis
 
     units[i]: the unit of the order's index i. Sequences of one unit >= 0 are one piece; any other sequence is one.
 
-    Packing goes from the leaves of the radix tree to its root. The pieces below a node are packed first-fit-decreasing
+    Packing goes from the leaves of the radix tree to its root. The pieces below a node are packed best-fit-decreasing
     (Johnson 1973: at most 11/9 of the fewest possible bins, plus one) into bins that hold the node's own prefix once.
     Pieces that fit into one bin stay together from there on. A family that does not fit is cut, and its smallest part
     is packed with others. Indices within a bin are ascending, and so are the bins by their first index.
+    The time is near linear in the sequences, however deep the tree is.
     """
     if budget < 1:
         raise ValueError(f"the token budget is {budget}; it must be at least 1")
-    return sorted(sorted(piece.indices) for piece in _bins(_Parts.of(order, units), budget))
+    return sorted(sorted(piece.indices()) for piece in _bins(_Parts.of(order, units), budget))
 
 
 def balanced_shares(
@@ -46,19 +51,36 @@ def balanced_shares(
     too_small, enough = 0.0, float(parts.num_tokens)
     while enough - too_small > enough * _TOLERANCE:
         budget = (too_small + enough) / 2
-        if len(_bins(parts, budget)) > num_shares:
-            too_small = budget
-        else:
+        try:
+            _bins(parts, budget, num_shares)
             enough = budget
-    bins = [sorted(piece.indices) for piece in _bins(parts, enough)]
+        except _TooManyError:
+            too_small = budget
+    bins = [sorted(piece.indices()) for piece in reversed(_bins(parts, enough))]
     return bins + [[]] * (num_shares - len(bins))
+
+
+class _TooManyError(Exception):
+    """There are more bins than wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     num_tokens: int
     """That they forward."""
-    indices: tuple[int, ...]
+    first: int
+    """Its smallest index."""
+    parts: tuple[_Piece | int, ...]
+    """Pieces and indices; collected at the end, as a piece of a deep tree is joined again and again."""
+
+    def indices(self) -> Iterable[int]:
+        left: list[_Piece | int] = [self]
+        while left:
+            part = left.pop()
+            if isinstance(part, _Piece):
+                left += part.parts
+            else:
+                yield part
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +99,7 @@ class _Parts:
         several = [indices for indices in members.values() if len(indices) > 1]
         together = {index for indices in several for index in indices}
         return cls(
-            tuple(_Piece(order.only(indices).num_tokens, tuple(indices)) for indices in several),
+            tuple(_Piece(order.only(indices).num_tokens, indices[0], tuple(indices)) for indices in several),
             order.only(set(order.indices) - together) if together else order,
         )
 
@@ -87,43 +109,51 @@ class _Parts:
         return sum(unit.num_tokens for unit in self.units) + self.others.num_tokens
 
 
-def _bins(parts: _Parts, budget: float) -> list[_Piece]:
-    return _first_fit_decreasing([*parts.units, *_families(parts.others, budget)], 0, budget)
+def _bins(parts: _Parts, budget: float, most: float = inf) -> list[_Piece]:
+    """Raises _TooManyError for more than `most` bins, as soon as that is certain."""
+    return _best_fit_decreasing(
+        [*([unit] for unit in parts.units), *_families(parts.others, budget, most)], 0, budget, most
+    )
 
 
-def _families(order: PrefixOrder, budget: float) -> list[_Piece]:
+def _families(order: PrefixOrder, budget: float, most: float) -> list[list[_Piece]]:
     """Families, cut to the budget: bottom up, pieces below a node (a shared prefix) are joined if they fit."""
     depths = [0]  # of the nodes on the path from the root to the current sequence
-    open_pieces: list[list[_Piece]] = [[]]  # that lie below each of them, and not below the next
+    children: list[list[list[_Piece]]] = [[]]  # the pieces of each child of these nodes that is complete
     # A last entry that shares nothing closes all nodes.
     next_shared = (*order.shared[1:], 0)
     for index, length, shared in zip(order.indices, order.lengths, next_shared, strict=False):
-        piece = [_Piece(length, (index,))]
+        pieces = [_Piece(length, index, (index,))]
         while depths[-1] > shared:
-            piece = _first_fit_decreasing(open_pieces.pop() + piece, depths.pop(), budget)
+            pieces = _best_fit_decreasing([*children.pop(), pieces], depths.pop(), budget, most)
         if depths[-1] < shared:
             depths.append(shared)
-            open_pieces.append([])
-        open_pieces[-1] += piece
-    return open_pieces[0]
+            children.append([])
+        children[-1].append(pieces)
+    return children[0]
 
 
-def _first_fit_decreasing(pieces: Sequence[_Piece], depth: int, budget: float) -> list[_Piece]:
-    """Join pieces that share their first `depth` tokens, as long as they fit into the budget."""
-    joined: list[list[_Piece]] = []
-    room: list[float] = []
-    for piece in sorted(pieces, key=lambda piece: (-piece.num_tokens, min(piece.indices))):
-        own = piece.num_tokens - depth
-        fit = next((b for b, left in enumerate(room) if left >= own), None)
-        if fit is None:
-            joined.append([piece])
-            room.append(budget - piece.num_tokens)
-        else:
-            joined[fit].append(piece)
-            room[fit] -= own
-    return [_joined(parts, depth) for parts in joined]
+def _best_fit_decreasing(
+    children: Sequence[list[_Piece]], depth: int, budget: float, most: float = inf
+) -> list[_Piece]:
+    """Join pieces that share their first `depth` tokens, as long as they fit into the budget; the fullest come last.
+
+    Of one child no two pieces fit together: they did not below, where they share more. So the pieces of a child with
+    many are filled up by the others' in place, and `most` pieces here are at least as many bins in the end.
+    """
+    largest = max(range(len(children)), key=lambda i: len(children[i]), default=0)
+    bins = children[largest] if children else []
+    others = [piece for i, pieces in enumerate(children) for piece in pieces if i != largest]
+    if len(bins) <= _FEW + 2 * len(others):
+        bins, others = [], [*bins, *others]
+    for piece in sorted(others, key=lambda piece: (-piece.num_tokens, piece.first)):
+        place = bisect_right(bins, budget - (piece.num_tokens - depth), key=lambda bin: bin.num_tokens) - 1
+        joined = _joined(bins.pop(place), piece, depth) if place >= 0 else piece
+        insort(bins, joined, key=lambda bin: (bin.num_tokens, -bin.first))
+    if len(bins) > most:
+        raise _TooManyError
+    return bins
 
 
-def _joined(parts: Sequence[_Piece], depth: int) -> _Piece:
-    num_tokens = depth + sum(part.num_tokens - depth for part in parts)
-    return _Piece(num_tokens, tuple(index for part in parts for index in part.indices))
+def _joined(one: _Piece, other: _Piece, depth: int) -> _Piece:
+    return _Piece(one.num_tokens + other.num_tokens - depth, min(one.first, other.first), (one, other))

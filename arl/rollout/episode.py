@@ -307,8 +307,9 @@ def _check_room(trajectory: Trajectory, limits: ModelLimits) -> None:
             f"arun_episode returned a trajectory with token_ids[{ids.index(highest)}] = {highest}, but the model has "
             f"{limits.vocab_size} tokens (0 to {limits.vocab_size - 1}); encode prompts with the model's own tokenizer"
         )
-    last = max(compress(count(1), trajectory.loss_mask), default=0)
-    if room is not None and last > room:
+    if room is None or len(ids) <= room:
+        return
+    if (last := max(compress(count(1), trajectory.loss_mask), default=0)) > room:
         raise TrajectoryError(
             f"arun_episode returned a trajectory with {last} tokens up to the last trained one, but the model has room "
             f"for {room} (max_position_embeddings in its config.json); shorten its prompts, or end it sooner"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from arl.api.engine import Sampler
     from arl.workflow.tools import Tool
 
+MAX_EPISODE_TOKENS = 4_000_000
+"""The most tokens of an episode's trajectories together, shared beginnings counted in each."""
 _MOST_UNANSWERED = 100
 """Consecutive calls without room for an answer, after which an error ends a loop that ignores is_full."""
 
@@ -178,8 +180,10 @@ def trajectories(
         id(turn): (r, state)
         for turn, r, state in zip(turns, turn_rewards or [0.0] * len(turns), states or [None] * len(turns), strict=True)
     }
+    paths = list(paths_of(turns))
+    _check_size(paths)
     made: list[Trajectory] = []
-    for path in paths_of(turns):
+    for path in paths:
         last = path.turns[-1]
         made.append(
             _trajectory(
@@ -208,6 +212,17 @@ def paths_of(turns: Sequence[Turn]) -> Iterator[Path]:
             yield Path(turns=tuple(path[: path.index(owned[-1]) + 1]), owned=owned)
 
 
+def _check_size(paths: Sequence[Path]) -> None:
+    num_tokens = sum(len(turn.given_ids) + len(turn.output_ids) for path in paths for turn in path.turns)
+    if num_tokens > MAX_EPISODE_TOKENS:
+        raise TrajectoryError(
+            f"the episode is {len(paths)} trajectories of {num_tokens} tokens together, and at most "
+            f"{MAX_EPISODE_TOKENS} can be trained: each turn that later prompts do not show as it was said is a "
+            "trajectory with everything before it; end episodes sooner, let the template keep earlier turns (thinking, "
+            "for instance), or keep the sampled tokens in view (rewriting='keep')"
+        )
+
+
 def _nearest(turn: Turn | None, among: Container[int]) -> Turn | None:
     while turn is not None and id(turn) not in among:
         turn = turn.parent
@@ -229,11 +244,12 @@ def _trajectory(
     logprobs: list[float] = []
     versions: list[int] = []
     owned: list[TurnSpan] = []
+    trained = set(map(id, path.owned))
     for turn in path.turns:
         assert turn.response is not None
         n, m = len(turn.given_ids), len(turn.output_ids)
         start = len(token_ids) + n
-        is_owned = turn in path.owned
+        is_owned = id(turn) in trained
         token_ids += (*turn.given_ids, *turn.output_ids)
         loss_mask += (0,) * n + (int(is_owned),) * m
         logprobs += (0.0,) * n + turn.response.output_logprobs

@@ -10,8 +10,8 @@ again), the prompt branches off after the last unchanged turn.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from typing import Literal, Self
@@ -35,16 +35,25 @@ class Fingerprint:
     def of(cls, text: str) -> Self:
         return cls(length=len(text), digest=blake2b(text.encode(), digest_size=16).digest())
 
-    def begins(self, text: str) -> bool:
-        return Fingerprint.of(text[: self.length]) == self
+    @staticmethod
+    def beginnings(prints: Collection[Fingerprint], text: str) -> set[Fingerprint]:
+        """Those whose text `text` begins with, found in one pass over it."""
+        found: set[Fingerprint] = set()
+        hashed, end = blake2b(digest_size=16), 0
+        for one in sorted(prints, key=lambda one: one.length):
+            hashed.update(text[end : one.length].encode())
+            end = one.length
+            if end <= len(text) and hashed.digest() == one.digest:
+                found.add(one)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """The model's next input: the tokens of `parent`'s view, then `given_ids`."""
 
-    parent: Turn | None
-    after: Turn | None
+    parent: Turn | None = field(repr=False)
+    after: Turn | None = field(repr=False)
     """The turn that the messages continue: parent, or a later turn if the prompt branches off before that turn."""
     given_ids: tuple[int, ...]
     messages: tuple[Message, ...]
@@ -220,9 +229,11 @@ class Dialogue:
 
     def _place(self, said: Turn | None, text: str) -> tuple[Turn | None, tuple[int, ...]]:
         """The turn, up to `said`, after which the text goes on, and the tokens of the rest of the text."""
-        for turn in reversed(said.path if said else ()):
+        path = said.path if said else []
+        begun = Fingerprint.beginnings([turn.prompt.shown for turn in path], text)
+        for turn in reversed(path):
             shown = turn.prompt.shown
-            if not shown.begins(text):
+            if shown not in begun:
                 continue
             after = self.template.after_words(turn.text, text[shown.length :], has_calls="tool_calls" in turn.message)
             if after is not None:

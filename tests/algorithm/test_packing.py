@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -172,3 +174,37 @@ def test_everything_is_in_one_share_with_its_unit_and_none_forwards_more_than_al
 def test_shares_of_equal_units_are_equal():
     sequences = [replace(train_sequence([*tokens, 0]), unit=i // 2) for i, tokens in enumerate(GROUP)]
     assert [len(share) for share in balanced_shares(sequences, 4)] == [2, 2, 2, 2]
+
+
+def branching(num_turns: int) -> Family:
+    """Each turn's thoughts are gone in the next prompt: every turn is a path beside the one that goes on."""
+    said = [[3 * turn] * 9 for turn in range(num_turns)]
+    return [
+        [token for words in said[: turn + 1] for token in words] + [1] * (turn % 13 + 5) for turn in range(num_turns)
+    ]
+
+
+def num_lines_run(call: Callable[[], object]) -> int:
+    count = 0
+
+    def trace(frame: object, event: str, arg: object) -> Callable[..., object]:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("budget", [300, 4000])
+def test_packing_a_deep_tree_takes_as_much_for_each_sequence_however_many_there_are(budget: int):
+    few, many = ([train_sequence([*tokens, 0]) for tokens in branching(turns)] for turns in (200, 600))
+    for sequences in (few, many):
+        order = prefix_order(sequences)
+        assert num_lines_run(lambda order=order: pack(order, budget)) < 500 * len(sequences)
+    assert num_lines_run(lambda: balanced_shares(few, 8)) < 5000 * len(few), "it packs some ten times"

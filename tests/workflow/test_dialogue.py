@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -394,3 +395,31 @@ def test_thousands_of_turns_are_a_path_like_any_other() -> None:
         turn = talk.answer(prompt, "4")
         prompt = replace(prompt, parent=turn, after=turn, given_ids=(1,))
     assert len(turn.path) == 3001
+
+
+def test_where_a_rewritten_history_leaves_a_long_one_is_found_in_one_pass_over_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    talk, messages = Talk(QWEN3), [user("begin")]
+    for _ in range(40):
+        messages = [*talk.say(messages, THOUGHT + CALL, calling(thought="hm")).messages, RESULT]
+    last, num_hashed = talk.dialogue.turns[-1], 0
+
+    class Counted:
+        def __init__(self, data: bytes = b"", **options: int) -> None:
+            self._hash = blake2b(**options)
+            self.update(data)
+
+        def update(self, data: bytes) -> None:
+            nonlocal num_hashed
+            num_hashed += len(data)
+            self._hash.update(data)
+
+        def digest(self) -> bytes:
+            return self._hash.digest()
+
+    monkeypatch.setattr("arl.workflow.dialogue.blake2b", Counted)
+    prompt = talk.prompt([*last.messages, SURE], after=last)
+    assert prompt.parent is None, "the thinking is gone from all turns"
+    assert num_hashed <= 3 * len(talk.text(prompt))
+    assert len(repr(last)) < 10 * len(talk.text(last)), "not a tree of all turns before it"

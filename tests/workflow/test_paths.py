@@ -58,6 +58,15 @@ def test_a_shared_beginning_is_trained_in_the_first_trajectory_alone_and_is_in_a
     assert {(t.reward, t.role, *t.rewards.items()) for t in (first, second)} == {(0.5, "solver", ("right", 1.0))}
 
 
+def test_more_tokens_than_can_be_trained_are_refused_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arl.workflow.conversation.MAX_EPISODE_TOKENS", 9)
+    root = turn(None, [5])
+    leaves = [turn(root, [6]), turn(root, [7])]
+    assert len(trajectories([root, leaves[0]], 1.0)) == 1
+    with pytest.raises(TrajectoryError, match="the episode is 2 trajectories of 12 tokens together, and at most 9 can"):
+        trajectories([root, *leaves], 1.0)
+
+
 def test_trajectories_come_in_the_order_of_their_last_turns() -> None:
     root = turn(None, [5])
     left, right = turn(root, [6]), turn(root, [7])
