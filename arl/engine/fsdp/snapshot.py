@@ -163,19 +163,19 @@ class ShardGatherer:
         self._is_cuda = device.type == "cuda"
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._group: dist.ProcessGroup | None = None
-        if self._num_ranks > 1:
-            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=_TIMEOUT))
-        # torch's thread count is a property of the thread; the other cores are training's.
-        self._thread = ThreadPoolExecutor(1, "arl-gather", initializer=torch.set_num_threads, initargs=(1,))
-        self._failure: TransportError | None = None
+        self._failed = threading.Event()
+        self._meet()
 
     def begin(self, tensors: Mapping[str, torch.Tensor] | MergedWeights) -> list[Future[torch.Tensor]]:
         """Copy this rank's part of each tensor aside; a collective. tensors: by the names of the specs.
 
-        Returns a future for each chunk: its tensors end to end as bytes on rank 0, nothing on others. After one
-        gathering of several ranks failed with TransportError all later ones do: they would mistake what others still
-        send for their own.
+        Returns a future for each chunk: its tensors end to end as bytes on rank 0, nothing on others. It raises
+        TransportError if a rank failed. The next gathering then has a group and a thread of its own, since a rank may
+        still wait in the failed one, or mistake what others still send for its own.
         """
+        if self._any_failed():
+            self._thread.shutdown(wait=False)
+            self._meet()
         chunks, parts = [], []
         for start, stop in self._ranges:
             members = [tensors[spec.name].detach() for spec in self._specs[start:stop]]
@@ -186,7 +186,7 @@ class ShardGatherer:
         if copied is not None:
             copied.record()
         futures: list[Future[torch.Tensor]] = [Future() for _ in chunks]
-        self._thread.submit(self._gather, chunks, parts, copied, futures)
+        self._thread.submit(self._gather, chunks, parts, copied, futures, self._group, self._failed)
         return futures
 
     def close(self) -> None:
@@ -195,6 +195,22 @@ class ShardGatherer:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+    def _meet(self) -> None:
+        """A group of all ranks, and a thread for it; a collective."""
+        self._failed = threading.Event()
+        if self._num_ranks > 1:
+            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=_TIMEOUT))
+        # torch's thread count is a property of the thread; the other cores are training's.
+        self._thread = ThreadPoolExecutor(1, "arl-gather", initializer=torch.set_num_threads, initargs=(1,))
+
+    def _any_failed(self) -> bool:
+        """Whether a gathering failed on any rank since they met; a collective."""
+        if self._num_ranks == 1:
+            return False
+        flag = torch.tensor(self._failed.is_set(), dtype=torch.uint8)  # on the CPU, so that no GPU waits for it
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
     def _copy(self, chunk: _Chunk, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's rows, end to end as bytes on the CPU."""
@@ -217,49 +233,48 @@ class ShardGatherer:
         parts: list[torch.Tensor],
         copied: torch.cuda.Event | None,
         futures: Sequence[Future[torch.Tensor]],
+        group: dist.ProcessGroup | None,
+        failed: threading.Event,
     ) -> None:
+        """group, failed: of the ranks' meeting that this gathering belongs to."""
         try:
-            if self._failure is not None:
-                raise self._failure
+            if failed.is_set() and self._num_ranks > 1:
+                raise RuntimeError("an earlier gathering failed")
             if copied is not None:
                 copied.synchronize()
             for chunk, future in zip(chunks, futures, strict=True):
-                future.set_result(self._whole(chunk, parts.pop(0)))
-        except Exception as error:  # noqa: BLE001 (the futures raise it)
-            failure = self._failure or self._failed(error)
+                future.set_result(self._whole(chunk, parts.pop(0), group))
+        except Exception as error:
+            if self._rank:  # nobody reads this rank's futures
+                logger.error("cannot send this rank's weights to rank 0", exc_info=error)
+            failure = TransportError(f"cannot gather the weights of all ranks: {error}")
+            failure.__cause__ = error
+            failed.set()
             for future in futures:
                 if not future.done():
                     future.set_exception(failure)
 
-    def _failed(self, error: Exception) -> TransportError:
-        if self._rank:  # nobody reads this rank's futures
-            logger.error("cannot send this rank's weights to rank 0", exc_info=error)
-        failure = TransportError(f"cannot gather the weights of all ranks: {error}")
-        failure.__cause__ = error
-        self._failure = failure if self._num_ranks > 1 else None
-        return failure
-
-    def _whole(self, chunk: _Chunk, mine: torch.Tensor) -> torch.Tensor:
+    def _whole(self, chunk: _Chunk, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """The chunk's whole tensors on rank 0; an empty tensor on others."""
         if self._num_ranks == 1:
             return mine
         if self._rank:
             if mine.numel():
-                dist.send(mine, group_dst=0, group=self._group)
+                dist.send(mine, group_dst=0, group=group)
             return mine[:0]
         flat = self._empty(chunk.specs)
         wholes = [
             whole.view(-1, *spec.shape[1:]) for spec, whole in zip(chunk.specs, views(chunk.specs, flat), strict=True)
         ]
-        for rank, part in enumerate(self._parts(chunk, mine)):
+        for rank, part in enumerate(self._parts(chunk, mine, group)):
             for whole, rows, piece in zip(wholes, chunk.rows(rank), views(chunk.part(rank), part), strict=True):
                 whole[rows.start : rows.stop] = piece
         return flat
 
-    def _parts(self, chunk: _Chunk, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, chunk: _Chunk, mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         others = [self._empty(chunk.part(rank)) for rank in range(1, self._num_ranks)]
         receiving = [
-            dist.irecv(part, group_src=rank, group=self._group) for rank, part in enumerate(others, 1) if part.numel()
+            dist.irecv(part, group_src=rank, group=group) for rank, part in enumerate(others, 1) if part.numel()
         ]
         for work in receiving:
             if work is not None:

@@ -96,22 +96,15 @@ def test_what_is_being_sent_while_it_is_released_is_still_whole(
             snapshot._bytes(0, 1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_failure_beside_training_is_told_to_whoever_uses_it_and_the_next_is_well_if_no_rank_still_sends(
-    trainer: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+def test_a_failure_beside_training_is_told_to_whoever_uses_it_and_the_next_is_well(
+    trainer: Trainee, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*args: object) -> torch.Tensor:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(trainer.engine._snapshots._gatherer, "_num_ranks", num_ranks)
     with monkeypatch.context() as patch:
         patch.setattr(ShardGatherer, "_whole", fail)
         with pytest.raises(TransportError, match="no memory"):
             trainer.engine.snapshot().write(tmp_path / "broken")
-    monkeypatch.setattr(ShardGatherer, "_whole", lambda self, chunk, mine: mine)
-    if num_ranks == 1:
-        trainer.engine.snapshot().write(tmp_path / "next")
-        assert (tmp_path / "next" / "model.safetensors").is_file()
-    else:  # it would take what the others still send of the one before
-        with pytest.raises(TransportError, match="no memory"):
-            trainer.engine.snapshot().write(tmp_path / "next")
+    trainer.engine.snapshot().write(tmp_path / "next")
+    assert (tmp_path / "next" / "model.safetensors").is_file()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from arl.api.engine_config import OptimizerConfig, TrainConfig
+from arl.api.errors import TransportError
 from arl.engine.fsdp import snapshot as module
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
@@ -32,6 +33,8 @@ def run_rank(rank: int, num_ranks: int, dtype: torch.dtype, config: TrainConfig,
     engine = FSDPTrainEngine(directory / "model", config)
     for version in range(3):
         expected = whole_weights(engine, dtype)
+        if version == 1:
+            fail_once(engine, rank)
         snapshot = engine.snapshot()
         share = 0 if config.tensor_parallel > 1 else rank
         batch = [sequence(range(20 * share, 20 * share + 20), seed=version)]
@@ -43,11 +46,30 @@ def run_rank(rank: int, num_ranks: int, dtype: torch.dtype, config: TrainConfig,
     dist.destroy_process_group()
 
 
+def fail_once(engine: FSDPTrainEngine, rank: int) -> None:
+    """A snapshot that rank 1 cannot send: rank 0 still waits for it when the next one is taken."""
+    whole = module.ShardGatherer._whole
+    if rank == 1:
+        module.ShardGatherer._whole = failing
+    snapshot = engine.snapshot()
+    if rank == 1:
+        with pytest.raises(TransportError, match="this rank has no memory"):
+            snapshot._chunks[-1].result()
+    module.ShardGatherer._whole = whole
+    dist.barrier()
+
+
+def failing(*args: object) -> torch.Tensor:
+    raise MemoryError("this rank has no memory")
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "tensor_parallel"),
     [(3, torch.bfloat16, 1), pytest.param(2, torch.float32, 2, marks=pytest.mark.slow)],
 )
-def test_ranks_put_together_what_one_has(tmp_path: Path, num_ranks: int, dtype: torch.dtype, tensor_parallel: int):
+def test_ranks_put_together_what_one_has_also_after_one_of_them_failed(
+    tmp_path: Path, num_ranks: int, dtype: torch.dtype, tensor_parallel: int
+):
     stored = load_file(write_model(tmp_path / "model", dtype=dtype) / "model.safetensors")
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3)
     config = TrainConfig(optimizer=optimizer, num_ranks=num_ranks, tensor_parallel=tensor_parallel)
