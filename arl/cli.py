@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from arl.api.errors import ArlError, ConfigError, FailureBudgetError
 from arl.api.settings import REQUIRED, Setting, config_error, settings_of, whole_section
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+T = TypeVar("T")
 
 
 def load_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
@@ -79,39 +81,86 @@ def run(
     """Load the configuration and run `main` on it: the last line of a script.
 
     argv: as for load_config. if_stopped: said after Ctrl-C. An ArlError becomes one message on stderr and exit code 1
-    (2 for a wrong setting), after a traceback if the user's own code failed. Ctrl-C and SIGTERM cancel main; its
-    `async with` blocks save and clean up, and the process ends with 130 or 143.
+    (2 for a wrong setting), after a traceback if the user's own code failed. Ctrl-C, SIGTERM and SIGUSR1 cancel main;
+    its `async with` blocks save and clean up, and the process ends with 130, 143 or 138.
     """
     try:
         config = load_config(config_class, argv)
     except ConfigError as error:
         exit_with(2, f"error: {error}")
-    interrupted: list[int] = []
+    with asyncio.Runner() as runner:  # closed after the message is out: its threads may hang
+        try:
+            run_until_stopped(runner, main(config), config.checkpoint.notice_s)
+        except Stopped as stop:
+            _leave_hung_threads(code := 128 + stop.number)
+            exit_with(code, f"stopped by {signal.Signals(stop.number).name}; {if_stopped}")
+        except FailureBudgetError as error:
+            _leave_hung_threads(1)
+            exit_with(1, f"error: {error}", users_error=error.__cause__)
+        except ArlError as error:
+            _leave_hung_threads(1)
+            exit_with(1, f"error: {error}")
+
+
+NOTICES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to end: Ctrl-C, and the notices of Kubernetes and Slurm before they kill it."""
+_PATIENCE_S = 10.0
+"""How long a run that has ended waits for threads that users' code has started."""
+
+
+class Stopped(BaseException):
+    """A run was cancelled by a signal, and has saved and cleaned up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: float | None = None) -> T:
+    """The result of `main`, which the first of NOTICES cancels; a second one ends the process at once.
+
+    notice_s: after this long the process ends, too, saved or not. Raises Stopped. For the main thread alone.
+    """
+    received: list[int] = []
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def stop(number: int) -> None:
+            if received:
+                os._exit(128 + number)
+            received.append(number)
+            if notice_s is not None:
+                _after(notice_s, 128 + number, f"what was not saved within checkpoint.notice_s={notice_s:g} is lost")
+            if task is not None:
+                task.cancel()
+
+        for number in NOTICES:
+            loop.add_signal_handler(number, stop, number)
+        return await main
+
     try:
-        asyncio.run(_cancelled_by_signals(main(config), interrupted))
+        return runner.run(cancellable())
     except (asyncio.CancelledError, KeyboardInterrupt):
-        number = interrupted[0] if interrupted else signal.SIGINT
-        exit_with(128 + number, f"stopped by {signal.Signals(number).name}; {if_stopped}")
-    except FailureBudgetError as error:
-        exit_with(1, f"error: {error}", users_error=error.__cause__)
-    except ArlError as error:
-        exit_with(1, f"error: {error}")
+        raise Stopped(received[0] if received else signal.SIGINT) from None
 
 
-async def _cancelled_by_signals(main: Awaitable[object], interrupted: list[int]) -> None:
-    """Await `main`, cancelling it at the first SIGINT or SIGTERM; a second one ends the process at once."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+def _leave_hung_threads(code: int) -> None:
+    """End the process in a while, if threads of users' code that never return keep it from ending."""
+    _after(_PATIENCE_S, code, "calls in threads (asyncio.to_thread) did not return, and the process ends without them")
 
-    def stop(number: int) -> None:
-        if interrupted:
-            os._exit(128 + number)
-        interrupted.append(number)
-        if task is not None:
-            task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    await main
+def _after(seconds: float, code: int, message: str) -> None:
+    """End the process with this code and message, unless it has ended by then."""
+
+    def end() -> None:
+        sys.stderr.write(message + "\n")
+        sys.stderr.flush()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 def exit_with(code: int, message: str, users_error: BaseException | None = None) -> NoReturn:

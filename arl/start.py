@@ -6,6 +6,8 @@ import asyncio
 import difflib
 import inspect
 import pickle
+import signal
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from functools import wraps
 from pathlib import Path
@@ -20,6 +22,7 @@ from arl.api.errors import ConfigError, DatasetError
 from arl.api.settings import config_error, laid_over
 from arl.api.types import SamplingParams
 from arl.api.workflow import RolloutWorkflow
+from arl.cli import Stopped, exit_with, run_until_stopped
 from arl.data import load_dataset
 from arl.experiment import Experiment, Setup, TrainingResult
 from arl.rewards.adapt import RewardLike, WeightedReward, check_signature
@@ -126,7 +129,17 @@ def _blocking(coroutine: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
             raise ConfigError(f"arl.train {error}" + "".join(f"; did you mean {name}?" for name in close)) from None
         if _is_loop_running():
             raise ConfigError("train() blocks, and an event loop runs here, as in a notebook: await arl.atrain(...)")
-        return asyncio.run(coroutine(*args, **kwargs))
+        if threading.current_thread() is not threading.main_thread():
+            return asyncio.run(coroutine(*args, **kwargs))
+        config = kwargs.get("config")
+        try:
+            with asyncio.Runner() as runner:
+                notice_s = config.checkpoint.notice_s if isinstance(config, Config) else None
+                return run_until_stopped(runner, coroutine(*args, **kwargs), notice_s)
+        except Stopped as stop:
+            if stop.number == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            exit_with(128 + stop.number, f"{stop}; call arl.train again with the same run_dir to continue")
 
     call.__name__ = call.__qualname__ = coroutine.__name__.removeprefix("a")
     return call

@@ -141,23 +141,30 @@ def test_a_missing_setting_is_named() -> None:
 
 
 SCRIPT = """
-import asyncio
+import asyncio, threading
+import arl.cli
 from arl.api.config import Config
 from arl.api.errors import ServerError
 from arl.cli import run
 
 async def main(config):
-    if config.model == "fails":
+    if config.model == "hangs":
+        arl.cli._PATIENCE_S = 0.1
+        asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    if config.model in ("fails", "hangs"):
         raise ServerError("no server answers")
     try:
         print("ready", flush=True)
         await asyncio.Event().wait()
     finally:
-        await asyncio.sleep(0)
+        await asyncio.sleep(60 if config.model == "slow" else 0)
         print("saved", flush=True)
 
 run(main, Config)
 """
+
+
+HUNG = "calls in threads (asyncio.to_thread) did not return, and the process ends without them"
 
 
 def _script(*flags: str) -> "subprocess.Popen[str]":
@@ -165,7 +172,17 @@ def _script(*flags: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_script_that_is_not_done_within_its_notice_is_ended() -> None:
+    with _script("--model", "slow", "--checkpoint.notice_s", "0.1") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("", 143)
+    assert err == "what was not saved within checkpoint.notice_s=0.1 is lost\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_a_signal_lets_the_script_clean_up_and_exit_with_its_code(number: signal.Signals, code: int) -> None:
     with _script("--model", "x") as process:
         assert process.stdout is not None
@@ -182,6 +199,7 @@ def test_a_signal_lets_the_script_clean_up_and_exit_with_its_code(number: signal
     [
         (["--model", "x", "--stpes", "3"], 2, "error: --stpes is not a setting; did you mean --steps\n"),
         (["--model", "fails"], 1, "error: no server answers\n"),
+        (["--model", "hangs"], 1, f"error: no server answers\n{HUNG}\n"),
     ],
 )
 def test_an_error_ends_the_script_with_one_sentence_and_its_code(flags: list[str], code: int, said: str) -> None:

@@ -1,6 +1,9 @@
 """`arl.train`: what it takes, what it refuses, and what it returns."""
 
+import asyncio
 import inspect
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from scripted_launch import use_fakes
 import arl
 from arl.api.errors import ConfigError, DatasetError
 from arl.engine.tiny import TURN_END, tiny_tokenizer
-from arl.start import _settings
+from arl.start import _blocking, _settings
 
 TOKENIZER = tiny_tokenizer()
 SUMS = [{"question": f"{a} + 1 = ?", "answer": str(a + 1)} for a in range(6)]
@@ -140,3 +143,20 @@ def test_a_function_of_the_script_itself_needs_no_worker_process(monkeypatch: py
     own.__module__, own.__qualname__ = "__main__", "own"
     assert isinstance(_runnable(own), ThreadReward)
     assert _runnable(right) is right
+
+
+def test_a_notice_of_preemption_lets_train_save_and_ends_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    saved: list[bool] = []
+
+    async def atrain() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            saved.append(True)
+
+    with pytest.raises(SystemExit) as ended:
+        _blocking(atrain)()
+    assert (ended.value.code, saved) == (143, [True])
+    assert "call arl.train again with the same run_dir" in capsys.readouterr().err

@@ -106,6 +106,9 @@ class CheckpointConfig(Section):
     """Save a checkpoint each time this many versions were trained. Unset: by time alone (every_s)."""
     every_s: PositiveFloat | None = 300.0
     """Save a checkpoint, beside training, after the first step that ends this long after the last one. null: never."""
+    notice_s: PositiveFloat | None = None
+    """SIGTERM and SIGUSR1 come this long before a kill (Kubernetes' grace period, Slurm's --signal): the process ends
+    by then, even if the batch in training or the checkpoint is not done. Unset: it takes the time that it needs."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
 

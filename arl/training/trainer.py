@@ -301,7 +301,9 @@ class Trainer:
         The state is copied when this returns. The caller holds `_training`, and awaits `_written` on the result.
         """
         if self._saving:
-            await asyncio.wait([self._saving])  # its error ends the TaskGroup; do not raise it twice
+            await asyncio.wait([self._saving])
+            if error := self._saving.exception():  # raised where it was awaited, unless the run was ending
+                log.error("the checkpoint before this one: %s", error)
         await self.thread(lambda: None)  # a call whose waiter was cancelled may still run on the thread
         self._settle()
         if self._open_step and self._open_step.trained:
