@@ -33,7 +33,7 @@ from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
 from arl.engine.client.processes import adapter_options, local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
-from arl.engine.fsdp.model import end_token_ids, load_tokenizer, local_directory, model_digest
+from arl.engine.fsdp.model import load_tokenizer, local_directory, model_digest, served_model
 from arl.engine.fsdp.ray_engine import RayTrainEngine, check_gpus
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 from arl.engine.weights.delta import DeltaTransport
@@ -220,8 +220,8 @@ async def _engines(
 
 
 async def _client(config: Config, addresses: Sequence[str], api_key: str | None) -> RemoteSGLangEngine:
-    end_tokens = await offload(end_token_ids, config.model)
-    return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, eos_token_ids=end_tokens)
+    model = await offload(served_model, config.model)
+    return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, model=model)
 
 
 def _runner(stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, learner: Learner) -> EpisodeRunner:

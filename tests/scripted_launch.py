@@ -8,6 +8,7 @@ import pytest
 
 import arl.assembly
 from arl.api.config import Config
+from arl.api.engine import ServedModel
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.settings import laid_over
 
@@ -48,4 +49,4 @@ def use_fakes(
     monkeypatch.setattr(arl.assembly, "RemoteSGLangEngine", ScriptedServers(engine))
     monkeypatch.setattr(arl.assembly, "FSDPTrainEngine", lambda *args: train_engine or ScriptedTrainEngine())
     monkeypatch.setattr(arl.assembly, "_addresses", _no_addresses)
-    monkeypatch.setattr(arl.assembly, "end_token_ids", lambda name: frozenset())
+    monkeypatch.setattr(arl.assembly, "served_model", lambda name: ServedModel(name=name))

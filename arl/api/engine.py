@@ -213,6 +213,24 @@ class ModelLimits:
     """The most tokens that a sequence may have. None: unlimited."""
 
 
+MODEL_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads")
+"""What tells models of one type apart, by the names of config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model that inference servers should serve, as far as it is known."""
+
+    name: str
+    vocab_size: int | None = None
+    """Token ids are below this."""
+    end_token_ids: frozenset[int] = frozenset()
+    """The model's own end-of-sequence tokens."""
+    model_type: str | None = None
+    shape: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
+    """MODEL_SIZES of its config.json."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenOutputs:
     """The model's outputs for a microbatch's trained tokens: float32[M], with gradient; 0 without the head for it."""

@@ -26,7 +26,7 @@ class CurriculumError(ArlError):
 
 
 class TrajectoryError(ArlError, ValueError):
-    """A workflow returned a malformed trajectory."""
+    """A workflow returned a malformed trajectory, or asked to continue tokens that the model does not have."""
 
 
 class PromptTooLongError(ArlError, ValueError):

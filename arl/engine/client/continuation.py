@@ -10,6 +10,8 @@ from typing import Any
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams, StopReason
 from arl.engine.client.server_client import Answer
 
+_MAX_DIGITS = 19
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
@@ -41,10 +43,13 @@ class Attempt:
             self.lost = reason
             self.scope.reschedule(asyncio.get_running_loop().time())
 
-    def foreign_label(self, answer: Answer) -> str | None:
-        """A label that shows that the server was restarted, or given weights, behind this engine's back; else None."""
+    def foreign_label(self, answer: Answer, newest: int) -> str | None:
+        """A label that shows that the server was restarted, or given weights, behind this engine's back; else None.
+
+        newest: the newest version that this engine has begun to send to any server.
+        """
         labels = [label for label, _, _ in answer.spans] or [answer.label] * bool(answer.label)
-        return next((label for label in labels if not self._is_known(label)), None)
+        return next((label for label in labels if not self._is_known(label, newest)), None)
 
     def versions(self, answer: Answer) -> list[int]:
         """The policy version of each of the answer's tokens; where that is uncertain, the oldest that it can be."""
@@ -54,14 +59,21 @@ class Attempt:
             versions[start:end] = [self._version_of(label)] * (end - start)
         return _held_back(versions, self.version, self.num_late) if self.num_late else versions
 
-    def _is_known(self, label: str) -> bool:
-        if self.adapter is not None:
-            return label == self.initial_label
-        return not self.is_ours or (label.isdecimal() and int(label) >= self.version)
+    def _is_known(self, label: str, newest: int) -> bool:
+        if label == self.initial_label and (self.adapter is not None or not self.is_ours):
+            return True
+        version = version_of(label)
+        return self.adapter is None and version is not None and self.version <= version <= newest
 
     def _version_of(self, label: str) -> int:
         is_first = not self.is_ours and label == self.initial_label
-        return int(label) if label.isdecimal() and not is_first else self.version
+        version = version_of(label)
+        return self.version if is_first or version is None else version
+
+
+def version_of(label: str) -> int | None:
+    """The version that a server's label stands for; None for a label that stands for none."""
+    return int(label) if label.isdecimal() and len(label) < _MAX_DIGITS else None
 
 
 def _held_back(versions: list[int], sent_under: int, num_late: int) -> list[int]:
@@ -117,6 +129,14 @@ class PartialResponse:
             "extra_key": cache_key,
             **named,
         }
+
+    def flaw(self, answer: Answer, vocab_size: int | None) -> str | None:
+        """What no working server answers to the last payload; None if nothing is wrong. vocab_size: of the model."""
+        if len(answer.output_ids) > self._asked:
+            return f"answered with {len(answer.output_ids)} tokens, and was asked for at most {self._asked}"
+        if vocab_size is not None and max(answer.output_ids, default=0) >= vocab_size:
+            return f"sampled token id {max(answer.output_ids)}, and the model has {vocab_size} tokens"
+        return None
 
     def extend(self, answer: Answer, versions: Sequence[int], eos_token_ids: Collection[int]) -> None:
         """Add an answer's tokens and versions; decide whether it was the last. eos_token_ids: the model's own."""

@@ -1,13 +1,16 @@
 """One inference server that speaks SGLang's HTTP protocol: its calls, its answers, and what it says of itself.
 
-A call raises ServerFailedError if the server could not answer, so that another, or the same one later, may; ServerError
-if it refused, and would again (NoSuchPathError: it has no such path); PromptTooLongError if the prompt does not fit.
+A call raises ServerFailedError if the server could not answer, so that another, or the same one later, may
+(MalformedAnswerError: what it answered cannot be); ServerError if it refused, and would again (NoSuchPathError: it has
+no such path); PromptTooLongError if the prompt does not fit.
 Timeouts are the caller's, by asyncio.timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+from yarl import URL
 
-from arl.api.engine import TensorSpec, WeightGroup
+from arl.api.engine import MODEL_SIZES, ServedModel, TensorSpec, WeightGroup
 from arl.api.engine_config import PauseMode
 from arl.api.errors import ArlError, NoSuchPathError, PromptTooLongError, ServerError, ServerFailedError
 from arl.web.client import JsonClient, Reply
@@ -29,6 +33,14 @@ _MIXTURE = "mixture"
 _CONNECT_TIMEOUT_S = 30.0
 _GREETING_TIMEOUT_S = 10.0
 _PROBE_TEXT = "Agent 12345 said:\n\t'déjà vu' <|im_start|>def f(x): return x**2  # 你好"
+
+
+_MAX_LOGPROB = 1e-4
+"""Rounding may lift a logprob a little above 0; trajectories refuse more."""
+
+
+class MalformedAnswerError(ServerFailedError):
+    """A server answered /generate with something that no working server answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +84,9 @@ class ServerClient(JsonClient):
         reply = await self.call("POST", "/generate", payload)
         try:
             return _parse_answer(reply.json_object())
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{self.address} answered /generate without what training needs ({type(error).__name__}: {error})"
-            raise ServerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
+        except (LookupError, TypeError, ValueError) as error:
+            what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
+            raise MalformedAnswerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
 
     async def abort(self, rid: str) -> None:
         await self._post("abort_request", {"rid": rid})
@@ -195,21 +207,35 @@ class ServerClient(JsonClient):
 
 
 def _parse_answer(body: dict[str, Any]) -> Answer:
+    """Raises LookupError, TypeError and ValueError for an answer that cannot be."""
     meta = body["meta_info"]
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason is {finish!r}")
     # An abort before the first token has no logprobs at all.
-    logprobs = meta["output_token_logprobs"] if finish != "abort" else meta.get("output_token_logprobs") or []
-    spans = meta.get("weight_versions") or ()
+    entries = meta["output_token_logprobs"] if finish != "abort" else meta.get("output_token_logprobs") or []
+    ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+    if (entries or finish != "abort") and len(body.get("output_ids", ids)) != len(ids):
+        raise ValueError(f"{len(ids)} logprobs for {len(body['output_ids'])} output_ids")
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"token id {next(i for i in ids if type(i) is not int or i < 0)!r}")
+    if not all(map(_is_logprob, logprobs)):
+        raise ValueError(f"logprob {next(value for value in logprobs if not _is_logprob(value))!r}")
+    spans = [(str(span["version"]), span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
+    if wrong := [span for span in spans if not 0 <= span[1] <= span[2]]:
+        raise ValueError(f"the span {wrong[0]} of weight_versions")
     return Answer(
-        output_ids=[entry[1] for entry in logprobs],
-        output_logprobs=[entry[0] for entry in logprobs],
+        output_ids=ids,
+        output_logprobs=logprobs,
         finish=finish,
         text=body.get("text") or "",
         label=str(meta.get("weight_version", "")),
-        spans=[(str(span["version"]), span["start"], span["end"]) for span in spans],
+        spans=spans,
     )
+
+
+def _is_logprob(value: Any) -> bool:
+    return type(value) in (float, int) and math.isfinite(value) and value <= _MAX_LOGPROB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +247,10 @@ class Greeting:
     """Of the weights that it holds."""
     num_late: int
     """Most tokens of a request that may still be on their way out of the model when a pause in place takes effect."""
+    unreached: str | None = None
+    """The setting with which updates do not reach all of the server, and what to do instead."""
     traits: Mapping[str, Any]
-    """Traits that servers of the same model share; None for a trait that this server does not report."""
+    """Traits that servers of the same model share; absent or None if this server does not report it."""
 
 
 async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
@@ -246,13 +274,51 @@ async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
         address=client.address,
         label=str(info.get("weight_version", "default")),
         num_late=_num_late(settings),
+        unreached=_unreached(settings),
         traits={
             "model type": info.get("model_type"),
+            "vocabulary's size": info.get("vocab_size"),
+            **_shape(client.address, str(info["model_path"])),
             "architecture": info.get("architectures"),
             "context length": models[0].get("max_model_len"),
             f"tokenization of {_PROBE_TEXT!r}": tokens,
         },
     )
+
+
+_UNREACHED = {
+    "dp_size": "start one server for each replica, and name them all",
+    "pp_size": "split the model by tensor parallelism (--tp-size) instead",
+    "tokenizer_worker_num": "a pause reaches one of them alone: leave the option out",
+}
+"""Settings of SGLang with which updates do not reach every process of a server; what to do instead."""
+
+
+def _unreached(settings: Mapping[str, Any]) -> str | None:
+    wrong = (f"{name}={settings[name]}: {advice}" for name, advice in _UNREACHED.items() if _above_one(settings, name))
+    return next(wrong, None)
+
+
+def _above_one(settings: Mapping[str, Any], name: str) -> bool:
+    return int(settings.get(name) or 1) > 1
+
+
+def _shape(address: str, model_path: str) -> dict[str, Any]:
+    """The shape of a server's model, if server and model lie on this machine; else nothing."""
+    if URL(address).host not in ("127.0.0.1", "localhost", "::1"):
+        return {}
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_bytes())
+        text = config.get("text_config") or config
+        return {name: text.get(name) for name in MODEL_SIZES}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def expected_of(model: ServedModel) -> Greeting:
+    """The greeting of a server of this model, as far as it is known."""
+    traits = {"model type": model.model_type, "vocabulary's size": model.vocab_size, **model.shape}
+    return Greeting(address=f"{model.name} (the model to serve)", label="", num_late=0, traits=traits)
 
 
 def _num_late(settings: Mapping[str, Any]) -> int:
@@ -270,8 +336,8 @@ async def _probe_tokens(client: ServerClient) -> list[int] | None:
 
 def difference(greetings: Sequence[Greeting]) -> str | None:
     """A sentence about the first trait in which two servers differ; None if all serve the same model."""
-    for name in greetings[0].traits if greetings else ():
-        told = [(one.traits[name], one.address) for one in greetings if one.traits[name] is not None]
+    for name in dict.fromkeys(name for greeting in greetings for name in greeting.traits):
+        told = [(trait, one.address) for one in greetings if (trait := one.traits.get(name)) is not None]
         for trait, address in told[1:]:
             first, first_address = told[0]
             if trait != first:

@@ -98,6 +98,8 @@ class Server:
     """Its description of itself when it was last greeted."""
     reason: str = ""
     """Why it is out of service."""
+    probed: str = ""
+    """Why its last probe did not bring it back."""
     is_leaving: bool = False
     """It gets no new requests and will be dropped."""
     pauses: int = 0
@@ -126,6 +128,11 @@ class Server:
         """It answers requests now, or will as soon as it is resumed."""
         return self.state in _IN_SERVICE
 
+    @property
+    def why(self) -> str:
+        """Why it is out of service, and stays so."""
+        return f"{self.reason}; now: {self.probed}" if self.probed and self.probed != self.reason else self.reason
+
     def holds(self, version: int, told: Holding) -> bool:
         """Whether it holds this version. Its label proves nothing: a broken load or another run may have set it."""
         return self.weights.is_whole and self.version == version and self.keeps(told)
@@ -152,6 +159,8 @@ class ServerPool:
     def __init__(self, version: int) -> None:
         self.is_held = False
         """Generation is paused as a whole: no server gets requests, not even one that serves."""
+        self.newest_sent = version
+        """The newest version that any server was told to load. A token of a newer one is not this engine's."""
         self.servers: list[Server] = []
         self.expectation = Expectation()
         self._listeners: list[Callable[[], None]] = []
@@ -180,7 +189,7 @@ class ServerPool:
 
     def report(self) -> str:
         """Which servers are out of service, and why: for errors."""
-        out = [f"{s.address} is {s.state} ({s.reason})" for s in self.servers if not s.is_in_service]
+        out = [f"{s.address} is {s.state} ({s.why})" for s in self.servers if not s.is_in_service]
         return "; ".join(out) or "every server serves"
 
     async def changed(self) -> None:
@@ -273,7 +282,7 @@ class ServerPool:
         """Give it no more requests. False if it was out of service before."""
         was_in_service = server.is_in_service
         if was_in_service:
-            server.reason = reason
+            server.reason, server.probed = reason, ""
         self._move(server, "fence")
         return was_in_service
 
@@ -295,8 +304,8 @@ class ServerPool:
     def note_greeting(self, server: Server, greeting: Greeting) -> None:
         server.greeting = greeting
 
-    def note_reason(self, server: Server, reason: str) -> None:
-        server.reason = reason
+    def note_probe(self, server: Server, failure: str) -> None:
+        server.probed = failure
 
     def note_adapter(self, server: Server, adapter: str) -> None:
         """Note an adapter before it is loaded: a load that arl gave up may still succeed."""

@@ -9,8 +9,9 @@
 may have sampled the first token after an update in place under the version before, so that token bears the version
 before. Without spans, all tokens bear the version that the server held before the request was sent; under an adapter,
 the adapter's. Labels are str(version); the label that a server had before its first update stands for the engine's
-first version. Any other label, or one older than the request, means that the server was restarted behind our back: its
-answer is thrown away, and it is fenced until it holds the current weights.
+first version. Any other label, or one older than the request, means that the server was restarted behind our back; one
+newer than all that this engine has sent, that another training updates it. Such an answer is thrown away, like one
+with too many tokens or impossible ones, and the server is fenced until it holds the current weights.
 
 **Prefix caches.** Each request names its server's weights as `extra_key`, which SGLang makes part of the cache's key:
 else a later turn would silently be sampled on top of old weights' KV, and its logprobs would be of no version. Under
@@ -20,13 +21,13 @@ retract and abort an update flushes the cache too: a retracted request keeps its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import aiohttp
 from yarl import URL
 
-from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import (
     ArlError,
@@ -36,10 +37,11 @@ from arl.api.errors import (
     RequestTimeoutError,
     ServerError,
     ServerFailedError,
+    TrajectoryError,
     first_error,
 )
 from arl.api.types import ModelRequest, ModelResponse
-from arl.engine.client.continuation import Attempt, PartialResponse
+from arl.engine.client.continuation import Attempt, PartialResponse, version_of
 from arl.engine.client.line import Line
 from arl.engine.client.server_client import Answer, ServerClient
 from arl.engine.client.server_pool import Server, ServerPool
@@ -69,20 +71,20 @@ class RemoteSGLangEngine:
         *,
         api_key: str | None = None,
         version: int = 0,
-        eos_token_ids: Iterable[int] = (),
+        model: ServedModel | None = None,
     ) -> None:
-        """eos_token_ids: the model's own end-of-sequence tokens; a response that was cut short there is complete."""
+        """model: what the servers should serve. Without it, token ids and the servers' model are not checked."""
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
         self._addresses = list(dict.fromkeys(map(base_url, addresses)))
         self._config = config
         self._api_key = api_key
         self._updating = asyncio.Lock()
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._model = model or ServedModel(name="the model")
         self._tasks = asyncio.TaskGroup()
         self._pool = ServerPool(version)
         self._line = Line(self._pool)
-        self._upkeep = Upkeep(self._pool, config, self._tasks)
+        self._upkeep = Upkeep(self._pool, config, self._tasks, self._model)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
@@ -113,8 +115,10 @@ class RemoteSGLangEngine:
         """Continue `request.input_ids`; see InferenceEngine.agenerate.
 
         An answer that was cut short is continued on the session's server. A request whose server fails goes to another
-        server, at most max_retries times, each time from the tokens that it already has.
+        server, at most max_retries times, each time from the tokens that it already has. Raises TrajectoryError for a
+        token that the model does not have: it would end an SGLang server.
         """
+        self._check_tokens(request)
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         partial = PartialResponse(request)
         sent = faults = 0
@@ -242,15 +246,28 @@ class RemoteSGLangEngine:
 
     def _keep(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
         """Add the answer to what the request has; returns the fault, if there is one."""
-        if (label := attempt.foreign_label(answer)) is not None:
-            fault = f"{server.address} lost its weights: it serves {label!r}, not version {attempt.version}"
+        if (fault := self._flaw(server, attempt, partial, answer)) is not None:
             self._upkeep.fence(server, fault)
             return fault
-        partial.extend(answer, attempt.versions(answer), self._eos_token_ids)
+        partial.extend(answer, attempt.versions(answer), self._model.end_token_ids)
         was_meant = server.pauses != attempt.pauses or server.is_leaving
         if answer.finish != "abort" or was_meant or partial.stop_reason is not None:
             return None
         return f"{server.address} aborted the request, and nobody asked for it"
+
+    def _flaw(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
+        """Why the answer is not to be believed; None if it is."""
+        if (flaw := partial.flaw(answer, self._model.vocab_size)) is not None:
+            return f"{server.address} {flaw}"
+        newest = self._pool.newest_sent
+        if (label := attempt.foreign_label(answer, newest)) is None:
+            return None
+        if (version_of(label) or 0) > newest:
+            return (
+                f"{server.address} serves version {label}, and the newest that this training has sent is {newest}: "
+                "another training seems to update this server; give each its own servers"
+            )
+        return f"{server.address} lost its weights: it serves {label!r}, not version {attempt.version}"
 
     def _timed_out(self, server: Server, attempt: Attempt) -> str:
         """The scope ended: the engine was closed, the server was lost (a fault), or the time is over."""
@@ -271,6 +288,16 @@ class RemoteSGLangEngine:
             what = f"request {request.rid} failed {faults} times (engine.max_retries is {self._config.max_retries})"
             raise ServerError(f"{what}; the last error: {fault}")
         await asyncio.sleep(min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (faults - 1)))
+
+    def _check_tokens(self, request: ModelRequest) -> None:
+        size = self._model.vocab_size
+        if size is None or (min(request.input_ids) >= 0 and max(request.input_ids) < size):
+            return
+        position, token_id = next((t, i) for t, i in enumerate(request.input_ids) if not 0 <= i < size)
+        raise TrajectoryError(
+            f"request {request.rid} has token id {token_id} at position {position}, but {self._model.name} has "
+            f"{size} tokens (0 to {size - 1})"
+        )
 
     def _check_open(self) -> aiohttp.ClientSession:
         if self._is_closed:

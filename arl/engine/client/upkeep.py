@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from arl.api.engine import UpdateStats, WeightUpdate
+from arl.api.engine import ServedModel, UpdateStats, WeightUpdate
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ArlError, ServerError, ServerFailedError, TransportError, first_error
-from arl.engine.client.server_client import Greeting, ServerClient, difference, greet
+from arl.engine.client.server_client import Greeting, ServerClient, difference, expected_of, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
 
 _PROBE_TIMEOUT_S = 10.0
@@ -44,9 +44,10 @@ class Upkeep:
     | unloading of adapters that nobody names | half a minute for each at most | the same |
     """
 
-    def __init__(self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup, model: ServedModel) -> None:
         self._pool = pool
         self._config = config
+        self._expected = expected_of(model)
         self._group = tasks
         self._tasks: set[asyncio.Task[None]] = set()
         self._abort_slots = asyncio.Semaphore(_MAX_CONCURRENT_ABORTS)
@@ -149,10 +150,17 @@ class Upkeep:
             await _leave_running(server)
 
     def _welcome(self, server: Server, greeting: Greeting) -> None:
-        """Raises ServerError if it serves another model than the others, or than it did itself."""
+        """Raises ServerError if it serves another model than it should, than the others, or than it did itself."""
+        if greeting.unreached:
+            raise ServerError(
+                f"weight updates would not reach all of {server.address}, which runs with {greeting.unreached}"
+            )
         known = [other.greeting for other in self._pool.servers if other.greeting is not None]
-        if sentence := difference([*known, greeting]):
-            raise ServerError(f"the servers do not serve the same model: {sentence}")
+        if sentence := difference([self._expected, *known, greeting]):
+            raise ServerError(
+                f"the servers do not serve the same model: {sentence}. Start all with the model of this run, or "
+                "correct engine.addresses"
+            )
         if self._config.pause_mode != "in_place":
             greeting = replace(greeting, num_late=0)  # the other modes wait for late tokens, or sample them again
         self._pool.note_greeting(server, greeting)
@@ -178,6 +186,7 @@ class Upkeep:
         if update.version < newest:
             raise ValueError(f"version {update.version} was published, but the servers already hold {newest}")
         self._target = update
+        self._pool.newest_sent = max(self._pool.newest_sent, update.version)
         started = asyncio.get_running_loop().time()
         stats: list[UpdateStats] = []
 
@@ -299,12 +308,12 @@ class Upkeep:
                 if await self._restore(server):
                     return
             except (ServerError, TimeoutError) as error:
-                self._pool.note_reason(server, str(error) or f"{server.address} does not answer")
-                self._pool.lose_attempts(server, f"{server.address} failed: {server.reason}")
+                self._pool.note_probe(server, str(error) or f"{server.address} does not answer")
+                self._pool.lose_attempts(server, f"{server.address} failed: {server.probed}")
             except ArlError as error:
                 # Not the server's fault, so it may end what it runs. If the weights have lost their sender, the
                 # trainer learns of that from a call of its own.
-                self._pool.note_reason(server, str(error))
+                self._pool.note_probe(server, str(error))
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 

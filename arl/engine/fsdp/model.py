@@ -33,7 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from arl.api.engine import Head, ModelLimits, TensorSpec
+from arl.api.engine import MODEL_SIZES, Head, ModelLimits, ServedModel, TensorSpec
 from arl.api.errors import ModelError, TransportError
 from arl.engine.fsdp.attention import PACKED_ATTENTION, PackedLayout
 from arl.engine.fsdp.policy import decode, head_weight, score_weight, token_values
@@ -105,6 +105,19 @@ def end_token_ids(name: str | Path) -> frozenset[int]:
         configs.append(GenerationConfig.from_pretrained(str(name)))
     named = [getattr(config, "eos_token_id", None) for config in configs] + [load_tokenizer(name).eos_token_id]
     return frozenset(i for ids in named if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
+
+
+def served_model(name: str | Path) -> ServedModel:
+    """What servers of this model should have. Raises ModelError."""
+    config = _load(AutoConfig, name, "its config")
+    text = config.get_text_config()
+    return ServedModel(
+        name=str(name),
+        vocab_size=model_limits(config).vocab_size,
+        end_token_ids=end_token_ids(name),
+        model_type=config.model_type,
+        shape={size: getattr(text, size, None) for size in MODEL_SIZES},
+    )
 
 
 def model_limits(config: PreTrainedConfig) -> ModelLimits:

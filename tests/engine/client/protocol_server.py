@@ -3,13 +3,14 @@
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
+from arl.api.engine import ServedModel
 from arl.api.engine_config import ClientConfig
 from arl.api.types import ModelRequest, ModelResponse, SamplingParams
 from arl.engine.client.sglang import RemoteSGLangEngine
@@ -70,6 +71,7 @@ class Server:
     """`faults` are taken by the next requests, in order: "reset", "hang", or an HTTP status such as 500.
 
     Requests are answered at once if `is_automatic`, else as the test calls `advance`.
+    `distortions` are taken by the next answers, in order, and change them.
     `info` is what /model_info says, `tells` what other paths do (dicts are JSON, strings text, numbers a status).
     `adapters` are those that it has loaded, with their directories; it samples the same under each.
     `requests` holds every /generate body, `calls` every other call, `aborted` the rids told to /abort_request.
@@ -80,6 +82,7 @@ class Server:
         self.is_automatic = True
         self.sends_spans = True
         self.faults: deque[str | int] = deque()
+        self.distortions: deque[Callable[[dict[str, Any]], object]] = deque()
         self.error_body: dict[str, Any] = {"error": {"message": "it broke"}}
         self.is_healthy = True
         self.load_works = True
@@ -213,7 +216,10 @@ class Server:
             meta["weight_versions"] = [
                 {"version": label, "start": i, "end": i + 1} for i, label in enumerate(run.labels)
             ]
-        return {"text": run.text, "output_ids": run.ids, "meta_info": meta}
+        answer = {"text": run.text, "output_ids": run.ids, "meta_info": meta}
+        if self.distortions:
+            self.distortions.popleft()(answer)
+        return answer
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -286,14 +292,12 @@ class Server:
 
 @asynccontextmanager
 async def over(
-    *servers: Server, api_key: str | None = None, version: int = 0, eos_token_ids: Sequence[int] = (), **settings: Any
+    *servers: Server, api_key: str | None = None, version: int = 0, model: ServedModel | None = None, **settings: Any
 ) -> AsyncIterator[RemoteSGLangEngine]:
     """An engine over these servers, with settings of ClientConfig; they have forgotten the calls of its start."""
     addresses = [server.address for server in servers]
     config = ClientConfig(**{"request_timeout_s": 20.0, **settings})
-    async with RemoteSGLangEngine(
-        addresses, config, api_key=api_key, version=version, eos_token_ids=eos_token_ids
-    ) as engine:
+    async with RemoteSGLangEngine(addresses, config, api_key=api_key, version=version, model=model) as engine:
         for server in servers:
             server.calls.clear()
         yield engine

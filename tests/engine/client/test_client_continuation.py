@@ -7,6 +7,7 @@ import pytest
 from protocol_server import Server, ask, assert_seamless, letter, outcome, over, token_at
 from scripted_weights import weights
 
+from arl.api.engine import ServedModel
 from arl.api.errors import ServerError
 
 
@@ -49,6 +50,7 @@ def _text(num_tokens: int) -> str:
 
 STOP, END = _text(6)[2:], token_at(5)
 """Tokens 3 to 6 of the response as text, and token 3, which is one of the model's end tokens if it is not ignored."""
+MODEL = ServedModel(name="m", end_token_ids=frozenset((1, END)))
 SEAMS: dict[str, tuple[int, dict[str, Any], int, list[int]]] = {
     "before the first token": (0, {}, 12, [12, 12]),
     "a stop string after its first token": (3, {"stop": (STOP,), "ignore_eos": True}, 6, [12, 1, 1, 1]),
@@ -71,7 +73,7 @@ async def test_a_response_ends_where_it_would_without_the_seam(
     server: Server, seam: int, sampling: dict[str, Any], num_tokens: int, budgets: list[int]
 ):
     server.is_automatic = False
-    async with over(server, pause_mode="abort", eos_token_ids=[1, END]) as engine, asyncio.TaskGroup() as group:
+    async with over(server, pause_mode="abort", model=MODEL) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask(12, **sampling)))
         for run in server.running:
             run.labels += [server.label] * seam  # sampled without being looked at, as before an abort

@@ -1,20 +1,23 @@
 """The start of an engine names servers that are not SGLang, are unwell, or serve different models."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from protocol_server import Server, ask, over
 
+from arl.api.engine import ServedModel
 from arl.api.engine_config import ClientConfig
 from arl.api.errors import ServerError
 from arl.engine.client.sglang import RemoteSGLangEngine
 
 
-async def refused(*servers: Server) -> str:
+async def refused(*servers: Server, model: ServedModel | None = None) -> str:
     """What the start of an engine over these servers is refused with."""
     with pytest.raises(ServerError) as raised:
-        async with RemoteSGLangEngine([server.address for server in servers], ClientConfig()):
+        async with RemoteSGLangEngine([server.address for server in servers], ClientConfig(), model=model):
             pytest.fail("it opened")
     return str(raised.value)
 
@@ -76,3 +79,52 @@ async def test_the_ranks_of_a_server_are_its_tensor_parallel_size(server: Server
     server.tells["server_info"] = told
     async with over(server) as engine:
         assert [s.client.num_ranks for s in engine._pool.servers] == [num_ranks]
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ({"model_type": "llama"}, "the model type is qwen3 at /m .the model to serve., but llama at http"),
+        ({"vocab_size": 32}, "the vocabulary's size is 31 at"),
+        ({"sizes": {"hidden_size": 64}}, "the hidden_size is 32 at"),
+        ({"sizes": {"text_config": {"hidden_size": 64}}}, "the hidden_size is 32 at"),
+    ],
+)
+async def test_servers_of_another_model_than_the_trainers_are_refused(
+    server: Server, tmp_path: Path, told: dict[str, Any], named: str
+):
+    if sizes := told.get("sizes"):
+        (tmp_path / "config.json").write_text(json.dumps(sizes))
+        server.info["model_path"] = str(tmp_path)
+    server.info |= told
+    model = ServedModel(name="/m", vocab_size=31, model_type="qwen3", shape={"hidden_size": 32})
+    message = await refused(server, model=model)
+    assert re.search(named, message)
+    assert server.address in message
+    assert "Start all with the model of this run" in message
+
+
+async def test_a_server_of_the_model_at_another_path_or_of_which_nothing_is_known_is_taken(
+    server: Server, other: Server, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 32, "num_hidden_layers": 7}))
+    server.info |= {"model_path": str(tmp_path), "model_type": "qwen3", "vocab_size": 31}
+    other.info["model_path"] = "Qwen/Qwen3-0.6B"
+    model = ServedModel(name="/m", vocab_size=31, model_type="qwen3", shape={"hidden_size": 32, "vocab_size": 31})
+    async with over(server, other, model=model) as engine:
+        assert (await engine.agenerate(ask())).output_ids
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ("dp_size", "start one server for each replica"),
+        ("pp_size", "tensor parallelism"),
+        ("tokenizer_worker_num", "leave the option out"),
+    ],
+)
+async def test_servers_that_updates_do_not_reach_as_a_whole_are_refused(server: Server, setting: str, advice: str):
+    server.tells["server_info"] = {"tp_size": 2, setting: 2}
+    message = await refused(server)
+    assert f"would not reach all of {server.address}, which runs with {setting}=2: " in message
+    assert advice in message

@@ -1,0 +1,117 @@
+"""What a server answers is checked before it is believed: a malformed answer is thrown away, and its server fenced."""
+
+import asyncio
+import math
+import re
+from typing import Any
+
+import pytest
+from protocol_server import Server, ask, assert_seamless, over
+from scripted_weights import weights
+
+from arl.api.engine import ServedModel
+from arl.api.errors import ServerError, TrajectoryError
+from arl.api.types import ModelRequest
+
+Answer = dict[str, Any]
+MODEL = ServedModel(name="m", vocab_size=31)
+
+
+def meta(**changes: Any) -> Any:
+    return lambda answer: answer["meta_info"].update(changes)
+
+
+def tokens(*entries: list[Any], **changes: Any) -> Any:
+    """The answer with other tokens."""
+
+    def change(answer: Answer) -> None:
+        answer["output_ids"] = [entry[1] for entry in entries]
+        answer["meta_info"] |= {"output_token_logprobs": list(entries), "weight_versions": [], **changes}
+
+    return change
+
+
+def halve(answer: Answer) -> None:
+    del answer["meta_info"]["output_token_logprobs"][2:]
+
+
+GOOD = [-0.5, 5, None]
+MALFORMED = {
+    "logprobs for half of the tokens": (halve, "2 logprobs for 4 output_ids"),
+    "more tokens than asked for": (tokens(*[GOOD] * 204), "204 tokens, and was asked for at most 4"),
+    "a logprob that is not a number": (tokens([math.nan, 5, None]), "logprob nan"),
+    "a logprob of minus infinity": (tokens([-math.inf, 5, None]), "logprob -inf"),
+    "a logprob above 0": (tokens([0.5, 5, None]), "logprob 0.5"),
+    "a logprob of null": (tokens([None, 5, None]), "logprob None"),
+    "a token id that is a text": (tokens([-0.5, "5", None]), "token id '5'"),
+    "a token id below 0": (tokens([-0.5, -1, None]), "token id -1"),
+    "a token id beyond the vocabulary": (tokens([-0.5, 31, None]), "token id 31.*31 tokens"),
+    "no logprobs": (lambda answer: answer["meta_info"].pop("output_token_logprobs"), "output_token_logprobs"),
+    "a span that ends before it begins": (meta(weight_versions=[{"version": "0", "start": 3, "end": 1}]), "span"),
+    "a span of text": (meta(weight_versions=[{"version": "0", "start": "0", "end": "1"}]), "'int' and 'str'"),
+    "an unknown end": (meta(finish_reason={"type": "bored"}), "bored"),
+    "no object": (lambda answer: answer.clear(), "meta_info"),
+}
+
+
+@pytest.mark.parametrize(("distort", "words"), MALFORMED.values(), ids=MALFORMED.keys())
+async def test_a_malformed_answer_is_thrown_away_and_its_server_fenced_with_the_reason(
+    server: Server, other: Server, distort: Any, words: str
+):
+    async with over(server, other, model=MODEL) as engine:
+        server.tells["model_info"] = 503
+        server.distortions.append(distort)
+        assert_seamless(await engine.agenerate(ask(session="s")), 4)
+        assert [len(each.requests) for each in (server, other)] == [1, 1]
+        assert [s.address for s in engine._pool.in_service] == [other.address]
+        assert re.search(words, engine._pool.report())
+
+
+async def test_a_server_whose_answers_are_all_malformed_is_no_endless_loop(server: Server):
+    server.distortions.extend([halve] * 9)
+    async with over(server, max_retries=2) as engine:
+        with pytest.raises(ServerError, match=r"failed 3 times .*2 logprobs for 4 output_ids"):
+            await engine.agenerate(ask())
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("sends_spans", [True, False])
+@pytest.mark.parametrize("num_updates", [0, 2])
+async def test_a_version_that_nobody_sent_is_not_believed(
+    server: Server, other: Server, sends_spans: bool, num_updates: int
+):
+    server.sends_spans = sends_spans
+    async with over(server, other) as engine:
+        for version in range(1, num_updates + 1):
+            await engine.update_weights(weights(version))
+        server.load_gate.clear()
+        server.label = "999"
+        response = await engine.agenerate(ask(session="s"))
+        assert response.output_versions == (num_updates,) * 4
+        assert [len(each.requests) for each in (server, other)] == [1, 1]
+        report = engine._pool.report()
+        assert "version 999" in report
+        assert "another training seems to update this server" in report
+        server.load_gate.set()
+
+
+async def test_a_version_that_is_being_sent_is_believed(server: Server, other: Server):
+    other.load_gate.clear()
+    server.is_automatic = False
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask()))
+        server.advance(2)
+        running = group.create_task(engine.update_weights(weights(7)))
+        await server.until(lambda: server.label == "7")
+        server.advance(2)
+        assert (await call).output_versions == (0, 0, 7, 7)
+        other.load_gate.set()
+        await running
+
+
+@pytest.mark.parametrize("token_id", [31, -1])
+async def test_a_prompt_with_a_token_that_the_model_lacks_is_refused_and_not_sent(server: Server, token_id: int):
+    async with over(server, model=MODEL) as engine:
+        with pytest.raises(TrajectoryError, match=rf"token id {token_id} at position 1.*31 tokens"):
+            await engine.agenerate(ModelRequest(input_ids=[9, token_id]))
+    assert server.requests == []
