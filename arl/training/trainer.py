@@ -30,13 +30,14 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from arl.api.config import Config
-from arl.api.engine import InferenceEngine, PublishStats, WeightTransport, WeightUpdate
+from arl.api.engine import InferenceEngine, WeightTransport
 from arl.api.errors import ArlError, ConfigError, first_error
 from arl.api.types import Group, StepStats
 from arl.offload import offload
 from arl.rollout.buffer import Replay, ReplayBuffer
 from arl.rollout.controller import RolloutController
 from arl.training.checkpoint import Checkpoints, RunState
+from arl.training.delivery import Delivery
 from arl.training.learner import Learner, TrainThread
 from arl.training.metrics import (
     Evaluation,
@@ -71,15 +72,6 @@ class _Step:
     """When training ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Snapshot:
-    update: WeightUpdate
-    taken: float
-    """When the snapshot was complete."""
-    snapshot_s: float
-    """How long training waited for it."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Trainer:
     """Trains `config.steps` batches, one for each iteration. `launch` builds it and closes its parts."""
@@ -103,10 +95,13 @@ class Trainer:
         """All evaluations in this run directory, by version."""
         self._tasks = asyncio.TaskGroup()
         self._rollout_task: asyncio.Task[None] | None = None
-        self._undelivered: _Snapshot | None = None
-        self._delivery: asyncio.Task[None] | None = None
-        self._published: PublishStats | None = None
-        self._publication = asyncio.Condition()
+        self._delivery = Delivery(
+            transport=self.transport,
+            inference_engine=self.inference_engine,
+            buffer=self.buffer,
+            thread=self.thread,
+            tasks=self._tasks,
+        )
         self._evaluation: asyncio.Task[None] | None = None
         self._num_in_hand = 1
         """How many callers wait for arl. The run itself is one, but for the time that its block runs."""
@@ -131,8 +126,8 @@ class Trainer:
                 async with self._tasks:
                     async with self._saved_at_the_end():
                         await self._publish()
-                        await self._delivered()
-                        with self._in_others_hands():
+                        await self._delivery.finished()
+                        with self._in_hand(-1):
                             yield self
                     await self.stop()
         except BaseExceptionGroup as errors:
@@ -188,42 +183,10 @@ class Trainer:
             self._open_step.trained = time.monotonic()
 
     async def _publish(self) -> None:
-        """Snapshot the weights for delivery during the next step. A newer snapshot replaces one that still waits."""
-        began = time.monotonic()
-        update = await self.thread(self.transport.snapshot, self.learner.engine)
-        if self._undelivered:
-            self.transport.discard(self._undelivered.update)
-        now = time.monotonic()
-        self._undelivered = _Snapshot(update=update, taken=now, snapshot_s=now - began)
-        if self._delivery is None or self._delivery.done():
-            self._delivery = self._tasks.create_task(self._deliver())
+        """Snapshot the weights; the servers get them during the next step, or with max_staleness 0 before it."""
+        await self._delivery.begin(self.learner.engine)
         if self.config.rollout.max_staleness == 0:
-            await self._delivered()
-
-    async def _deliver(self) -> None:
-        """Deliver the newest snapshot until none is left; one delivery at a time."""
-        while self._undelivered:
-            snapshot, self._undelivered = self._undelivered, None
-            cost = await self.transport.deliver(snapshot.update, self.inference_engine)
-            await self.buffer.published(snapshot.update.version)
-            self._published = PublishStats(
-                version=snapshot.update.version,
-                snapshot_s=snapshot.snapshot_s,
-                transfer_s=time.monotonic() - snapshot.taken,
-                pause_s=cost.pause_s,
-                num_bytes=snapshot.update.num_bytes,
-            )
-            async with self._publication:
-                self._publication.notify_all()
-
-    async def _served(self, version: int) -> None:
-        """Wait until the servers hold `version` or a newer one. The delivery wakes this wait."""
-        async with self._publication:
-            await self._publication.wait_for(lambda: self._published is not None and self._published.version >= version)
-
-    async def _delivered(self) -> None:
-        if self._delivery:
-            await asyncio.shield(self._delivery)  # a cancelled waiter must not cancel the delivery
+            await self._delivery.finished()
 
     # Beside the loop --------------------------------------------------------------------------------------------
 
@@ -234,7 +197,7 @@ class Trainer:
             await asyncio.wait([self._rollout_task])
         self.totals.wall_s = self._wall_s()
         self._started_at = None
-        await self._delivered()
+        await self._delivery.finished()
         if self._evaluation:
             await self._evaluation
 
@@ -264,7 +227,7 @@ class Trainer:
         if self.evaluator is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         with self._in_hand():
-            await self._served(self.version)
+            await self._delivery.reached(self.version)
             num_examples = self.evaluator.num_examples
             with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
                 evaluation = await self.evaluator.evaluate(advance)
@@ -358,25 +321,17 @@ class Trainer:
         """Changes whenever the run moves; None while it is not arl's turn, as in the body of a script's loop."""
         if not self._num_in_hand:
             return None
-        published = self._published and self._published.version
+        published = self._delivery.published and self._delivery.published.version
         return self.learner.version, self.version, published, self.rollout.pulse.beats, self._num_in_hand
 
     @contextmanager
-    def _in_hand(self) -> Generator[None]:
-        """Somebody waits for arl within the block."""
-        self._num_in_hand += 1
+    def _in_hand(self, change: int = 1) -> Generator[None]:
+        """Somebody waits for arl within the block; with -1, one fewer."""
+        self._num_in_hand += change
         try:
             yield
         finally:
-            self._num_in_hand -= 1
-
-    @contextmanager
-    def _in_others_hands(self) -> Generator[None]:
-        self._num_in_hand -= 1
-        try:
-            yield
-        finally:
-            self._num_in_hand += 1
+            self._num_in_hand -= change
 
     # Numbers ----------------------------------------------------------------------------------------------------
 
@@ -393,7 +348,7 @@ class Trainer:
             "time/train_s": (step.trained or now) - step.taken,
             "samples_per_s": sum(group.num_episodes for group in step.groups) / max(interval_s, 1e-9),
             **step.call.result(),
-            **publish_metrics(self._published),
+            **publish_metrics(self._delivery.published),
             **self.rollout.counters(),
         }
         is_masked = self.config.algorithm.overlong.mask_truncated

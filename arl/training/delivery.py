@@ -1,0 +1,75 @@
+"""Delivery: brings each snapshot of the weights to the servers, beside training."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from arl.api.engine import InferenceEngine, PublishStats, TrainEngine, WeightTransport, WeightUpdate
+from arl.rollout.buffer import ReplayBuffer
+from arl.training.learner import TrainThread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Snapshot:
+    update: WeightUpdate
+    taken: float
+    """When the snapshot was complete."""
+    snapshot_s: float
+    """How long training waited for it."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Delivery:
+    """One delivery is under way at a time. Of the snapshots that come meanwhile, only the newest is delivered."""
+
+    transport: WeightTransport
+    inference_engine: InferenceEngine
+    buffer: ReplayBuffer
+    thread: TrainThread
+    tasks: asyncio.TaskGroup
+    """Where deliveries run; the first error of one ends the run."""
+    published: PublishStats | None = None
+    """The newest weights that every serving server holds, and what bringing them there took."""
+
+    def __post_init__(self) -> None:
+        self._waiting: _Snapshot | None = None
+        self._under_way: asyncio.Task[None] | None = None
+        self._publication = asyncio.Condition()
+
+    async def begin(self, engine: TrainEngine) -> None:
+        """Snapshot the weights, and deliver them in the background."""
+        began = time.monotonic()
+        update = await self.thread(self.transport.snapshot, engine)
+        if self._waiting:
+            self.transport.discard(self._waiting.update)
+        now = time.monotonic()
+        self._waiting = _Snapshot(update=update, taken=now, snapshot_s=now - began)
+        if self._under_way is None or self._under_way.done():
+            self._under_way = self.tasks.create_task(self._deliver())
+
+    async def reached(self, version: int) -> None:
+        """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""
+        async with self._publication:
+            await self._publication.wait_for(lambda: self.published is not None and self.published.version >= version)
+
+    async def finished(self) -> None:
+        """Wait until no snapshot is left to deliver."""
+        if self._under_way:
+            await asyncio.shield(self._under_way)  # a cancelled waiter must not cancel the delivery
+
+    async def _deliver(self) -> None:
+        while self._waiting:
+            snapshot, self._waiting = self._waiting, None
+            cost = await self.transport.deliver(snapshot.update, self.inference_engine)
+            await self.buffer.published(snapshot.update.version)
+            self.published = PublishStats(
+                version=snapshot.update.version,
+                snapshot_s=snapshot.snapshot_s,
+                transfer_s=time.monotonic() - snapshot.taken,
+                pause_s=cost.pause_s,
+                num_bytes=snapshot.update.num_bytes,
+            )
+            async with self._publication:
+                self._publication.notify_all()
