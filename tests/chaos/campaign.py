@@ -89,6 +89,8 @@ class Run:
     """How often each fault happened."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """How examples ended."""
+    errors: list[str] = field(default_factory=list)
+    """What ended the trainer beside the campaign's signals."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -160,6 +162,8 @@ class Run:
                 break
         self._promised(newest_checkpoint(self.run_dir)[0] == steps, f"the run did not get to its {steps} steps")
         self.keep(lambda: check_files(self.run_dir, self.temporary, self.pids))
+        lost = self.outcomes["d"]
+        self._promised(self.has_proxies or not lost, f"{lost} examples were dropped, and every request was answered")
 
     # A life
 
@@ -247,8 +251,8 @@ class Run:
         code, self.trainer = self.trainer.code.result(), None
         self.say(f"it ended with {code}")
         if code == 1:
-            self.say(self.output().strip().splitlines()[-1][:300])
-            self.times["the trainer ends with an error"] += 1
+            self.errors.append(next(line for line in self.output().splitlines()[::-1] if line.startswith("error: ")))
+            self.say(self.errors[-1])
         self._promised(code in allowed, f"the exit code is {code}, and not among {allowed}")
         self.keep(lambda: check_output(self.output()))
         known = {process.pid for process in (*self.servers, *self.proxies) if process.is_running}
@@ -400,6 +404,7 @@ class Campaign:
         self._times: Counter[str] = Counter()
         self._broken: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
+        self._errors: list[str] = []
         self.num_broken = 0
 
     def play(self, numbers: Iterable[int], seconds: float) -> None:
@@ -437,6 +442,7 @@ class Campaign:
             for left in run.temporary.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         self._times += run.times
+        self._errors += run.errors
         self._totals.update(runs=1, lives=len(run.pids), versions=run.version, dropped=run.outcomes["d"])
 
     def _explain(self, run: Run, number: int, error: BrokenPromiseError) -> None:
@@ -456,8 +462,12 @@ class Campaign:
         return table
 
     def summary(self) -> str:
+        """An error of each kind that ended a trainer, and totals."""
         totals = self._totals
-        return (
+        by_kind = {" ".join(error.split()[1:5]): error for error in self._errors}
+        ends = [f"ended a trainer: {error[:200]}" for error in by_kind.values()]
+        return "\n".join(ends) + (
+            f"\n{len(self._errors)} trainers ended with an error. "
             f"{totals['runs']} runs with {totals['lives']} trainers, {totals['versions']} versions trained, "
             f"{totals['dropped']} examples dropped; {self.num_broken} runs broke a promise (seed {self._seed})"
         )
