@@ -251,7 +251,8 @@ class Run:
         code, self.trainer = self.trainer.code.result(), None
         self.say(f"it ended with {code}")
         if code == 1:
-            self.errors.append(next(line for line in self.output().splitlines()[::-1] if line.startswith("error: ")))
+            lines = self.output().splitlines()[::-1]
+            self.errors.append(next((line for line in lines if line.startswith("error: ")), "error: without a word"))
             self.say(self.errors[-1])
         self._promised(code in allowed, f"the exit code is {code}, and not among {allowed}")
         self.keep(lambda: check_output(self.output()))
@@ -446,7 +447,7 @@ class Campaign:
         self._totals.update(runs=1, lives=len(run.pids), versions=run.version, dropped=run.outcomes["d"])
 
     def _explain(self, run: Run, number: int, error: BrokenPromiseError) -> None:
-        logs = sorted(run.directory.glob("*.log"))
+        logs = [log for log in sorted(run.directory.glob("*.log")) if log.stat().st_size]
         ends = [f"--- the end of {log}:\n{tail(log)}" for log in logs]
         again = f"python tests/chaos/campaign.py --seed {self._seed} --run {number}"
         lines = [f"\nBROKEN in run {number}: {error}", f"again: {again}", *run.history, *ends]
@@ -474,7 +475,8 @@ class Campaign:
 
 
 def tail(log: Path, num_lines: int = 40) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+    lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("Loading weights:")]
+    return "\n".join(lines[-num_lines:])
 
 
 def main() -> None:
