@@ -59,7 +59,12 @@ SETTINGS = {
 PLACES = [*["apart"] * 5, "own", *["apart"] * 5, "ranks"]
 STALL_S = 90.0
 """A run that trains nothing for so long stands still."""
-ENDS = {signal.SIGKILL: (-9,), signal.SIGTERM: (143, -15, 1), signal.SIGINT: (130, -2, 1)}
+ENDS = {
+    signal.SIGKILL: (-9,),
+    signal.SIGTERM: (143, -15, 1),
+    signal.SIGINT: (130, -2, 1),
+    signal.SIGUSR1: (138, -10, 1),
+}
 """How a trainer may end that got a signal."""
 
 
@@ -381,6 +386,7 @@ ON_TRAINER = (
     Fault("trainer: SIGKILL", lambda run: run.end_trainer(signal.SIGKILL)),
     Fault("trainer: SIGTERM", lambda run: run.end_trainer(signal.SIGTERM)),
     Fault("trainer: SIGINT", lambda run: run.end_trainer(signal.SIGINT)),
+    Fault("trainer: SIGUSR1", lambda run: run.end_trainer(signal.SIGUSR1)),
     Fault("trainer: SIGSTOP", Run.hold_trainer),
 )
 ON_SERVERS = (
