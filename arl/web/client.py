@@ -45,14 +45,14 @@ class Reply:
         """Raises ServerError for a body that is not JSON."""
         try:
             return json.loads(self.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(f"{self.url} answered with something other than JSON: {self.body[:200]!r}") from error
 
     def json_object(self) -> dict[str, Any]:
         """The body as a JSON object; {} for anything else, such as the plain text of an acknowledgement."""
         try:
             content = json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

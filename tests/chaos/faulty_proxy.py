@@ -11,7 +11,17 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-GARBAGE = (b"", b"\xff\xfe garbage", b"[]", b"{}", b'"text"', b'{"meta_info": 3}', b"[" * 5000, b"<html>502</html>")
+ODD = {"meta_info": 3, "data": 3, "tokens": "a", "tp_size": "x", "weight_version": [], "success": "no", "output_ids": 1}
+GARBAGE = (
+    b"",
+    b"\xff\xfe garbage",
+    b"[]",
+    b"{}",
+    b'"text"',
+    json.dumps(ODD).encode(),
+    b"[" * 5000,
+    b"<html>502</html>",
+)
 
 
 def _nan(answer: dict[str, Any], rng: random.Random) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from arl.api.errors import NoSuchPathError, RequestTimeoutError, ServerError, ServerFailedError
 from arl.web.bodies import BodyError, Integers, RequestBody, RequestError, Strings, parse
-from arl.web.client import JsonClient, new_session
+from arl.web.client import JsonClient, Reply, new_session
 from arl.web.server import DONE, EventStream, bind, boundary, event, json_response, require_key, serving
 
 
@@ -119,6 +119,13 @@ async def test_an_error_of_the_server_is_an_exception_of_the_client(
         with pytest.raises(ServerError, match="HTTP 413: the body is too large"):
             await client.ask("/echo", {"a": "b" * 2000})
     assert isinstance(raised.value, ServerFailedError) == (kind is ServerFailedError)
+
+
+def test_an_answer_that_is_nested_without_end_is_no_json() -> None:
+    reply = Reply(url="http://server/path", path="/path", status=200, headers={}, body=b"[" * 100_000)
+    assert reply.json_object() == {}
+    with pytest.raises(ServerError, match="something other than JSON"):
+        reply.json()
 
 
 async def test_every_path_but_probes_needs_the_key() -> None:
