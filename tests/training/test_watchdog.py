@@ -15,6 +15,7 @@ from training.trainer_run import run, running
 from arl.api.config import StallConfig
 from arl.api.engine import Sampler
 from arl.api.errors import StalledError
+from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import Example, Trajectory
 from arl.training.checkpoint import Checkpoints
 from arl.training.watchdog import WAITS, Watchdog
@@ -32,8 +33,9 @@ class Stuck(OneTurn):
 
 
 async def test_a_run_in_which_nothing_moves_says_who_waits_for_what_and_ends_with_a_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("arl.training.watchdog._end_process", lambda still_s: None)  # a slow machine may need longer
     settings = {"rollout": {"shuffle": False}, "stall": {"warn_after_s": 0.2, "end_after_s": 0.5}}
     with pytest.raises(StalledError, match=r"stall\.end_after_s is 0\.5") as ended:
         await run(tmp_path, workflow=Stuck(), steps=9, **settings)
@@ -45,9 +47,22 @@ async def test_a_run_in_which_nothing_moves_says_who_waits_for_what_and_ends_wit
 
 
 async def test_a_run_whose_script_takes_its_time_between_two_steps_has_not_stalled(tmp_path: Path) -> None:
-    async with running(tmp_path, steps=2, stall={"warn_after_s": 0.1, "end_after_s": 0.1}) as trainer:
-        async for _ in trainer:
-            await asyncio.sleep(0.15)
+    during: list[object] = []
+    engine = ScriptedTrainEngine(on_train=lambda _: during.append(trainer._progress()))
+    async with running(tmp_path, engine, steps=2) as trainer:
+        between = [trainer._progress() async for _ in trainer]
+    assert between == [None, None]
+    assert None not in during
+
+
+@pytest.mark.parametrize(("progress", "times"), [(None, 0), (1, 1)])
+async def test_a_run_ends_once_and_only_while_it_is_asked_to_move(progress: object, times: int) -> None:
+    ended: list[StalledError] = []
+    watchdog = Watchdog(StallConfig(end_after_s=1e-9), lambda: progress, ended.append)
+    for _ in range(3):
+        watchdog._beat()
+        await asyncio.sleep(0)
+    assert len(ended) == times
 
 
 async def test_a_blocked_loop_is_named_by_the_line_that_blocks_it(caplog: pytest.LogCaptureFixture) -> None:
