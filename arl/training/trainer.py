@@ -140,13 +140,13 @@ class Trainer:
         return self
 
     async def __anext__(self) -> StepStats:
-        if self.version >= self.config.steps:
-            await self.stop()
-            raise StopAsyncIteration
-        if self._started_at is None:
-            self._started_at = self._recorded_at = time.monotonic()
-            self._rollout_task = self._tasks.create_task(self.rollout.run())
         with self._in_hand():
+            if self.version >= self.config.steps:
+                await self.stop()
+                raise StopAsyncIteration
+            if self._started_at is None:
+                self._started_at = self._recorded_at = time.monotonic()
+                self._rollout_task = self._tasks.create_task(self.rollout.run())
             return await self._step()
 
     async def _step(self) -> StepStats:
