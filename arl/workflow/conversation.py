@@ -92,7 +92,7 @@ class Conversation:
         If a later prompt does not fit into the model's context, the turn has no tokens and an empty text, is_full is
         set, and the trajectories are truncated. If the first prompt does not fit, raises PromptTooLongError.
         """
-        prompt = self._prompt()
+        prompt = await self._dialogue.aprompt(tuple(self._messages), self._tools, after=self._last)
         request = ModelRequest(input_ids=prompt.input_ids, sampling=sampling, session_id=self.session_id)
         try:
             response = await engine.agenerate(request)

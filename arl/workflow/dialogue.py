@@ -9,8 +9,11 @@ again), the prompt branches off after the last unchanged turn.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -19,6 +22,12 @@ from typing import Literal, Self
 from arl.api.errors import ModelError
 from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs, history_key, normalised, plain, tools_key
+
+_LONG_PROMPT = 20_000
+"""Messages of at least this many characters are rendered and tokenized in a thread: that takes some 10 ms."""
+_MESSAGE = 60
+"""Characters that take as long as a message does beside its text."""
+_RENDERING = ThreadPoolExecutor(4, "arl-rendering")
 
 Rewriting = Literal["branch", "keep", "error"]
 """When the template rewrites an earlier turn: branch the dialogue, keep the sampled tokens in view, or raise."""
@@ -167,6 +176,13 @@ class Dialogue:
         return Prompt(
             parent=parent, after=said, given_ids=given_ids, messages=messages, tools=specs, shown=shown, key=key
         )
+
+    async def aprompt(self, messages: Sequence[Message], tools: ToolSpecs = (), *, after: Turn | None = None) -> Prompt:
+        """As `prompt`; a long one is rendered on a thread, so that the event loop goes on."""
+        if sum(_MESSAGE + len(message.get("content") or "") for message in messages) < _LONG_PROMPT:
+            return self.prompt(messages, tools, after=after)
+        call = functools.partial(self.prompt, messages, tools, after=after)
+        return await asyncio.get_running_loop().run_in_executor(_RENDERING, call)
 
     def record(self, prompt: Prompt, response: ModelResponse, message: Message | None = None) -> Turn:
         """Add the model's answer. message: the answer as later prompts show it; unset, its text as `content`."""

@@ -1,5 +1,6 @@
 """Conversation: the model's tokens are kept as sampled, and what is added comes between them."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from arl.api.scripted import ScriptedEngine
 from arl.api.types import SamplingParams
 from arl.engine.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from arl.rollout.episode import EpisodeSampler
+from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.conversation import Conversation
 
 SAMPLING = SamplingParams(max_new_tokens=1000)
@@ -147,3 +149,19 @@ def test_a_tokenizer_without_chat_template_and_an_added_answer_are_errors_that_s
         begun(tokenizer)
     with pytest.raises(ValueError, match="not added; it is sampled"):
         begun().add({"role": "assistant", "content": "4"})
+
+
+@pytest.mark.parametrize(("text", "thread"), [("?", "MainThread"), ("? " * 10_000, "arl-rendering")])
+async def test_a_long_transcript_is_rendered_beside_the_event_loop(
+    text: str, thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render, threads = ChatTemplate.render, []
+
+    def noted(*args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return render(*args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    chat = Conversation(TOKENIZER, [{"role": "user", "content": text}])
+    await chat.agenerate(saying("4"), SamplingParams())
+    assert [name.partition("_")[0] for name in threads[:1]] == [thread]

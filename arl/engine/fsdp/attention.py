@@ -5,7 +5,7 @@ In a microbatch's row [1, T], tokens that sequences share lie once, so a token s
 registered with transformers: models run unchanged. It calls one of
 
     block_attention     CPU: causal blocks and rectangles of the row, whose softmaxes are merged
-    masked_attention    CPU: one stretch after another under a mask, for sliding windows and unequal head sizes
+    masked_attention    CPU: pieces of a stretch under a mask, for sliding windows and unequal head sizes
     flex_attention      GPU: one kernel under the tree's block mask, in any dtype
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from arl.algorithm.prefix_tree import Block, PrefixOrder, RowPlan, Run, Stretch, positions_of
@@ -31,6 +32,8 @@ PACKED_ATTENTION = "arl_packed"
 
 _MIN_FLEX_HEAD_SIZE = 16
 """Triton multiplies no smaller matrices; smaller heads get masked_attention on GPUs too."""
+_PIECE = 512
+"""Queries that masked_attention computes at once."""
 _FLEX_BLOCK = 128
 """Tokens in a block of flex attention's mask."""
 _MOST_KERNELS = 64
@@ -209,28 +212,42 @@ def masked_attention(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """As block_attention, but a query sees only the last `sliding_window` tokens up to itself."""
+    """As block_attention, but a query sees only the last `sliding_window` tokens up to itself.
+
+    What pieces of a stretch need is freed after each: backward passes compute it again. Together it would be a multiple
+    of the row: in an episode that branches at every turn, each stretch sees all that came before it.
+    """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     outputs: list[torch.Tensor] = []
     for stretch in stretches:
-        places = positions_of((*stretch.context, (stretch.start, stretch.stop))).to(query.device)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query[:, :, stretch.start : stretch.stop],
-                key[:, :, places],
-                value[:, :, places],
-                attn_mask=_band(stretch, sliding_window).to(query.device),
-                scale=scaling,
-            )
-        )
+        for start in range(0, stretch.num_tokens, _PIECE):
+            given = stretch, (start, min(start + _PIECE, stretch.num_tokens)), scaling, sliding_window
+            outputs.append(checkpoint(_piece, query, key, value, *given, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _band(stretch: Stretch, sliding_window: int | None) -> torch.Tensor:
-    """bool[queries, keys] of a stretch, true where a query sees a key."""
-    queries = stretch.num_context_tokens + torch.arange(stretch.num_tokens)
-    distance = queries[:, None] - torch.arange(stretch.num_context_tokens + stretch.num_tokens)
-    return (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+def _piece(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stretch: Stretch,
+    piece: Run,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """The outputs of a stretch's tokens [start, stop), counted from its first, for the keys that they see."""
+    before = stretch.num_context_tokens
+    first = 0 if sliding_window is None else max(0, before + piece[0] - sliding_window + 1)
+    seen = positions_of((*stretch.context, (stretch.start, stretch.start + piece[1])))[first:].to(query.device)
+    distance = torch.arange(before + piece[0], before + piece[1])[:, None] - torch.arange(first, before + piece[1])
+    mask = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    return F.scaled_dot_product_attention(
+        query[:, :, stretch.start + piece[0] : stretch.start + piece[1]],
+        key[:, :, seen],
+        value[:, :, seen],
+        attn_mask=mask.to(query.device),
+        scale=scaling,
+    )
 
 
 # On a GPU

@@ -8,7 +8,6 @@ import re
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -21,10 +20,6 @@ from arl.workflow.chat_template import Message
 from arl.workflow.conversation import paths_of, trajectories
 from arl.workflow.dialogue import Dialogue, Prompt, Turn
 from arl.workflow.proxy.calls import MAX_SEED, CallAnswer, CallPolicy, ChatCall, EpisodeOverError
-
-_LONG_PROMPT = 20_000
-"""Messages of at least this many characters are rendered and tokenized in a thread: that takes some 10 ms."""
-_RENDERING = ThreadPoolExecutor(4, "arl-rendering")
 
 
 class Speaker:
@@ -45,7 +40,7 @@ class Speaker:
         """Let the model answer, n times, and keep the answers. Raises what `agenerate` does, and ModelError."""
         policy = self._policy
         policy.check_tools(call)
-        prompt = await self._prompt(call)
+        prompt = await self.dialogue.aprompt(call.messages, call.tools)
         responses = await self._asample(prompt, call)
         num_prompt_tokens = len(prompt.input_ids)
         is_thinking = policy.opens_thinking(prompt)
@@ -62,12 +57,6 @@ class Speaker:
             )
             for response, spoken in zip(responses, read, strict=True)
         ]
-
-    async def _prompt(self, call: ChatCall) -> Prompt:
-        if sum(len(message.get("content") or "") for message in call.messages) < _LONG_PROMPT:
-            return self.dialogue.prompt(call.messages, call.tools)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_RENDERING, self.dialogue.prompt, call.messages, call.tools)
 
     async def _asample(self, prompt: Prompt, call: ChatCall) -> list[ModelResponse]:
         input_ids = prompt.input_ids

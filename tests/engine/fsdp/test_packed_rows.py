@@ -9,6 +9,8 @@ import torch
 from algorithm.families import Family, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_models import MakeEngine, load_twin, write_model
 from train_sequences import LOSS, family_sequences, random_sequences, twin_logprobs, twin_loss
 from transformers import MistralForCausalLM, Qwen3ForCausalLM
@@ -178,6 +180,41 @@ def test_masked_stretches_see_the_prefix_and_the_window(layout: PackedLayout, wi
     qkv = random_heads(len(layout.positions), torch.float64)
     ours = masked_attention(*qkv, layout.stretches, 0.3, window)
     assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest number of elements that a tensor has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_masked_attention_needs_memory_for_the_row_and_not_for_what_each_branch_sees(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("arl.engine.fsdp.attention._PIECE", 16)
+    turns = 60
+    said = [[3 * turn] * 9 for turn in range(turns)]
+    paths = [[t for words in said[: turn + 1] for t in words] + [1] * (10 + turn % 3) for turn in range(turns)]
+    layout = layout_of([*paths, [5] * 300])
+    qkv = random_heads(num_tokens := len(layout.positions), torch.float64)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor), LargestTensor() as largest:
+        ours = masked_attention(*qkv, layout.stretches, 0.3, window)
+    assert_equal_with_gradients(ours, twin_attention(layout, window, *qkv), qkv)
+    assert sum(saved.values()) <= 4 * qkv[0].nbytes
+    assert largest.elements <= max(4 * num_tokens * 8, 16 * num_tokens)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
