@@ -260,6 +260,9 @@ class TrainConfig(Section):
     startup_timeout_s: PositiveFloat = 300.0
     """With several ranks: longest time until all have a place on the cluster, and then, for each rank, until it holds
     the model (the ranks of a machine load one after another)."""
+    rank_timeout_s: PositiveFloat = 1800.0
+    """With several ranks: longest time in which none ends a call, or computes a microbatch of it, before the run ends
+    as hung."""
     tensor_parallel: PositiveInt = 1
     """Split each layer of a Qwen or Llama over this many ranks. Divides num_ranks; the rest is data-parallel."""
     activation_checkpointing: bool = False
@@ -282,7 +285,8 @@ class TrainConfig(Section):
     def _ranks_fit(self) -> Self:
         if self.num_ranks % self.tensor_parallel:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel}; it must divide num_ranks={self.num_ranks}")
-        if self.num_ranks == 1 and (of_ray := self._changed("ray_address", "startup_timeout_s")):
+        of_ray = self._changed("ray_address", "startup_timeout_s", "rank_timeout_s")
+        if self.num_ranks == 1 and of_ray:
             raise ValueError(f"{of_ray[0]} is set, but num_ranks is 1, which trains in this process and without Ray")
         if self.ray_address is not None and self.ray_address.startswith("ray://"):
             raise ValueError(

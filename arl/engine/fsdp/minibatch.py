@@ -42,6 +42,10 @@ class PackedSequences:
     per_sequence: dict[str, list[Any]]
     """Field -> a value for each sequence."""
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.per_token.values())
+
     @classmethod
     def of(cls, sequences: Sequence[TrainSequence]) -> PackedSequences:
         values = {name: [getattr(sequence, name) for sequence in sequences] for name in _FIELDS if sequences}

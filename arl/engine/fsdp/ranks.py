@@ -3,6 +3,7 @@
 Ranks (this process) ----Ray----> RankActor --> FSDPTrainEngine      training: one thread, as collectives need it
          |                           |                               beside: snapshots and savings
          +<----- CallOutcome --------+                               leaving: calls that end others
+                                                                     watching: where the training thread is
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import pickle
 import socket
@@ -41,10 +43,14 @@ from arl.engine.fsdp.saving import RankSaving
 from arl.engine.fsdp.snapshot import RankSnapshot
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
 
-_THREADS = {"training": 1, "beside": 64, "leaving": 4}
+_THREADS = {"training": 1, "beside": 64, "leaving": 4, "watching": 1}
 """Ray's concurrency groups and their threads."""
 _GRACE_S = 3.0
 """How long a call may go on after one rank has failed; ranks in a collective would wait for ever."""
+_LOOK_S = 30.0
+"""How often the driver asks ranks where they are while it waits for them."""
+_ANSWER_S = 5.0
+_MAX_FRAMES = 6
 _CLOSING_S = 300.0
 """How long closing ranks may take to finish their checkpoints."""
 
@@ -120,6 +126,7 @@ class RankActor:
     @reported
     def build(self, store: tuple[str, int], model: str, config: TrainConfig, seed: int, head: Head) -> ModelLimits:
         """Join the process group and build the engine on the thread that will train; returns its limits."""
+        self._training_thread = threading.get_ident()
         address, port = store
         meeting = self._store or TCPStore(address, port, is_master=False)
         with _gloo_at(address):
@@ -177,6 +184,14 @@ class RankActor:
         return ray.util.get_node_ip_address()
 
     @reported
+    def whereabouts(self) -> tuple[int, str]:
+        """The number of microbatches computed so far, and where the training thread is."""
+        frame = sys._current_frames().get(self._training_thread)
+        stack = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)]
+        ours = next((i for i, f in enumerate(stack[::-1]) if f.startswith("train_engine.py")), 0)
+        return self._engine.num_computed, " < ".join(stack[::-1][: ours + 1][-_MAX_FRAMES:])
+
+    @reported
     def close(self) -> None:
         self._engine.close()
         dist.destroy_process_group()
@@ -208,6 +223,30 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
+class _Watch:
+    """Tells when ranks hang in a call: for timeout_s none computed a microbatch, or, beside training, none answered."""
+
+    def __init__(self, timeout_s: float, *, is_training: bool) -> None:
+        self._timeout_s = timeout_s
+        self._is_training = is_training
+        self._since = time.monotonic()
+        self._counts: dict[int, int] = {}
+
+    def verdict(self, pending: Iterable[int], answers: Mapping[int, tuple[int, str]]) -> str | None:
+        """A sentence about the ranks that hang; None if the call may go on."""
+        counts = {rank: count for rank, (count, _) in answers.items()}
+        grew = any(count > self._counts.get(rank, count) for rank, count in counts.items())
+        self._counts |= counts
+        if grew or (answers and not self._is_training):
+            self._since = time.monotonic()
+        if time.monotonic() - self._since < self._timeout_s:
+            return None
+        silent = [rank for rank in pending if rank not in answers]
+        where = [f"rank {rank} does not answer, as if it were stopped" for rank in silent]
+        where += [f"rank {rank} is at {place}" for rank, (_, place) in sorted(answers.items())]
+        return f"has not moved for {self._timeout_s:g} s (train.rank_timeout_s): {'; '.join(where)}"
+
+
 class RankTracebackError(Exception):
     """The cause of a rank's error: its text is the traceback on the rank."""
 
@@ -217,10 +256,12 @@ class Ranks:
 
     If a rank raises or dies in `train`, others may wait for it in a collective for ever. So `train` ends all of them,
     and raises TrainingError with the rank and the error; later calls raise EngineClosedError. If every rank raises the
-    same ArlError, none waits: `train` raises that error, and the ranks live on.
+    same ArlError, none waits: `train` raises that error, and the ranks live on. A rank that hangs for timeout_s ends
+    all ranks, too, whatever was called.
     """
 
-    def __init__(self, count: int, placement: Placement, *, num_threads: int, num_gpus: int) -> None:
+    def __init__(self, count: int, placement: Placement, *, num_threads: int, num_gpus: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         # Ray shows each actor one GPU, its own.
         environment = {"OMP_NUM_THREADS": str(num_threads), "LOCAL_RANK": "0"}
         actor: Any = ray.remote(concurrency_groups=_THREADS)(RankActor)  # pyright: ignore[reportCallIssue] (stubs lag)
@@ -249,7 +290,8 @@ class Ranks:
         self._check()
         try:
             refs = [self._submit(rank, "training", method, own) for rank, own in enumerate(arguments)]
-            outcomes = self._collect(refs, deadline)
+            watch = _Watch(self._timeout_s, is_training=True) if deadline is None else None
+            outcomes = self._collect(method, {ref: rank for rank, ref in enumerate(refs)}, watch, deadline)
         except BaseException:
             self.end(f"{method} was interrupted")  # the ranks may be anywhere in it
             raise
@@ -264,17 +306,18 @@ class Ranks:
 
     def beside(self, rank: int, method: str, *arguments: Any, group: str = "beside") -> Any:
         """Call `method` on one rank; returns or raises what it does. Raises TrainingError if the rank died."""
-        self._check()
-        outcome = _outcome(self._submit(rank, group, method, arguments))
-        return self._value(rank, outcome)
+        return self._beside([rank], group, method, arguments)[rank]
 
     def beside_all(self, method: str, *arguments: Any) -> None:
         """Call `method` on every rank and wait until it has ended on all, or one is dead."""
+        self._beside(range(len(self)), "beside", method, arguments)
+
+    def _beside(self, ranks: Iterable[int], group: str, method: str, arguments: Sequence[Any]) -> dict[int, Any]:
         self._check()
-        refs = [self._submit(rank, "beside", method, arguments) for rank in range(len(self))]
-        outcomes = self._collect(refs)
-        for rank, outcome in sorted(outcomes.items(), key=lambda item: not item[1].is_dead):
-            self._value(rank, outcome)
+        refs = {self._submit(rank, group, method, arguments): rank for rank in ranks}
+        outcomes = self._collect(method, refs, _Watch(self._timeout_s, is_training=False))
+        dead_first = sorted(outcomes.items(), key=lambda item: not item[1].is_dead)
+        return {rank: self._value(rank, outcome) for rank, outcome in dead_first}
 
     def unseen(self, directory: Path, ranks: Iterable[int]) -> str | None:
         """A sentence naming a rank, and its node, that does not share this process's directory; None if all do.
@@ -326,15 +369,25 @@ class Ranks:
         if self._ended is not None:
             raise EngineClosedError("the train engine was closed" + (f": {self._ended}" if self._ended else ""))
 
-    def _collect(self, refs: Sequence[Any], deadline: float | None = None) -> dict[int, CallOutcome]:
-        """How the call ended on each rank; ranks that had not ended soon after others failed are missing."""
-        ranks = {ref: rank for rank, ref in enumerate(refs)}
+    def _collect(
+        self, method: str, refs: Mapping[Any, int], watch: _Watch | None, deadline: float | None = None
+    ) -> dict[int, CallOutcome]:
+        """How the call ended on each rank; ranks that had not ended soon after others failed are missing.
+
+        refs: reference -> rank. Raises TrainingError, after ending all ranks, if the watch finds that they hang.
+        """
+        ranks = dict(refs)
         outcomes: dict[int, CallOutcome] = {}
         while ranks:
-            timeout_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            done, _ = ray.wait(list(ranks), num_returns=1, timeout=timeout_s)
-            if not done:
+            left_s = math.inf if deadline is None else max(deadline - time.monotonic(), 0.0)
+            done, _ = ray.wait(list(ranks), num_returns=1, timeout=min(left_s, _LOOK_S, self._timeout_s / 4))
+            if not done and deadline is not None and time.monotonic() >= deadline:
                 break
+            if not done:
+                if watch and (sentence := watch.verdict(ranks.values(), self._whereabouts(ranks.values()))):
+                    self.end(reason := f"{method} {sentence}")
+                    raise TrainingError(f"{reason}. The train engine is closed; continue from a checkpoint")
+                continue
             outcome = outcomes[ranks.pop(done[0])] = _outcome(done[0])
             if outcome.is_dead:
                 break
@@ -342,6 +395,12 @@ class Ranks:
                 grace = time.monotonic() + _GRACE_S
                 deadline = grace if deadline is None else min(deadline, grace)
         return outcomes
+
+    def _whereabouts(self, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
+        """See RankActor.whereabouts; without the ranks that do not answer."""
+        refs = {self._submit(rank, "watching", "whereabouts", ()): rank for rank in ranks}
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=min(_ANSWER_S, self._timeout_s / 4))
+        return {refs[ref]: outcome.value for ref in done if (outcome := _outcome(ref)).error is None}
 
     def _value(self, rank: int, outcome: CallOutcome) -> Any:
         _log({rank: outcome})

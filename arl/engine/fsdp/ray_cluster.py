@@ -15,14 +15,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
 from arl.engine.fsdp.parallel import Lease
 
-_OBJECT_STORE_BYTES = 1 << 30
+_RAM = "/dev/shm"
+_STORE_SHARE = 0.3
+"""The share of this machine's memory that Ray's object store may take: as much as Ray takes by itself. Only what is
+used is taken."""
+_MIN_STORE_BYTES = 80 << 20
+"""Ray refuses less."""
 _BINDING_TIMEOUT_S = 5.0
 _REACHING_TIMEOUT_S = 10.0
 _LONGEST_BASE = 24
@@ -39,6 +45,7 @@ class RayLease(Lease):
     """
 
     _directory: ClassVar[str | None] = None
+    _store_bytes: ClassVar[int] = 0
 
     def __init__(self, address: str | None, *, num_cpus: int, num_gpus: int) -> None:
         """Raises ConfigError without Ray, or without a cluster at the address."""
@@ -52,7 +59,7 @@ class RayLease(Lease):
     def _start(self, num_cpus: int, num_gpus: int) -> None:
         base = tempfile.gettempdir()
         directory = tempfile.mkdtemp(prefix="arl-ray-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
-        type(self)._directory = directory
+        type(self)._directory, type(self)._store_bytes = directory, _store_bytes()
         try:
             self._ray.init(
                 address="local",
@@ -61,7 +68,7 @@ class RayLease(Lease):
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
+                object_store_memory=self._store_bytes,
                 _temp_dir=directory,
             )
         except BaseException as error:
@@ -70,6 +77,16 @@ class RayLease(Lease):
                 raise TrainingError(f"Ray could not be started on this machine: {error}") from error
             raise
         atexit.register(self._end)  # for a script that ends without closing its engine
+
+    def room(self) -> int | None:
+        """Bytes that ranks can be sent at once: in memory, and then on the disk. None if it is someone else's Ray.
+
+        Ray itself waits for ever once there is no room on the disk.
+        """
+        if self._directory is None:
+            return None
+        disk = shutil.disk_usage(self._directory)
+        return min(self._store_bytes, _free(_RAM)) + max(disk.free - disk.total // 20, 0)  # Ray leaves the last 5 %
 
     def _end(self) -> None:
         cls = type(self)
@@ -91,6 +108,25 @@ class RayLease(Lease):
             self._ray.shutdown()
             what = f"there is no Ray cluster at train.ray_address={address}: {error}; start one by `ray start --head`"
             raise ConfigError(f"{what}, or leave ray_address unset to use this machine alone") from error
+
+
+def _free(directory: str) -> int:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0
+
+
+def _store_bytes() -> int:
+    """The size of Ray's object store. What does not fit goes to the disk."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # the limit of a container, if there is one
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    room = int(0.9 * _free(_RAM))
+    if room < _MIN_STORE_BYTES:
+        what = "%s has room for %d MiB, so ranks get their data through %s; give a container more by --shm-size"
+        logger.warning(what, _RAM, room >> 20, tempfile.gettempdir())
+    return max(int(min(_STORE_SHARE * memory, room)), _MIN_STORE_BYTES)
 
 
 @contextmanager

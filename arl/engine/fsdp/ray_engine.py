@@ -51,7 +51,7 @@ class RayTrainEngine:
         self._version = 0
         with ExitStack() as stack:
             deadline = time.monotonic() + config.startup_timeout_s
-            self._ranks, address = _start_ranks(config, stack, deadline)
+            self._ranks, self._lease, address = _start_ranks(config, stack, deadline)
             # Ranks of one machine load the model one after another.
             deadline = time.monotonic() + config.startup_timeout_s * config.num_ranks
             (port,) = self._ranks.train("open_store", [(address,)], deadline=deadline)
@@ -71,6 +71,7 @@ class RayTrainEngine:
     def forward(self, sequences: Sequence[TrainSequence], output: Output = "logprobs") -> list[torch.Tensor]:
         shares = self._divide(sequences)
         packed = [PackedSequences.of([sequences[i] for i in share]) for share in shares]
+        self._check_room(packed)
         answers = self._ranks.train("forward", [(share, output) for (share,) in self._to_ranks(packed)])
         outputs = [torch.zeros(len(sequence)) for sequence in sequences]
         for share, lengths, answer in zip(
@@ -90,6 +91,7 @@ class RayTrainEngine:
         for minibatch in minibatches:
             for share, indices in zip(packed, self._divide(minibatch), strict=True):
                 share.append(PackedSequences.of([minibatch[i] for i in indices]))
+        self._check_room([part for share in packed for part in share])
         arguments = [(share, loss_ref) for (share,) in self._to_ranks(packed)]
         metrics = self._agreed(self._ranks.train("train_batch", arguments))
         self._version += 1
@@ -137,6 +139,15 @@ class RayTrainEngine:
 
     def _divide(self, sequences: Sequence[TrainSequence]) -> list[list[int]]:
         return divide(sequences, self._num_shares, share_prefixes=self._config.share_prefixes)
+
+    def _check_room(self, packed: Sequence[PackedSequences]) -> None:
+        """Raises TrainingError if Ray cannot hold all of it."""
+        needed, room = sum(share.num_bytes for share in packed), self._lease.room()
+        if room is not None and needed > room:
+            raise TrainingError(
+                f"ranks are sent {needed >> 20} MiB at once, and Ray's object store has room for {room >> 20} MiB: "
+                "make room in /dev/shm or the directory of temporary files (TMPDIR), or set rollout.batch_size lower"
+            )
 
     def _to_ranks(self, shares: Sequence[Any]) -> list[tuple[Any]]:
         """Each rank's share, by reference. Ranks that split their layers get the same one."""
@@ -242,8 +253,8 @@ def _is_cuda(config: TrainConfig) -> bool:
     return torch.device(config.device).type == "cuda"
 
 
-def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tuple[Ranks, str]:
-    """Start the actors; returns them and rank 0's address. `stack` ends everything that was started."""
+def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tuple[Ranks, RayLease, str]:
+    """Start the actors; returns them, their Ray and rank 0's address. `stack` ends everything that was started."""
     check_gpus(config)
     num_gpus = 1 if _is_cuda(config) else 0
     count, num_threads = config.num_ranks, config.num_threads
@@ -255,6 +266,6 @@ def _start_ranks(config: TrainConfig, stack: ExitStack, deadline: float) -> tupl
     # After the lease, which imports Ray in the way that suits it.
     from arl.engine.fsdp.ranks import Ranks
 
-    ranks = Ranks(count, placement, num_threads=num_threads, num_gpus=num_gpus)
+    ranks = Ranks(count, placement, num_threads=num_threads, num_gpus=num_gpus, timeout_s=config.rank_timeout_s)
     stack.callback(ranks.close)
-    return ranks, placement.address
+    return ranks, lease, placement.address

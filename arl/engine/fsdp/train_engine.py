@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from arl.algorithm.packing import pack
 from arl.algorithm.prefix_tree import prefix_order
-from arl.api.engine import Head, ModelLimits, Output, TokenLoss
+from arl.api.engine import Head, ModelLimits, Output, TokenLoss, TokenOutputs
 from arl.api.engine_config import OptimizerConfig, TrainConfig
 from arl.api.errors import ConfigError, EngineClosedError, TrainingError
 from arl.api.types import TrainSequence
@@ -70,6 +70,8 @@ class FSDPTrainEngine:
         self._head: Head = head
         self._version = 0
         self._num_updates = 0
+        self.num_computed = 0
+        """Microbatches so far. While it grows, training goes on."""
         self._device = rank_device(config.device)
         self._lease = ProcessGroupLease(self._device.type)
         self._closed = False
@@ -110,7 +112,7 @@ class FSDPTrainEngine:
         with self._reference.in_place() if output == "reference_logprobs" else nullcontext():
             try:
                 batches = self._microbatches(sequences)
-                found = [self._policy(batch) for _, batch in batches]
+                found = [self._compute(batch) for _, batch in batches]
             finally:
                 self._release_weights()
         for (members, batch), tokens in zip(batches, found, strict=True):
@@ -196,7 +198,7 @@ class FSDPTrainEngine:
         tally = MinibatchTally(budget=self._config.max_tokens_per_microbatch)
         try:
             for _, batch in self._microbatches(sequences):
-                losses = loss(self._policy(batch), batch.tokens)
+                losses = loss(self._compute(batch), batch.tokens)
                 weighted = (losses.loss * batch.tokens.loss_weights).sum()
                 weighted.backward()
                 tally.add(batch, weighted.detach(), losses)
@@ -265,6 +267,11 @@ class FSDPTrainEngine:
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
         batches += [([], empty_microbatch(self._device))] * (int(count) - len(batches))
         return batches
+
+    def _compute(self, batch: Microbatch) -> TokenOutputs:
+        outputs = self._policy(batch)
+        self.num_computed += 1
+        return outputs
 
     def _enter(self) -> None:
         if self._closed:

@@ -12,14 +12,14 @@ from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
 
 @dataclass(frozen=True)
 class FailingLoss:
-    """Raises on one rank, or kills it; the others go on into the backward pass, and wait there."""
+    """Raises on one rank, or sends it a signal; the others go on into the backward pass, and wait there."""
 
     rank: int
-    kills: bool = False
+    sends: signal.Signals | None = None
 
     def __call__(self, outputs: TokenOutputs, tokens: PackedTokens) -> TokenLosses:
         if dist.get_rank() != self.rank:
             return LOSS(outputs, tokens)
-        if self.kills:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.sends is not None:
+            os.kill(os.getpid(), self.sends)
         raise ValueError("the loss is lost")

@@ -1,5 +1,6 @@
 """Ranks as Ray actors train like one process with everything; and when one of them fails, all end and say why."""
 
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from arl.api.engine import TokenLoss
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence
+from arl.engine.fsdp import ranks
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
@@ -109,6 +111,18 @@ def test_a_call_that_is_refused_leaves_the_engine_usable(engine: RayTrainEngine,
     assert len(engine.forward(minibatches()[1])) == 1
 
 
+def test_a_batch_that_no_store_can_hold_is_refused_before_it_is_sent(
+    engine: RayTrainEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(RayLease, "room", lambda self: 1000)
+    with pytest.raises(
+        TrainingError, match=r"ranks are sent \d+ MiB at once, and Ray's object store has room for 0 MiB"
+    ):
+        engine.forward(minibatches()[0])
+    monkeypatch.undo()
+    assert len(engine.forward(minibatches()[1])) == 1
+
+
 def test_ranks_accept_an_empty_batch(engine: RayTrainEngine):
     version = engine.version
     assert engine.forward([]) == []
@@ -137,7 +151,12 @@ def test_a_rank_that_fails_ends_all_and_is_named(engine: RayTrainEngine, num_ran
     last, snapshot = num_ranks - 1, engine.snapshot()
     kills = num_ranks == 4
     end = "rank 3 of 4 died" if kills else "rank 2 of 3 failed: ValueError: the loss is lost"
-    assert_ends(engine, FailingLoss(last, kills), end, "worker process has died" if kills else "ray_models.py")
+    assert_ends(
+        engine,
+        FailingLoss(last, signal.SIGKILL if kills else None),
+        end,
+        "worker process has died" if kills else "ray_models.py",
+    )
     with pytest.raises(EngineClosedError, match=end):
         snapshot.write(Path("never"))
     snapshot.leave("no group")  # there is nothing left to leave
@@ -147,9 +166,39 @@ def test_a_rank_that_fails_ends_all_and_is_named(engine: RayTrainEngine, num_ran
 def test_a_rank_that_is_killed_ends_the_engine(model_dir: Path):
     engine = RayTrainEngine(model_dir, config(1))
     try:
-        assert_ends(engine, FailingLoss(0, kills=True), "rank 0 of 1 died", "worker process has died")
+        assert_ends(engine, FailingLoss(0, signal.SIGKILL), "rank 0 of 1 died", "worker process has died")
     finally:
         engine.close()
+
+
+def test_a_rank_that_is_stopped_ends_the_engine_and_is_named_with_where_the_others_wait(model_dir: Path):
+    engine = RayTrainEngine(model_dir, config(2, rank_timeout_s=2))
+    snapshot = engine.snapshot()
+    try:
+        where = r"rank 1 does not answer, as if it were stopped; rank 0 is at \w+\.py:\d+ .*train_engine\.py:\d+ _step"
+        sentence = rf"train_batch has not moved for 2 s \(train\.rank_timeout_s\): {where}"
+        with pytest.raises(TrainingError, match=sentence):
+            engine.train_batch(minibatches(), FailingLoss(1, signal.SIGSTOP))
+        with pytest.raises(EngineClosedError, match=sentence):
+            snapshot.write(Path("never"))
+    finally:
+        engine.close()
+
+
+def test_a_call_beside_training_may_last_while_its_rank_answers(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now)
+    beside, training = (ranks._Watch(10, is_training=is_training) for is_training in (False, True))
+    answers = {0: (7, "somewhere")}
+    now = 9.0
+    assert beside.verdict([0], answers) is None
+    now = 18.0
+    assert beside.verdict([0], answers) is None
+    said = training.verdict([0], answers)
+    assert said == "has not moved for 10 s (train.rank_timeout_s): rank 0 is at somewhere"
+    assert training.verdict([0], {0: (8, "somewhere")}) is None
+    now = 28.0
+    assert "rank 0 does not answer" in str(beside.verdict([0], {}))
 
 
 def assert_ends(engine: RayTrainEngine, loss: TokenLoss, end: str, cause: str) -> None:
