@@ -25,6 +25,10 @@ MAIN = "main.py"
 """The program's file name in its working directory."""
 
 _MIB = 1 << 20
+_PAGE = 4096
+_MAX_PATH = 2048
+_MAX_FILE_NAME = 255
+_MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +122,9 @@ class LocalSandbox(Shared):
         """As Sandbox.run."""
         if not self.is_open:
             raise not_open()
-        contents = laid_out(program, files)
-        return await self._run(contents, stdin.encode(errors="surrogatepass"), limits or self._limits)
+        limits = limits or self._limits
+        contents = laid_out(program, files, limits)
+        return await self._run(contents, stdin.encode(errors="surrogatepass"), limits)
 
     @abstractmethod
     async def _run(self, contents: Mapping[str, bytes], stdin: bytes, limits: Limits) -> ProgramOutcome: ...
@@ -129,13 +134,32 @@ def not_open() -> SandboxError:
     return SandboxError("the sandbox is not open; call it within `async with`")
 
 
-def laid_out(program: str, files: Files = NO_FILES) -> dict[str, bytes]:
-    """Every file of the working directory, as bytes. Raises SandboxError for a path that leads out of it."""
+def laid_out(program: str, files: Files = NO_FILES, limits: Limits | None = None) -> dict[str, bytes]:
+    """Every file of the working directory, as bytes. Raises SandboxError for a path that leads out of it or cannot be
+    made there, and for files that do not fit into limits.disk_bytes."""
     for path in files:
         outside = posixpath.isabs(path) or posixpath.normpath(path) != path or path.split("/")[0] in ("", ".", "..")
-        if outside or "\0" in path or path == MAIN:
-            raise SandboxError(f"files has {path!r}; it must be a plain relative path, without .. and not {MAIN}")
-    return {path: _bytes(content) for path, content in {**files, MAIN: program}.items()}
+        if outside or path == MAIN or not _is_possible(path):
+            raise SandboxError(f"files has {path!r:.300}; it must be a plain relative path, without .. and not {MAIN}")
+        for end in (end for end, letter in enumerate(path) if letter == "/"):
+            if (above := path[:end]) in files or above == MAIN:
+                raise SandboxError(f"files has {path!r:.300}, which is below the file {above!r:.300}")
+    contents = {path: _bytes(content) for path, content in {**files, MAIN: program}.items()}
+    pages = sum(-(-len(content) // _PAGE) for content in contents.values())
+    if limits is not None and pages > -(-limits.disk_bytes // _PAGE):
+        raise SandboxError(f"the files take {pages * _PAGE} bytes; Limits.disk_bytes is {limits.disk_bytes}")
+    return contents
+
+
+def _is_possible(path: str) -> bool:
+    """Whether a file system takes the path: Linux's limits, with room for the working directory's own."""
+    try:
+        raw = os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    names = raw.split(b"/")
+    is_short = len(raw) <= _MAX_PATH and len(names) <= _MAX_DEPTH and max(map(len, names)) <= _MAX_FILE_NAME
+    return is_short and b"\0" not in raw
 
 
 def _bytes(content: str | bytes) -> bytes:

@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -361,6 +362,8 @@ def main() -> None:
         _stage(staged)
     if os.geteuid() == 0:
         _become_nobody()
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a program's files pass as descriptors
     _checked(_libc.prctl(_SUBREAPER, 1, 0, 0, 0))
     _checked(_libc.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))  # a process forked from arl may hold the socket open
     if os.getppid() == int(parent):

@@ -22,12 +22,12 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from arl.api.errors import RequestTimeoutError, SandboxError, ServerError
 from arl.api.workflow import Shared
-from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbox, not_open
+from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbox, laid_out, not_open
 from arl.sandbox.find import find_sandbox
 from arl.web.bodies import BodyError, RequestBody, must_be, parse
 from arl.web.client import JsonClient
 from arl.web.process import Watch, answer_until, run_server
-from arl.web.server import bind, boundary, json_response, require_key
+from arl.web.server import bind, body_of, boundary, json_response, require_key
 
 KEY_VARIABLE = "ARL_SANDBOX_KEY"
 """The environment variable that holds the API key, on both sides."""
@@ -149,8 +149,14 @@ def application(sandbox: Sandbox, *, api_key: str, limits: Limits) -> web.Applic
         raise SandboxError(f"a sandbox is served only with an API key; set {KEY_VARIABLE}")
 
     async def run(request: web.Request) -> web.Response:
-        asked = parse(RunRequest, await request.read())
+        asked = parse(RunRequest, await body_of(request))
         within = asked.limits_within(limits)
+        if len(asked.files) > within.files:
+            raise BodyError(f"files holds {len(asked.files)}; limits.files is {within.files}", param="files")
+        try:
+            laid_out(asked.program, asked.files, within)
+        except SandboxError as error:
+            raise BodyError(str(error), param="files") from error
         outcome = await sandbox.run(asked.program, stdin=asked.stdin, files=asked.files, limits=within)
         return json_response(asdict(outcome))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import json
@@ -13,11 +14,16 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from arl.api.errors import ConfigError
 from arl.web.bodies import RequestError
 
 log = logging.getLogger(__name__)
+_requests_log = logging.getLogger(f"{__name__}.requests")
+_SENDERS_FAULTS = (web.RequestPayloadError, HttpProcessingError)
+"""aiohttp logs them with a traceback, so that anybody could fill the log."""
+_requests_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _SENDERS_FAULTS)))
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorShape = Callable[[RequestError], Any]
@@ -30,6 +36,12 @@ DONE = "data: [DONE]\n\n"
 """The last event of an OpenAI stream."""
 BACKLOG = 4096
 """Most connections that wait for acceptance: thousands of clients may start at once."""
+_IDLE_S = 75.0
+"""How long a connection may be silent, or take to send the headers of a request."""
+_BODY_S = 120.0
+"""How long a body may take."""
+_READING = {"Expect": "100-continue", "Content-Encoding": "identity"}
+_UNSUPPORTED = 415
 
 
 @asynccontextmanager
@@ -38,14 +50,46 @@ async def serving(app: web.Application, sock: socket.socket, *, shutdown_timeout
 
     A client that goes away cancels its handler. shutdown_timeout_s: how long running handlers may take at the end.
     """
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=shutdown_timeout_s,
+        keepalive_timeout=_IDLE_S,
+        auto_decompress=False,
+        logger=_requests_log,
+    )
     with sock:
         await runner.setup()
+        assert runner.server is not None
+        runner.server.request_handler = _understanding(runner.server.request_handler)
         try:
             await web.SockSite(runner, sock, backlog=BACKLOG).start()
             yield sock.getsockname()[1]
         finally:
             await runner.cleanup()
+
+
+def _understanding(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> Callable[[Any], Any]:
+    """The handler, behind a refusal of headers that change how a request is read. aiohttp would unpack a body without
+    a bound, and fails at an Expect that is not text; both before it asks for a key."""
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        for name, usual in _READING.items():
+            if request.headers.get(name, usual).lower() != usual:
+                return web.Response(status=_UNSUPPORTED, text=f"{name} must be {usual}, or be left out")
+        return await handler(request)
+
+    return answer
+
+
+async def body_of(request: web.Request) -> bytes:
+    """The body. Raises RequestError if it does not come, or is not framed as its headers say."""
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {_BODY_S:g} s", HTTPStatus.REQUEST_TIMEOUT) from None
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -119,6 +163,8 @@ def request_error(error: Exception, statuses: Statuses) -> RequestError:
             return RequestError(f"the body is too large: {error.text}", error.status)
         case web.HTTPException():
             return RequestError(error.reason, error.status)
+        case web.RequestPayloadError():
+            return RequestError(f"the body cannot be read: {error}")
         case _:
             for kind, status in statuses.items():
                 if isinstance(error, kind):

@@ -296,3 +296,21 @@ async def test_the_first_program_of_the_guide_prints_what_it_says(
     first = next(iter(python_blocks(ROOT / "docs" / "sandbox.md")))
     await asyncio.to_thread(exec, first, {})
     assert capsys.readouterr().out == "exit 0 144\n\ncpu None\n"
+
+
+POSSIBLE = ("a\nb", " ", "-", "--", "é" * 127, "d/" * 63 + "x", os.fsdecode(b"\xff"))
+IMPOSSIBLE = ("é" * 128, "d/" * 64 + "x", "x" * 3000, "\ud800", "a\0b", "taken/x", "main.py/x", "a/", "./a", "a//b", "")
+
+
+async def test_a_file_has_its_path_or_is_refused_before_anything_runs(bubblewrap: BubblewrapSandbox) -> None:
+    program = "import os; print(sum(len(files) for _, _, files in os.walk(b'.')))"
+    outcome = await bubblewrap.run(program, files=dict.fromkeys(POSSIBLE, "text"))
+    assert outcome.stdout == f"{len(POSSIBLE) + 1}\n", outcome
+    for path in IMPOSSIBLE:
+        with pytest.raises(SandboxError, match=r"^files has "):
+            await bubblewrap.run(program, files={"taken": "", path: ""})
+
+
+async def test_files_that_do_not_fit_are_refused_before_anything_runs(bubblewrap: BubblewrapSandbox) -> None:
+    with pytest.raises(SandboxError, match=r"the files take 1052672 bytes; Limits\.disk_bytes is 1048576"):
+        await bubblewrap.run("", files={"big": bytes((1 << 20) + 1), "empty": ""}, limits=Limits(disk_bytes=1 << 20))

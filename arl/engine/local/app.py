@@ -25,7 +25,7 @@ from arl.engine.local.control import (
 from arl.engine.local.generate import ClassifyBody, GenerateBody, Generation, Inflight, TokenizeBody
 from arl.engine.local.scheduler import Scheduler
 from arl.web.bodies import BodyError, RequestBody, RequestError, parse
-from arl.web.server import ErrorShape, Handler, answering, boundary, json_response, require_key
+from arl.web.server import ErrorShape, Handler, answering, body_of, boundary, json_response, require_key
 
 _MAX_BODY_BYTES = 32 << 20
 """A prompt of a million tokens takes 8 MiB; aiohttp's own limit is one. The event loop waits while it is parsed."""
@@ -109,7 +109,7 @@ def asked(body: type[B], answer: Callable[[B], Awaitable[Any]]) -> Handler:
     """A handler that reads a body and sends the answer of `answer`: an object to send as JSON, or a whole response."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        content = await answer(parse(body, await request.read()))
+        content = await answer(parse(body, await body_of(request)))
         return content if isinstance(content, web.StreamResponse) else json_response(content)
 
     return handle

@@ -111,9 +111,18 @@ class MirrorStore:
             if header.base is not None and base is None:
                 raise WrongBaseError(f"version {header.version} starts from a base that is not held here")
             await asyncio.to_thread(self._prune, base)
+            self._check_room(header)
             replica = await self._build(header, base, read)
             self._held = [held for held in self._held if held.checksum != replica.checksum] + [replica]
             return replica
+
+    def _check_room(self, header: PackageHeader) -> None:
+        wanted, free = (
+            sum(part.num_bytes for part in header.files if part.how != "kept"),
+            shutil.disk_usage(self.home).free,
+        )
+        if wanted > free:
+            raise OSError(errno.ENOSPC, f"version {header.version} takes {wanted} bytes, and {free} are free")
 
     def _prune(self, base: Replica | None) -> None:
         for old in self._held[:-1]:

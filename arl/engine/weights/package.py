@@ -57,7 +57,8 @@ MAX_HEADER_BYTES = 16 << 20
 
 _NOTHING, _GAPS, _BITMAP = 0, 1, 2
 _LONG_GAP = 255
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+_MAX_VERSION = 1 << 63
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -82,9 +83,10 @@ class FilePart:
     def __post_init__(self) -> None:
         if not _PLAIN_NAME.fullmatch(self.name):
             raise DeltaError(f"{self.name!r} is not a plain file name")
-        if self.how not in ("whole", "kept", "patched") or self.width not in (1, 2, 4, 8):
+        is_width = type(self.width) is int and self.width in (1, 2, 4, 8)
+        if self.how not in ("whole", "kept", "patched") or not is_width:
             raise DeltaError(f"{self.name} is given as {self.how!r} with width {self.width!r}")
-        if not isinstance(self.num_bytes, int) or self.num_bytes < 0 or self.num_bytes % self.width:
+        if type(self.num_bytes) is not int or self.num_bytes < 0 or self.num_bytes % self.width:
             raise DeltaError(f"{self.name} has {self.num_bytes!r} bytes, in integers of {self.width}")
 
 
@@ -103,8 +105,8 @@ class PackageHeader:
         for digest in (self.checksum, *([] if self.base is None else [self.base])):
             if not isinstance(digest, str) or not _HEX_DIGEST.fullmatch(digest):
                 raise DeltaError(f"{digest!r} is not a checksum")
-        if not isinstance(self.version, int) or self.version < 0:
-            raise DeltaError(f"version is {self.version!r}; it must be an integer of at least 0")
+        if type(self.version) is not int or not 0 <= self.version < _MAX_VERSION:
+            raise DeltaError(f"version is {self.version!r}; it must be an integer from 0 to {_MAX_VERSION - 1}")
         if len({file.name for file in self.files}) != len(self.files):
             raise DeltaError("a file is given twice")
         if self.base is None and any(file.how != "whole" for file in self.files):
@@ -121,7 +123,7 @@ class PackageHeader:
             fields = json.loads(body)
             fields["files"] = tuple(FilePart(**file) for file in fields["files"])
             return cls(**fields)
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise DeltaError(f"not the header of a package: {error}") from error
 
 

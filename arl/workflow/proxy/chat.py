@@ -70,7 +70,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise wrong(where, message, "an object with a role and a content")
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
     if message.get("function_call"):
         raise refused(where, "function_call is the older form of calls; use tools")
@@ -87,7 +87,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 def _part(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(_TEXT_PARTS[kind]) if isinstance(part, dict) and kind in _TEXT_PARTS else None
+    text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
     if isinstance(text, str):
         return text
     raise refused(where, f"is of type {shown(kind)}; the model reads only text")

@@ -128,9 +128,14 @@ class Exchange:
         self._check_taken()
         return response
 
-    def _check_taken(self) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection is gone."""
         transport = self.request.transport
-        if transport is None or transport.is_closing():
+        return transport is None or transport.is_closing()
+
+    def _check_taken(self) -> None:
+        if self.is_over:
             raise ConnectionResetError("the program closed the connection before the answer was sent")
 
 
@@ -176,7 +181,7 @@ def refusal_of(error: Exception) -> RequestError:
             return RefusedCallError(str(error), status=504, code="timeout")
         case ServerError() | EngineClosedError():
             return RefusedCallError(str(error), status=503, code="engine_unavailable")
-        case web.HTTPException():
+        case web.HTTPException() | web.RequestPayloadError():
             return request_error(error, {})
         case _:
             return RefusedCallError(f"{type(error).__name__}: {error}", status=500, code="internal_error")

@@ -24,7 +24,7 @@ from arl.api.engine import Sampler
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
 from arl.api.workflow import Shared
-from arl.web.server import bind, json_response, serving
+from arl.web.server import bind, body_of, json_response, serving
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
@@ -208,15 +208,15 @@ async def _answer(exchange: Exchange, endpoint: Endpoint) -> web.StreamResponse:
     session = exchange.session
     try:
         async with session.answering():
-            exchange.body = await exchange.request.read()
+            exchange.body = await body_of(exchange.request)
             return await endpoint.answer(exchange)
     except CancelledError:
         session.counts.cancelled += 1
         raise
-    except (ConnectionResetError, web.RequestPayloadError):
-        session.counts.cancelled += 1
-        return _hung_up(exchange.request)
     except Exception as error:  # noqa: BLE001
+        if isinstance(error, ConnectionResetError) or exchange.is_over:
+            session.counts.cancelled += 1
+            return _hung_up(exchange.request)
         refusal = refusal_of(error)
         session.note(error, refusal)
         with suppress(ConnectionResetError):
