@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from arl.api.errors import ConfigError, TrainingError
 from arl.engine.fsdp.parallel import Lease
+from arl.engine.weights.disk import OwnDirectory
 
 _RAM = "/dev/shm"
 _STORE_SHARE = 0.3
@@ -44,7 +45,7 @@ class RayLease(Lease):
     at loopback, asks for a token, reports to nobody, and ends with the process, too. Else: a cluster's address.
     """
 
-    _directory: ClassVar[str | None] = None
+    _directory: ClassVar[OwnDirectory | None] = None
     _store_bytes: ClassVar[int] = 0
 
     def __init__(self, address: str | None, *, num_cpus: int, num_gpus: int) -> None:
@@ -58,7 +59,10 @@ class RayLease(Lease):
 
     def _start(self, num_cpus: int, num_gpus: int) -> None:
         base = tempfile.gettempdir()
-        directory = tempfile.mkdtemp(prefix="arl-ray-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+        try:
+            directory = OwnDirectory(Path(base if len(base) <= _LONGEST_BASE else "/tmp"), "arl-ray-")
+        except OSError as error:
+            raise TrainingError(f"Ray has no place for its files in {base}: {error}; set TMPDIR") from error
         type(self)._directory, type(self)._store_bytes = directory, _store_bytes()
         try:
             self._ray.init(
@@ -69,7 +73,7 @@ class RayLease(Lease):
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=self._store_bytes,
-                _temp_dir=directory,
+                _temp_dir=str(directory.path),
             )
         except BaseException as error:
             self._end()
@@ -85,14 +89,14 @@ class RayLease(Lease):
         """
         if self._directory is None:
             return None
-        disk = shutil.disk_usage(self._directory)
+        disk = shutil.disk_usage(self._directory.path)
         return min(self._store_bytes, _free(_RAM)) + max(disk.free - disk.total // 20, 0)  # Ray leaves the last 5 %
 
     def _end(self) -> None:
         cls = type(self)
         self._ray.shutdown()
         if cls._directory:
-            shutil.rmtree(cls._directory, ignore_errors=True)
+            cls._directory.remove()
             cls._directory = None
         atexit.unregister(self._end)
 

@@ -150,7 +150,7 @@ class DiskTransport:
         """Later snapshots go to the run directory. Those in memory stay until close: servers may still need them."""
         logger.warning("no room in %s: weights go to %s from now on", _RAM, self._fallback)
         if self._fallback is not None:
-            self._homes.append(_Home(self._fallback))
+            self._homes.append(_home_in(self._fallback))
 
     def _write_here(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
         target = self.directory / f"version-{snapshot.version}-{new_id()[:12]}"
@@ -245,11 +245,11 @@ def _explain(error: ServerError, server: WeightServer, directory: Path) -> NoRet
     ) from error
 
 
-def _home(engine: TrainEngine | None, choices: list[Path]) -> _Home:
+def _home(engine: TrainEngine | None, choices: list[Path]) -> OwnDirectory:
     """A directory at the first of these places that the engine shares with this process."""
     sentence: str | None = None
     for place in choices:
-        home = _Home(place)
+        home = _home_in(place)
         sentence = engine.unseen(home.path) if isinstance(engine, RemoteEngine) else None
         if sentence is None:
             return home
@@ -257,21 +257,29 @@ def _home(engine: TrainEngine | None, choices: list[Path]) -> _Home:
     raise TransportError(f"{sentence}; set weights.directory to a place that this machine, it and the servers see")
 
 
-class _Home:
-    """This process's directory below `base`, named by host and marked by a lock that dies with the process."""
+def _home_in(base: Path) -> OwnDirectory:
+    try:
+        home = OwnDirectory(base, f"arl-weights-{socket.gethostname()}-", f"{os.getpid()}-")
+        home.path.chmod(0o755)  # servers may run as someone else
+    except OSError as error:
+        raise TransportError(f"can't write weights to {base}: {error}; set a writable weights.directory") from error
+    return home
 
-    def __init__(self, base: Path) -> None:
-        prefix = f"arl-weights-{socket.gethostname()}-"
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(base, prefix)
-            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
-            self.path.chmod(0o755)  # servers may run as someone else
-            # Locked before it has its name: nobody ever sees a lock that is still to be taken.
-            unnamed = self.path / f"{_LOCK}.new"
-            self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o644)
-        except OSError as error:
-            raise TransportError(f"can't write weights to {base}: {error}; set a writable weights.directory") from error
+
+class OwnDirectory:
+    """This process's directory below `base`, marked by a lock that dies with the process.
+
+    It removes those of processes that died. Raises OSError.
+    """
+
+    def __init__(self, base: Path, prefix: str, label: str = "") -> None:
+        """prefix: of the names of these directories, of this host alone. label: more of this one's name, as 123-."""
+        base.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(base, prefix)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix + label, dir=base))
+        # Locked before it has its name: nobody ever sees a lock that is still to be taken.
+        unnamed = self.path / f"{_LOCK}.new"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o644)
         with suppress(OSError):  # some file systems of several machines have no locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             unnamed.rename(self.path / _LOCK)
@@ -286,7 +294,7 @@ class _Home:
 def _remove_leftovers(base: Path, prefix: str) -> None:
     """Remove the directories of this host's processes that no longer hold their lock."""
     for path in base.glob(f"{prefix}*"):
-        if not re.fullmatch(r"\d+-\w+", path.name.removeprefix(prefix)):
+        if not re.fullmatch(r"(\d+-)?\w+", path.name.removeprefix(prefix)):
             continue  # of a host whose name begins with this one's, and whose locks may not be seen here
         try:
             lock = os.open(path / _LOCK, os.O_RDWR)

@@ -156,3 +156,5 @@ def test_a_process_takes_its_ray_along(temporary: Path, end: str):
     while processes_of(temporary) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert processes_of(temporary) == []
+    RayLease(None, num_cpus=1, num_gpus=0).release()  # the next start
+    assert list(temporary.iterdir()) == []
