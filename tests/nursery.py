@@ -41,6 +41,7 @@ class Nursery:
         """paths: where the modules are, beside tests/."""
         where = ":".join(map(str, (TESTS.parent, TESTS, *paths)))
         settings = {"PYTHONPATH": where, "OMP_NUM_THREADS": "1", **environment}
+        settings["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they share a lock, which a killed process may hold for ever
         command = [sys.executable, __file__, *modules]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}

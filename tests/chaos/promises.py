@@ -29,6 +29,11 @@ LARGEST_DIVERGENCE = 0.1
 """Weights hardly move in these runs. So sampler and trainer nearly agree on each token that a server really sampled."""
 
 
+def promised(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """Each line but a last one that was torn."""
     text = path.read_text() if path.exists() else ""

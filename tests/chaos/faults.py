@@ -1,0 +1,117 @@
+"""What may happen to a training: each fault is a function of the run that it hits."""
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from one_run import STALL_S, Run
+from promises import processes, promised
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    name: str
+    act: Callable[[Run], None]
+
+    def hit(self, run: Run) -> None:
+        """Counts it, unless what it would hit has just ended, or has not begun."""
+        run.say(self.name)
+        with suppress(ProcessLookupError, IndexError):
+            self.act(run)
+            run.times[self.name] += 1
+
+
+def end_trainer(run: Run, number: signal.Signals) -> None:
+    if number != signal.SIGKILL:
+        run.until_it_trains()  # before that a signal ends it as it ends any script
+    if run.trainer is not None:
+        run.end(number)
+
+
+def hold(run: Run, pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    run.later(run.rng.uniform(0.1, 3), lambda: os.kill(pid, signal.SIGCONT))
+
+
+def hold_trainer(run: Run) -> None:
+    assert run.trainer is not None
+    hold(run, run.trainer.pid)
+
+
+def start_another(run: Run) -> None:
+    """A second trainer in the run's directory ends at once, whatever it finds there."""
+    run.until_it_trains()
+    if run.trainer is None:
+        return
+    other = run.fork_trainer(10**6, run.directory / "other.log")
+    run.beside.append(other)
+    deadline = time.monotonic() + STALL_S
+    while other.is_running and run.trainer is not None and time.monotonic() < deadline:
+        run.wait(0.05)
+    if other.is_running:
+        os.kill(other.pid, signal.SIGKILL)
+    code = other.code.result(60)
+    promised(code == 1 or run.trainer is None, f"a second trainer in the directory ended with {code}")
+
+
+def end_server(run: Run, number: signal.Signals) -> None:
+    """It is started again a while later."""
+    index = run.rng.randrange(len(run.servers))
+    server = run.servers[index]
+    os.kill(server.pid, number)
+    os.kill(server.pid, signal.SIGCONT)
+
+    def start() -> None:
+        if server.code.result(60) is not None and run.servers[index] is server:
+            run.start_server(index)
+
+    run.later(run.rng.uniform(0, 2), start)
+
+
+def hold_server(run: Run) -> None:
+    hold(run, run.rng.choice(run.servers).pid)
+
+
+def kill_one(run: Run, *commands: str) -> None:
+    """One of the processes that the trainer has started, by a part of its command line."""
+    known = {run.nursery.pid, *run.forked_pids()}
+    found = [p for p, line in processes(run.mark) if p not in known and any(part in line for part in commands)]
+    os.kill(run.rng.choice(sorted(found)), signal.SIGKILL)
+
+
+def fill_disk(run: Run) -> None:
+    """Let no file of the trainer grow beyond some bytes for a while: writes beyond that fail, as on a full disk."""
+    assert run.trainer is not None
+    pid, hard = run.trainer.pid, resource.prlimit(run.trainer.pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (run.rng.choice([0, 100, 5_000, 50_000]), hard))
+    run.later(run.rng.uniform(0.1, 2), lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard)))
+
+
+def signals(victim: str, act: Callable[[Run, signal.Signals], None], *numbers: signal.Signals) -> list[Fault]:
+    return [Fault(f"{victim}: {number.name}", partial(act, number=number)) for number in numbers]
+
+
+ON_TRAINER = (
+    *signals("trainer", end_trainer, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+    Fault("trainer: SIGSTOP", hold_trainer),
+    Fault("trainer: a second one", start_another),
+    Fault("disk: full", fill_disk),
+)
+ON_SERVERS = (
+    *signals("server", end_server, signal.SIGKILL, signal.SIGTERM),
+    Fault("server: SIGSTOP", hold_server),
+)
+OWN_SERVER = Fault("server of arl's: SIGKILL", lambda run: kill_one(run, "arl.engine.local"))
+RANK = Fault("rank: SIGKILL", lambda run: kill_one(run, "ray::RankActor"))
+WORKER = Fault("worker: SIGKILL", lambda run: kill_one(run, "forkserver", "keeper"))
+
+
+def faults_of(run: Run) -> Sequence[Fault]:
+    """Those that can happen to it; some of them several times, so that they are as frequent as others."""
+    at_place = {"apart": ON_SERVERS, "own": [OWN_SERVER] * 3, "ranks": [RANK] * 4}[run.place]
+    return [*ON_TRAINER, *at_place, *([WORKER] * 2 if run.has_workers else [])]
