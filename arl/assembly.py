@@ -31,7 +31,7 @@ from arl.api.errors import ConfigError, DatasetError, ModelError, ServerError
 from arl.api.objective import DistillationAdvantage, GiGPOAdvantage, ReturnsAdvantage
 from arl.api.types import Group
 from arl.api.workflow import Curriculum, RolloutWorkflow
-from arl.engine.client.processes import adapter_options, local_servers, sglang_servers
+from arl.engine.client.processes import ServerProcesses, adapter_options, local_servers, sglang_servers
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.fsdp.model import load_tokenizer, local_directory, model_digest, served_model
 from arl.engine.fsdp.ray_engine import RayTrainEngine, check_gpus
@@ -111,8 +111,8 @@ async def serve(config: Config) -> AsyncGenerator[InferenceEngine]:
     """
     await offload(make_run_dir, config.run_dir)
     async with AsyncExitStack() as stack:
-        addresses, api_key = await _addresses(config, stack, config.run_dir / "logs" / "serve")
-        yield await stack.enter_async_context(await _client(config, addresses, api_key))
+        addresses, api_key, processes = await _addresses(config, stack, config.run_dir / "logs" / "serve")
+        yield await stack.enter_async_context(await _client(config, addresses, api_key, processes))
 
 
 def load_train_engine(
@@ -211,17 +211,19 @@ async def _engines(
     loading = thread.submit(_learner, config, workflow)
     stack.push_async_callback(_close, thread, loading)
     try:
-        addresses, api_key = await _addresses(config, stack, config.run_dir / "logs")
+        addresses, api_key, processes = await _addresses(config, stack, config.run_dir / "logs")
     except (ModelError, ServerError):
         await loading  # a broken model raises the better error here
         raise
     learner = await loading
-    return learner, await stack.enter_async_context(await _client(config, addresses, api_key))
+    return learner, await stack.enter_async_context(await _client(config, addresses, api_key, processes))
 
 
-async def _client(config: Config, addresses: Sequence[str], api_key: str | None) -> RemoteSGLangEngine:
+async def _client(
+    config: Config, addresses: Sequence[str], api_key: str | None, processes: ServerProcesses | None
+) -> RemoteSGLangEngine:
     model = await offload(served_model, config.model)
-    return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, model=model)
+    return RemoteSGLangEngine(addresses, config.engine, api_key=api_key, model=model, processes=processes)
 
 
 def _runner(stack: AsyncExitStack, config: Config, workflow: RolloutWorkflow, learner: Learner) -> EpisodeRunner:
@@ -279,17 +281,20 @@ def _say_where_it_continues(config: Config, version: int, display: Display) -> N
     )
 
 
-async def _addresses(config: Config, stack: AsyncExitStack, logs: Path) -> tuple[Sequence[str], str | None]:
-    """The servers' base URLs and API key. Starts the servers unless they run already; their logs go to `logs`."""
+async def _addresses(
+    config: Config, stack: AsyncExitStack, logs: Path
+) -> tuple[Sequence[str], str | None, ServerProcesses | None]:
+    """The servers' base URLs, API key and processes. Starts them unless they run already; their logs go to `logs`."""
     if isinstance(config.engine, SGLangEngineConfig):
-        return config.engine.addresses, config.engine.api_key
+        return config.engine.addresses, config.engine.api_key, None
     directory = await offload(local_directory, config.model)
     if isinstance(config.engine, LocalEngineConfig):
         servers = local_servers(directory, config.engine, logs)
     else:
         arguments = (*adapter_options(config), *config.engine.arguments)  # the user's own prevail
         servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
-    return await stack.enter_async_context(servers), None
+    processes = await stack.enter_async_context(servers)
+    return processes.addresses, None, processes
 
 
 def _learner(config: Config, workflow: RolloutWorkflow) -> Learner:

@@ -86,11 +86,11 @@ async def servers(args: argparse.Namespace, model: Path) -> AsyncIterator[Sequen
     elif args.sglang_python:
         flags = (ROOT / "scripts" / "sglang_cpu" / "arguments").read_text().split()
         config = SGLangProcessesConfig(python=args.sglang_python, gpus_per_server=0, arguments=tuple(flags))
-        async with sglang_servers(str(model), config, args.run_dir / "logs") as addresses:
-            yield addresses
+        async with sglang_servers(str(model), config, args.run_dir / "logs") as started:
+            yield started.addresses
     else:
-        async with local_servers(str(model), LocalEngineConfig(), args.run_dir / "logs") as addresses:
-            yield addresses
+        async with local_servers(str(model), LocalEngineConfig(), args.run_dir / "logs") as started:
+            yield started.addresses
 
 
 @asynccontextmanager

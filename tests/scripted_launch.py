@@ -36,8 +36,8 @@ def small(run_dir: Path, **settings: Any) -> Config:
     return Config.model_validate({"model": "none", "run_dir": run_dir, **laid_over(few, settings)})
 
 
-async def _no_addresses(*args: object) -> tuple[list[str], None]:
-    return [], None
+async def _no_addresses(*args: object) -> tuple[list[str], None, None]:
+    return [], None, None
 
 
 def use_fakes(

@@ -21,9 +21,13 @@ from arl.__main__ import main as arl_main
 from arl.algorithm.losses.reinforcement import PolicyLoss, ValueLoss
 from arl.api.algorithm import AlgorithmConfig, preset
 from arl.api.engine import PackedTokens, TokenLosses, TokenOutputs
+from arl.api.engine_config import ClientConfig
 from arl.api.presets import PRESETS
 from arl.api.scripted import ScriptedEngine
 from arl.assembly import launch
+from arl.engine.client.processes import ServerProcesses
+from arl.engine.client.server_pool import ServerPool
+from arl.engine.client.watch import Watch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.training.run_files import read_jsonl
@@ -162,12 +166,13 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
         *_, step = [step async for step in trainer]
     of_training = mean_of_minibatches([MinibatchTally(budget=1, trained_tokens=1)])
     of_cutting = {"straggler_episode_s", "overtaken_episode_s"}
+    of_servers = Watch(ServerPool(0), ClientConfig(), ServerProcesses([])).counters()
     table = (ROOT / "docs" / "algorithms.md").read_text().partition("## Metrics")[2].partition("**To watch.**")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert (
         explained - {"episode/NAME", "reward/NAME"}
-        == step.metrics.keys() | of_training.keys() | names_of_the_loss() | of_cutting
+        == step.metrics.keys() | of_training.keys() | names_of_the_loss() | of_cutting | of_servers.keys()
     )
 
 

@@ -194,9 +194,9 @@ async def test_servers_that_do_not_train_have_logs_of_their_own(
     use_fakes(monkeypatch, ScriptedEngine(lambda _: [7]))
     logs: list[Path] = []
 
-    async def addresses(config: Config, stack: object, directory: Path) -> tuple[list[str], None]:
+    async def addresses(config: Config, stack: object, directory: Path) -> tuple[list[str], None, None]:
         logs.append(directory)
-        return [], None
+        return [], None, None
 
     monkeypatch.setattr(arl.assembly, "_addresses", addresses)
     async with serve(small(tmp_path)) as engine:

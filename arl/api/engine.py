@@ -191,6 +191,10 @@ class InferenceEngine(Sampler, Protocol):
         """
         ...
 
+    def counters(self) -> Mapping[str, float]:
+        """The state of its servers, for logs: metric name -> number. Empty for an engine without servers."""
+        ...
+
     async def aclose(self) -> None:
         """Abort running requests and release connections. Idempotent."""
         ...

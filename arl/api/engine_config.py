@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -33,11 +33,23 @@ class ClientConfig(Section):
     """Longest time one server may take to load new weights before it is fenced off."""
     update_order: Literal["all", "rolling"] = "all"
     """all: a weight update reaches every server at once. rolling: one after another, while the others generate."""
+    min_servers: PositiveInt = 1
+    """The run ends, with a checkpoint, when fewer servers than this have served for update_timeout_s (and
+    startup_timeout_s, if arl starts the servers)."""
 
     @property
     def absence_timeout_s(self) -> float:
-        """How long a weight update waits for a server to come back when none is left."""
+        """How long arl waits for servers to come back when fewer than min_servers are left."""
         return self.update_timeout_s
+
+
+ClientConfigT = TypeVar("ClientConfigT", bound=ClientConfig)
+
+
+def _reachable(config: ClientConfigT, num_servers: int, what: str) -> ClientConfigT:
+    if config.min_servers > num_servers:
+        raise ValueError(f"min_servers is {config.min_servers}, but {what} is {num_servers}; lower it")
+    return config
 
 
 class StartedServersConfig(ClientConfig):
@@ -46,7 +58,7 @@ class StartedServersConfig(ClientConfig):
     num_servers: PositiveInt = 1
     """How many servers to start, each a process of its own on a free port."""
     max_restarts: NonNegativeInt = 3
-    """How often a server that died is started again. Its requests go to the others meanwhile."""
+    """How often in a row a server that died or hangs is started again. Ten minutes of service end the row."""
     startup_timeout_s: PositiveFloat = 600.0
     """Longest time a server may take until it answers /health."""
 
@@ -58,7 +70,7 @@ class StartedServersConfig(ClientConfig):
     def _an_order_needs_several(self) -> Self:
         if self.update_order == "rolling" and self.num_servers == 1:
             raise ValueError("update_order is rolling, but num_servers is 1, and none generates meanwhile; start more")
-        return self
+        return _reachable(self, self.num_servers, "num_servers")
 
 
 class LocalEngineConfig(StartedServersConfig):
@@ -90,7 +102,7 @@ class SGLangEngineConfig(ClientConfig):
     def _has_addresses(self) -> Self:
         if not self.addresses:
             raise ValueError("addresses is empty; name at least one server, such as http://127.0.0.1:30000")
-        return self
+        return _reachable(self, len(self.addresses), "the number of addresses")
 
 
 class SGLangProcessesConfig(StartedServersConfig):

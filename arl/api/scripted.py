@@ -89,6 +89,9 @@ class ScriptedEngine:
         self._version = update.version
         return UpdateStats(pause_s=0.0, load_s=0.0)
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
     async def aclose(self) -> None:
         self._closed = True
         self._running.set()

@@ -350,6 +350,7 @@ class Trainer:
             **step.call.result(),
             **publish_metrics(self._delivery.published),
             **self.rollout.counters(),
+            **self.inference_engine.counters(),
         }
         is_masked = self.config.algorithm.overlong.mask_truncated
         return await self.thread(_logged, self.log, self.totals, step, self.version, known, is_masked)

@@ -31,6 +31,8 @@ _POLL_S = 0.1
 _STOP_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
+_STEADY_S = 600.0
+"""A server that has served for this long may die max_restarts times again."""
 _LOG_LINES = 20
 _LOG_END = 1 << 16
 
@@ -69,13 +71,13 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 @asynccontextmanager
 async def running(
     program: Callable[[int, int], Program], config: LocalEngineConfig | SGLangProcessesConfig
-) -> AsyncIterator[Sequence[str]]:
-    """Run the programs of config.num_servers indices and ports; gives their base URLs once all of them are ready.
+) -> AsyncIterator[ServerProcesses]:
+    """Run the programs of config.num_servers indices and ports; gives them once all of them are ready.
 
-    A server that dies is started again on its port, at most config.max_restarts times, with a warning that shows the
-    end of its log; meanwhile the engine fences it. When the last server has died for good, the block is cancelled and
-    ServerError raised in its place. Leaving the block, in whatever way, ends the servers with all their children:
-    SIGTERM, and SIGKILL a few seconds later.
+    A server that dies is started again on its port, at most config.max_restarts times in a row, with a warning that
+    shows the end of its log; meanwhile the engine fences it. When the last server has died for good, the block is
+    cancelled and ServerError raised in its place. Leaving the block, in whatever way, ends the servers with all their
+    children: SIGTERM, and SIGKILL a few seconds later.
 
     Raises ServerError with the end of the log if a server dies or is not ready within startup_timeout_s at the start.
     """
@@ -91,7 +93,7 @@ async def running(
                 async with asyncio.TaskGroup() as group:
                     watcher = group.create_task(_watch(servers, config.max_restarts))
                     try:
-                        yield [server.program.address for server in servers]
+                        yield ServerProcesses(servers)
                     except Exception as error:  # noqa: BLE001 - raised again below, outside the group that would wrap it
                         body_error = error
                     watcher.cancel()
@@ -110,12 +112,39 @@ async def _watch(servers: Sequence[_Server], max_restarts: int) -> None:
     raise ServerError(f"every server that arl started died; {tasks[0].result()}")
 
 
+class ServerProcesses:
+    """Servers that run as children of this process."""
+
+    def __init__(self, servers: Sequence[_Server]) -> None:
+        self._servers = {server.program.address: server for server in servers}
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Their base URLs."""
+        return list(self._servers)
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(server.num_restarts for server in self._servers.values())
+
+    def restart(self, address: str, reason: str) -> bool:
+        """Kill a server that hangs; it is started again as one that died. False while it is not ready anyway."""
+        server = self._servers.get(address)
+        if server is None or not server.is_up:
+            return False
+        logger.warning("%s hangs, and is killed: %s", address, reason)
+        server.kill()
+        return True
+
+
 class _Server:
     """One program's process, and the processes that replace it after it died."""
 
     def __init__(self, program: Program, session: aiohttp.ClientSession, startup_timeout_s: float) -> None:
         self.program = program
         self.process: asyncio.subprocess.Process | None = None
+        self.num_restarts = 0
+        self._up_since: float | None = None
         self._session = session
         self._startup_timeout_s = startup_timeout_s
         self._is_killed = False
@@ -140,13 +169,22 @@ class _Server:
             ending.cancel()
         if process.returncode is not None:
             raise ServerError(f"a server did not start: {self.last_words()}")
+        self._up_since = time.monotonic()
+
+    @property
+    def is_up(self) -> bool:
+        """It has been ready, and was not killed since."""
+        return self._up_since is not None and not self._is_killed
 
     async def keep_alive(self, max_restarts: int) -> str:
-        """Start it again whenever it has died; returns its last words once it has died too often."""
+        """Start it again whenever it has died; returns its last words once it has died too often in a row."""
         restarts = 0
         while True:
             if self.process is not None:
                 await self.process.wait()
+            if self._up_since is not None and time.monotonic() - self._up_since > _STEADY_S:
+                restarts = 0
+            self._up_since = None
             self.kill()
             words = await offload(self.last_words)
             if restarts >= max_restarts:
@@ -154,6 +192,7 @@ class _Server:
                 return words
             backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**restarts)
             restarts += 1
+            self.num_restarts += 1
             logger.warning(
                 "%s died; restart %d of %d follows in %g s: %s",
                 self.program.address, restarts, max_restarts, backoff_s, words,
@@ -235,8 +274,8 @@ if os.getppid() == int(parent):
 """Runs a command that the kernel kills when the process that started it is gone."""
 
 
-def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> AbstractAsyncContextManager[Sequence[str]]:
-    """Start config.num_servers embedded servers of the model directory `model`; gives their base URLs.
+def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> AbstractAsyncContextManager[ServerProcesses]:
+    """Start config.num_servers embedded servers of the model directory `model`.
 
     The output of server K is appended to log_dir/server-K.log. See `running` for a server that dies.
     """
@@ -257,8 +296,8 @@ def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> Abstr
 
 def sglang_servers(
     model: str, config: SGLangProcessesConfig, log_dir: Path
-) -> AbstractAsyncContextManager[Sequence[str]]:
-    """Start config.num_servers SGLang servers of the model directory `model`; gives their base URLs.
+) -> AbstractAsyncContextManager[ServerProcesses]:
+    """Start config.num_servers SGLang servers of the model directory `model`.
 
     The output of server K is appended to log_dir/sglang-K.log. Servers and their schedulers die with this process.
     Raises ConfigError if the Python interpreter or the GPUs are not there. See `running` for a server that dies.

@@ -1,7 +1,7 @@
 """One inference server that speaks SGLang's HTTP protocol: its calls, its answers, and what it says of itself.
 
 A call raises ServerFailedError if the server could not answer, so that another, or the same one later, may
-(MalformedAnswerError: what it answered cannot be); ServerError if it refused, and would again (NoSuchPathError: it has
+(UnfitServerError: it must not go on as it is); ServerError if it refused, and would again (NoSuchPathError: it has
 no such path); PromptTooLongError if the prompt does not fit.
 Timeouts are the caller's, by asyncio.timeout.
 """
@@ -39,8 +39,8 @@ _MAX_LOGPROB = 1e-4
 """Rounding may lift a logprob a little above 0; trajectories refuse more."""
 
 
-class MalformedAnswerError(ServerFailedError):
-    """A server answered /generate with something that no working server answers."""
+class UnfitServerError(ServerFailedError):
+    """An answer of /generate shows that its server must not go on as it is: it cannot be, or an adapter is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class ServerClient(JsonClient):
             return _parse_answer(reply.json_object())
         except (LookupError, TypeError, ValueError) as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
-            raise MalformedAnswerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
+            raise UnfitServerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
 
     async def abort(self, rid: str) -> None:
         await self._post("abort_request", {"rid": rid})
@@ -202,7 +202,7 @@ class ServerClient(JsonClient):
         if reply.status == 400 and _PROMPT_TOO_LONG.search(reply.reason):
             return PromptTooLongError(f"{self.address}: {reply.reason}")
         if reply.status == 400 and reply.path == "/generate" and _NO_ADAPTER.search(reply.reason):
-            return ServerFailedError(f"{self.address} lost an adapter: {reply.reason}")
+            return UnfitServerError(f"{self.address} lost an adapter: {reply.reason}")
         return super().error_of(reply)
 
 

@@ -102,6 +102,8 @@ class Server:
     """Why its last probe did not bring it back."""
     is_leaving: bool = False
     """It gets no new requests and will be dropped."""
+    num_failures: int = 0
+    """Requests in a row that it has failed."""
     pauses: int = 0
     """How often it was paused so far."""
     adapters: list[str] = field(default_factory=list[str])
@@ -303,6 +305,12 @@ class ServerPool:
 
     def note_greeting(self, server: Server, greeting: Greeting) -> None:
         server.greeting = greeting
+
+    def note_failure(self, server: Server) -> None:
+        server.num_failures += 1
+
+    def note_success(self, server: Server) -> None:
+        server.num_failures = 0
 
     def note_probe(self, server: Server, failure: str) -> None:
         server.probed = failure

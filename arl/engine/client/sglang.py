@@ -43,9 +43,11 @@ from arl.api.errors import (
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.client.continuation import Attempt, PartialResponse, version_of
 from arl.engine.client.line import Line
-from arl.engine.client.server_client import Answer, ServerClient
+from arl.engine.client.processes import ServerProcesses
+from arl.engine.client.server_client import Answer, ServerClient, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
 from arl.engine.client.upkeep import Upkeep
+from arl.engine.client.watch import Watch
 from arl.web.client import new_session
 from arl.web.process import allow_many_connections
 
@@ -72,8 +74,12 @@ class RemoteSGLangEngine:
         api_key: str | None = None,
         version: int = 0,
         model: ServedModel | None = None,
+        processes: ServerProcesses | None = None,
     ) -> None:
-        """model: what the servers should serve. Without it, token ids and the servers' model are not checked."""
+        """model: what the servers should serve. Without it, token ids and the servers' model are not checked.
+
+        processes: those of the servers that arl started, so that one that hangs is started again.
+        """
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
         self._addresses = list(dict.fromkeys(map(base_url, addresses)))
@@ -84,7 +90,8 @@ class RemoteSGLangEngine:
         self._tasks = asyncio.TaskGroup()
         self._pool = ServerPool(version)
         self._line = Line(self._pool)
-        self._upkeep = Upkeep(self._pool, config, self._tasks, self._model)
+        self._watch = Watch(self._pool, config, processes)
+        self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
@@ -94,6 +101,7 @@ class RemoteSGLangEngine:
         try:
             await self._upkeep.start([ServerClient(session, address) for address in self._addresses])
             await self._tasks.__aenter__()
+            self._upkeep.watch()
         except BaseException:
             await session.close()
             raise
@@ -136,6 +144,7 @@ class RemoteSGLangEngine:
             failed = server if fault is not None else None
             if fault is not None:
                 faults += 1
+                self._watch.num_failed_requests += 1
                 await self._back_off(request, fault, faults)
         return partial.response()
 
@@ -159,6 +168,10 @@ class RemoteSGLangEngine:
         self._check_open()
         async with self._updating:
             return await self._upkeep.update(update)
+
+    def counters(self) -> dict[str, float]:
+        """The metrics servers/NAME; totals count since this process began."""
+        return self._watch.counters()
 
     async def add_server(self, address: str) -> None:
         """Let one more server serve, as soon as it holds the current weights.
@@ -233,7 +246,8 @@ class RemoteSGLangEngine:
             async with attempt.scope:
                 answer = await server.client.generate(payload)
         except ServerFailedError as failure:
-            self._upkeep.fence(server, str(failure))
+            blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
+            blame(server, str(failure))
             return str(failure)
         except TimeoutError:
             return self._timed_out(server, attempt)
@@ -249,6 +263,7 @@ class RemoteSGLangEngine:
         if (fault := self._flaw(server, attempt, partial, answer)) is not None:
             self._upkeep.fence(server, fault)
             return fault
+        self._pool.note_success(server)
         partial.extend(answer, attempt.versions(answer), self._model.end_token_ids)
         was_meant = server.pauses != attempt.pauses or server.is_leaving
         if answer.finish != "abort" or was_meant or partial.stop_reason is not None:

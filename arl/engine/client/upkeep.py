@@ -23,6 +23,7 @@ from arl.api.engine_config import ClientConfig
 from arl.api.errors import ArlError, ServerError, ServerFailedError, TransportError, first_error
 from arl.engine.client.server_client import Greeting, ServerClient, difference, expected_of, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
+from arl.engine.client.watch import Watch
 
 _PROBE_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
@@ -39,17 +40,23 @@ class Upkeep:
 
     | task | runs while | ends when |
     |---|---|---|
+    | check of a server that failed one request | 10 s at most | it answered; or it did not, and is fenced |
     | probe of a fenced server | it is fenced | it holds the newest weights, is healthy and admitted; or it is removed |
     | abort of a request that nobody waits for | a few seconds at most | the server acknowledged, or could not |
     | unloading of adapters that nobody names | half a minute for each at most | the same |
+    | `Watch.listen`, `Watch.hold_floor` | the engine is open | too few servers are left |
     """
 
-    def __init__(self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup, model: ServedModel) -> None:
+    def __init__(
+        self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup, model: ServedModel, watch: Watch
+    ) -> None:
         self._pool = pool
         self._config = config
         self._expected = expected_of(model)
+        self._watch = watch
         self._group = tasks
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: list[asyncio.Task[None]] = []
         self._abort_slots = asyncio.Semaphore(_MAX_CONCURRENT_ABORTS)
         self._probes: dict[Server, asyncio.Task[None]] = {}
         self._target: WeightUpdate | None = None
@@ -73,7 +80,7 @@ class Upkeep:
     async def close(self) -> None:
         """End the tasks, abort what runs, leave no server paused and no adapter loaded. A few seconds at most."""
         self._is_closed = True
-        for task in self._tasks:
+        for task in (*self._tasks, *self._watching):
             task.cancel()
         try:
             async with asyncio.timeout(_CLEANUP_TIMEOUT_S), asyncio.TaskGroup() as group:
@@ -103,6 +110,12 @@ class Upkeep:
                 self._welcome(server, answer)
                 self._pool.admit(server)
 
+    def watch(self) -> None:
+        """Begin to watch over the servers, once the tasks' group is open."""
+        for watching in (self._watch.listen(self._is_silent, self.suspect), self._watch.hold_floor()):
+            self._watching.append(self._group.create_task(watching))
+            self._watching[-1].add_done_callback(self._forget)
+
     async def add(self, client: ServerClient) -> None:
         """Bring a new server to the current weights, then let it serve. Raises ServerError, and leaves it out."""
         server = self._pool.join(client)
@@ -128,6 +141,9 @@ class Upkeep:
         others = [other for other in self._pool.servers if other is not server and not other.is_leaving]
         if not others or (server.is_in_service and not any(other.is_in_service for other in others)):
             raise ServerError(f"{server.address} is the last server that serves; add another before removing it")
+        if len(others) < self._config.min_servers:
+            least = f"engine.min_servers is {self._config.min_servers}"
+            raise ServerError(f"{least}, and without {server.address} there are {len(others)}; add another before")
         self._pool.leave(server)
         try:
             if not await self._drained(server, drain_timeout_s):
@@ -146,6 +162,7 @@ class Upkeep:
             probe.cancel()
         is_idle = server.state is ServerState.DRAINING
         self._pool.drop(server)
+        self._watch.forget(server)
         if not is_idle:
             await _leave_running(server)
 
@@ -237,10 +254,10 @@ class Upkeep:
 
     async def _pause(self, server: Server) -> None:
         self._pool.pause(server)
-        await server.client.pause(self._config.pause_mode)
+        await _twice(lambda: server.client.pause(self._config.pause_mode))
 
     async def _resume(self, server: Server) -> None:
-        await server.client.resume()
+        await _twice(server.client.resume)
         self._pool.resume(server)
 
     async def _unload(self, server: Server, adapters: list[str]) -> None:
@@ -291,7 +308,31 @@ class Upkeep:
     def fence(self, server: Server, reason: str) -> None:
         """Give the server no more requests until its probe finds it well. Requests in flight on it may go on."""
         if not self._is_closed and self._pool.fence(server, reason):
+            self._watch.note_fence(server)
             self._probes[server] = self._spawn(self._probe(server))
+
+    def suspect(self, server: Server, reason: str) -> None:
+        """A call failed. Once may be chance, and a fence costs more than a request: the server is asked how it is.
+
+        A second failure without a success in between fences it.
+        """
+        self._pool.note_failure(server)
+        if server.num_failures > 1:
+            self.fence(server, reason)
+        elif not self._is_closed and server.is_in_service:
+            self._spawn(self._check(server, reason))
+
+    async def _check(self, server: Server, reason: str) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                await server.client.model_info()
+        except (ServerError, TimeoutError):
+            self.fence(server, reason)
+
+    def _is_silent(self, server: Server) -> None:
+        reason = f"{server.address} gives no sign of life"
+        self.fence(server, reason)
+        self._pool.lose_attempts(server, reason)
 
     def _lose(self, server: Server, reason: str) -> None:
         """Fence a server that failed an update. If it was paused already, its requests will not end: they are lost."""
@@ -301,19 +342,25 @@ class Upkeep:
             self._pool.lose_attempts(server, f"{server.address} failed: {reason}")
 
     async def _probe(self, server: Server) -> None:
-        """Bring a fenced server back, however long it takes."""
-        backoff = _FIRST_BACKOFF_S
+        """Bring a fenced server back, however long it takes. After a second failure in a row its requests are lost."""
+        backoff, num_failures = _FIRST_BACKOFF_S, 0
         while True:
+            is_silent = False
             try:
                 if await self._restore(server):
+                    self._watch.note_return(server)
                     return
             except (ServerError, TimeoutError) as error:
+                is_silent = isinstance(error, ServerFailedError | TimeoutError)
+                num_failures += 1
                 self._pool.note_probe(server, str(error) or f"{server.address} does not answer")
-                self._pool.lose_attempts(server, f"{server.address} failed: {server.probed}")
+                if num_failures > 1:
+                    self._pool.lose_attempts(server, f"{server.address} failed: {server.probed}")
             except ArlError as error:
                 # Not the server's fault, so it may end what it runs. If the weights have lost their sender, the
                 # trainer learns of that from a call of its own.
                 self._pool.note_probe(server, str(error))
+            self._watch.note_probe(server, is_silent=is_silent)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
@@ -339,6 +386,7 @@ class Upkeep:
                     await server.client.check_health()
             if self._target is not target:
                 return False
+            self._pool.note_success(server)
             self._pool.admit(server)
             return True
 
@@ -349,7 +397,7 @@ class Upkeep:
             async with self._abort_slots, asyncio.timeout(_CLEANUP_TIMEOUT_S):
                 await server.client.abort(rid)
         except (ServerError, TimeoutError) as error:
-            self.fence(server, f"it did not abort a request: {error}")
+            self.suspect(server, f"it did not abort a request: {error or 'no answer'}")
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._group.create_task(coroutine)
@@ -368,6 +416,14 @@ async def _greet(client: ServerClient) -> Greeting | ServerError:
         return await greet(client)
     except ServerError as error:
         return error
+
+
+async def _twice(call: Callable[[], Awaitable[None]]) -> None:
+    """Repeat a call that may be repeated, if it fails: a fence in the middle of an update loses all that runs."""
+    try:
+        await call()
+    except ServerFailedError:
+        await call()
 
 
 async def _leave_running(server: Server) -> None:

@@ -85,6 +85,7 @@ class Server:
         self.distortions: deque[Callable[[dict[str, Any]], object]] = deque()
         self.error_body: dict[str, Any] = {"error": {"message": "it broke"}}
         self.is_healthy = True
+        self.is_silent = False
         self.load_works = True
         self.adapters: dict[str, str] = {}
         self.info: dict[str, Any] = {"model_path": "m"}
@@ -227,6 +228,8 @@ class Server:
         self.calls.append((name, body))
         self._notify()
         act = getattr(self, f"_on_{name.replace('/', '_')}", None)
+        if self.is_silent:
+            await asyncio.Event().wait()
         if not self.is_healthy:
             return web.json_response({"error": {"message": "unwell"}}, status=503)
         told = self.tells.get(name)

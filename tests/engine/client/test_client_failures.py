@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from aiohttp import web
 from protocol_server import Server, ask, assert_seamless, outcome, over
 from scripted_weights import ScriptedWeights, weights
 
@@ -69,9 +70,9 @@ async def test_a_server_that_comes_back_as_another_model_stays_out(server: Serve
     async with over(server, other) as engine:
         await engine.update_weights(weights(1))
         server.label, server.info["model_type"] = "default", "llama"
-        server.faults.append(500)
+        server.faults.extend([500, 500])
         server.calls.clear()
-        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(2)))
+        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
         await server.until(lambda: server.names().count("tokenize") == 2)
         assert "the model type is qwen3" in engine._pool.report()
         assert [s.address for s in engine._pool.in_service] == [other.address]
@@ -88,8 +89,8 @@ async def test_a_server_that_comes_back_with_other_ranks_is_given_weights_as_suc
     async with over(server, other) as engine:
         await engine.update_weights(ScriptedWeights(1, before=note))
         server.label, server.tells["server_info"] = "default", {"tp_size": 2}
-        server.faults.append(500)
-        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(2)))
+        server.faults.extend([500, 500])
+        await asyncio.gather(*(engine.agenerate(ask()) for _ in range(4)))
         await server.until(lambda: server.label == "1")
     assert num_ranks == [1, 2]
 
@@ -214,8 +215,43 @@ async def test_a_server_that_does_not_abort_gets_no_requests_until_it_answers_a_
         server.tells |= {"abort_request": 500, "model_info": 503}
         call = await server.begin(group, engine.agenerate(ask()))
         call.cancel()
-        await server.until(lambda: "model_info" in server.names(without=()))
+        await server.until(lambda: server.names(without=()).count("model_info") == 2)  # a check, and the first probe
         assert "it did not abort a request" in engine._pool.report()
         assert [s.address for s in engine._pool.in_service] == [other.address]
         server.tells.clear()
         await server.until(lambda: "continue_generation" in server.names())
+
+
+async def test_one_failed_request_is_tried_elsewhere_and_a_second_in_a_row_fences(server: Server, other: Server):
+    async with over(server, other) as engine:
+        server.faults.append(500)
+        assert_seamless(await engine.agenerate(ask(session="s")), 4)
+        assert [len(each.requests) for each in (server, other)] == [1, 1]
+        await server.until(lambda: "model_info" in server.names(without=()))
+        await engine.agenerate(ask())  # it serves on, and a success forgives the failure
+        assert [len(each.requests) for each in (server, other)] == [2, 1]
+        for expected in (0, 1):
+            server.faults.append(500)
+            await engine.agenerate(ask())
+            assert engine.counters()["servers/fences"] == expected
+        assert engine.counters()["servers/failed_requests"] == 3
+
+
+async def test_a_pause_that_fails_once_is_repeated_and_loses_no_request(server: Server):
+    server.is_automatic = False
+    failed: list[str] = []
+
+    async def fail_once(body: dict[str, object]) -> dict[str, object]:
+        if not failed:
+            failed.append("pause")
+            raise web.HTTPInternalServerError
+        return await Server._on_pause_generation(server, {"mode": "in_place"})
+
+    async with over(server) as engine, asyncio.TaskGroup() as group:
+        call = await server.begin(group, engine.agenerate(ask()))
+        server._on_pause_generation = fail_once
+        await engine.update_weights(weights(1))
+        server.advance(4)
+        assert_seamless(await call, 4)
+    assert failed
+    assert len(server.requests) == 1

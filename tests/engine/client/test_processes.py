@@ -95,7 +95,8 @@ async def test_servers_answer_at_their_addresses_log_what_they_say_and_are_gone_
     play("say(f'life {births} with {os.environ[\"OMP_NUM_THREADS\"]} threads')\n" + SERVE)
     for _ in range(2):
         config = LocalEngineConfig(num_servers=2, num_threads=3)
-        async with local_servers("m", config, tmp_path / "logs") as addresses:
+        async with local_servers("m", config, tmp_path / "logs") as servers:
+            addresses = servers.addresses
             assert len(set(addresses)) == 2
             assert [await answers(address) for address in addresses] == [True, True]
             assert sum(map(is_running, pids(notes))) == 2
@@ -129,7 +130,8 @@ async def test_a_server_that_dies_is_started_again_at_its_address_when_what_it_h
 ):
     child = "print(subprocess.Popen(['sleep', '60']).pid, file=open(f'{notes}/child-{births}', 'w'))\n"
     play("say(f'life {births}')\n" + child + SERVE)
-    async with local_servers("m", LocalEngineConfig(num_servers=1), tmp_path) as addresses:
+    async with local_servers("m", LocalEngineConfig(num_servers=1), tmp_path) as servers:
+        addresses = servers.addresses
         (first,), first_child = pids(notes), int((notes / "child-1").read_text())
         assert is_running(first_child)
         os.kill(first, signal.SIGKILL)
@@ -153,6 +155,18 @@ async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_th
     assert len(pids(notes)) == 4
 
 
+async def test_a_server_that_has_served_long_enough_may_die_as_often_again(
+    play: Play, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "_STEADY_S", 0.0)
+    play(SERVE)
+    async with local_servers("m", LocalEngineConfig(max_restarts=1), tmp_path) as servers:
+        for deaths in (1, 2, 3):
+            os.kill(max(pids(notes)), signal.SIGKILL)
+            await until(lambda deaths=deaths: len(pids(notes)) == 1 + deaths and servers.num_restarts == deaths)
+            await until(lambda: all(server.is_up for server in servers._servers.values()))
+
+
 async def test_when_one_of_two_dies_for_good_the_block_goes_on_and_it_is_not_killed_again(
     play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -160,7 +174,8 @@ async def test_when_one_of_two_dies_for_good_the_block_goes_on_and_it_is_not_kil
     kill_group = os.killpg
     monkeypatch.setattr(os, "killpg", lambda pid, number: (killed.append(pid), kill_group(pid, number)))
     play(SERVE)
-    async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path) as addresses:
+    async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=0), tmp_path) as servers:
+        addresses = servers.addresses
         os.kill(pids(notes)[0], signal.SIGKILL)
         assert "is not started again: it ended with exit code -9" in await warnings.get()
         assert sorted([await answers(address) for address in addresses]) == [False, True]

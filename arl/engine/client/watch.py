@@ -1,0 +1,147 @@
+"""Watching over the servers of a pool, so that none is lost in silence.
+
+| task | does | waits for |
+|---|---|---|
+| listen | asks each server in service for a sign of life; fences a silent one, and loses its requests | the clock |
+| hold the floor | ends the run when fewer than engine.min_servers have served for too long | a server's change |
+
+A server that is fenced is logged with the reason, and again when it serves: for each server one fence a minute, and one
+reminder after 1, 2, 4, ... minutes. One of arl's own that stays fenced and gives no proper answer is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from arl.api.engine_config import ClientConfig
+from arl.api.errors import ServerError
+from arl.engine.client.processes import ServerProcesses
+from arl.engine.client.server_pool import Server, ServerPool
+
+_LISTEN_EVERY_S = 5.0
+_SILENCE_S = 30.0
+"""A server that has not answered for this long is fenced."""
+_HUNG_S = 60.0
+"""One of arl's own that stays fenced for this long without a proper answer is killed, and started again."""
+_GRACE_S = 1.0
+"""An update that waits for the same servers as the floor gives up this much sooner, and says what it was."""
+_QUIET_S = 60.0
+"""The log tells of at most one fence of a server in this time."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Absence:
+    """A server's time behind its fence. Times are the event loop's."""
+
+    since: float
+    is_told: bool = False
+    next_line: float = 0.0
+    silent_since: float | None = None
+    """When it failed to answer for the first time, since it last did or was started again."""
+
+
+class Watch:
+    """Counts and reports what happens to servers. `processes`: those that arl started itself."""
+
+    def __init__(self, pool: ServerPool, config: ClientConfig, processes: ServerProcesses | None) -> None:
+        self.num_failed_requests = 0
+        """Requests that a server failed, and that were tried again."""
+        self._pool = pool
+        self._config = config
+        self._processes = processes
+        self._absences: dict[Server, _Absence] = {}
+        self._last_lines: dict[Server, float] = {}
+        self._num_fences = 0
+
+    def counters(self) -> dict[str, float]:
+        """Metrics; the totals count since this process began."""
+        numbers: dict[str, float] = {
+            "servers/serving": len(self._pool.in_service),
+            "servers/fenced": len(self._absences),
+            "servers/fences": self._num_fences,
+            "servers/failed_requests": self.num_failed_requests,
+        }
+        return numbers if self._processes is None else {**numbers, "servers/restarts": self._processes.num_restarts}
+
+    def note_fence(self, server: Server) -> None:
+        now = _now()
+        self._num_fences += 1
+        self._absences[server] = _Absence(since=now, next_line=self._last_lines.get(server, -_QUIET_S) + _QUIET_S)
+        self._tell(server, now)
+
+    def note_probe(self, server: Server, *, is_silent: bool) -> None:
+        """A probe did not bring it back. is_silent: it gave no proper answer."""
+        if (absence := self._absences.get(server)) is None:
+            return
+        now = _now()
+        self._tell(server, now)
+        absence.silent_since = (absence.silent_since or now) if is_silent else None
+        if absence.silent_since is None or now - absence.silent_since < _HUNG_S or self._processes is None:
+            return
+        if self._processes.restart(server.address, server.why):
+            absence.silent_since = None
+
+    def note_return(self, server: Server) -> None:
+        absence = self._absences.pop(server, None)
+        if absence is not None and absence.is_told:
+            logger.warning("%s serves again after %.3g s", server.address, _now() - absence.since)
+
+    def forget(self, server: Server) -> None:
+        """It was removed."""
+        self._absences.pop(server, None)
+        self._last_lines.pop(server, None)
+
+    async def listen(self, silent: Callable[[Server], None], suspect: Callable[[Server, str], None]) -> None:
+        """Ask all servers in service for a sign of life, for ever. silent, suspect: told of those without."""
+
+        async def ask(server: Server) -> None:
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    await server.client.model_info()
+            except TimeoutError:
+                silent(server)
+            except ServerError as error:
+                suspect(server, str(error))
+
+        while True:
+            await asyncio.sleep(_LISTEN_EVERY_S)
+            async with asyncio.TaskGroup() as group:
+                for server in self._pool.in_service:
+                    group.create_task(ask(server))
+
+    async def hold_floor(self) -> None:
+        """Raises ServerError when too few servers have served for absence_timeout_s."""
+        least, longest_s = self._config.min_servers, self._config.absence_timeout_s
+        while True:
+            while len(self._pool.in_service) >= least:
+                await self._pool.changed()
+            try:
+                async with asyncio.timeout(longest_s + _GRACE_S):
+                    while len(self._pool.in_service) < least:
+                        await self._pool.changed()
+            except TimeoutError:
+                serve = f"{len(self._pool.in_service)} of {len(self._pool.servers)} servers serve"
+                raise ServerError(
+                    f"{serve}, fewer than engine.min_servers={least}, and that for {longest_s:g} s: "
+                    f"{self._pool.report()}"
+                ) from None
+
+    def _tell(self, server: Server, now: float) -> None:
+        absence = self._absences[server]
+        if now < absence.next_line:
+            return
+        if absence.is_told:
+            logger.warning("%s has been fenced for %.0f s: %s", server.address, now - absence.since, server.why)
+        else:
+            logger.warning("%s is fenced, and gets no requests until it is well: %s", server.address, server.why)
+        absence.is_told, self._last_lines[server] = True, now
+        absence.next_line = now + max(_QUIET_S, now - absence.since)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,146 @@
+"""No server is lost in silence: log lines, metrics, signs of life, restarts, and a floor that ends the run."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from protocol_server import Server, ask, assert_seamless, over
+from scripted_weights import weights
+
+from arl.api.engine_config import ClientConfig, LocalEngineConfig
+from arl.api.errors import ServerError
+from arl.engine.client import processes
+from arl.engine.client.processes import local_servers
+from arl.engine.client.sglang import RemoteSGLangEngine
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of watching become a tenth of them, or less."""
+    for name, value in (("_LISTEN_EVERY_S", 0.02), ("_SILENCE_S", 0.3), ("_HUNG_S", 0.3)):
+        monkeypatch.setattr(f"arl.engine.client.watch.{name}", value)
+    monkeypatch.setattr("arl.engine.client.upkeep._PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.01)
+
+
+def lines(caplog: pytest.LogCaptureFixture, server: Server) -> list[str]:
+    return [record.getMessage() for record in caplog.records if server.address in record.getMessage()]
+
+
+async def test_a_fence_and_its_end_are_logged_and_counted_and_one_that_flaps_floods_no_log(
+    server: Server, other: Server, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    async with over(server, other) as engine:
+        assert engine.counters() == {
+            "servers/serving": 2, "servers/fenced": 0, "servers/fences": 0, "servers/failed_requests": 0,
+        }  # fmt: skip
+        for _ in range(4):
+            server.is_healthy = False
+            engine._upkeep.fence(server=engine._pool.servers[0], reason="its GPU fell off the bus")
+            assert engine.counters()["servers/serving"] == engine.counters()["servers/fenced"] == 1
+            await server.until(lambda: len(server.calls) > 1)
+            server.is_healthy = True
+            while engine.counters()["servers/fenced"]:
+                await engine._pool.changed()
+                await asyncio.sleep(0)
+            server.calls.clear()
+        assert engine.counters()["servers/fences"] == 4
+    fence, end = lines(caplog, server)
+    assert "is fenced, and gets no requests until it is well: its GPU fell off the bus" in fence
+    assert "serves again after" in end
+    assert lines(caplog, other) == []
+
+
+async def test_a_fence_that_lasts_is_told_again_with_the_reason_and_the_time(
+    server: Server, other: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("arl.engine.client.watch._QUIET_S", 0.0)
+    monkeypatch.setattr("arl.engine.client.upkeep._MAX_BACKOFF_S", 0.01)
+    async with over(server, other) as engine:
+        await server.stop()
+        await engine.update_weights(weights(1))
+        async with asyncio.timeout(5):
+            while len(lines(caplog, server)) < 3:  # noqa: ASYNC110 - a log sets no event
+                await asyncio.sleep(0.01)
+    assert all("could not be reached" in line for line in lines(caplog, server))
+    assert "has been fenced for" in lines(caplog, server)[1]
+
+
+async def test_a_server_that_falls_silent_is_fenced_and_what_it_runs_goes_elsewhere(
+    server: Server, other: Server, quick: None
+):
+    server.faults.extend(["hang", "hang"])
+    async with over(server, other, request_timeout_s=600.0) as engine, asyncio.TaskGroup() as group:
+        calls = [await server.begin(group, engine.agenerate(ask(session="s"))) for _ in range(2)]
+        server.is_silent = True
+        for call in calls:
+            assert_seamless(await call, 4)
+        assert "gives no sign of life" in engine._pool.report()
+        server.is_silent = False
+        await server.until(lambda: "continue_generation" in server.names())
+
+
+async def test_too_few_servers_for_too_long_end_the_run_with_each_servers_reason(server: Server, other: Server):
+    async def run() -> None:
+        async with over(server, other, update_timeout_s=0.2, min_servers=2) as engine:
+            await server.stop()
+            engine._upkeep.fence(engine._pool.servers[0], "it burned")
+            await asyncio.Event().wait()
+
+    with pytest.raises(ServerError, match=r"1 of 2 servers serve, .* than engine\.min_servers=2, .* 0\.2 s") as raised:
+        await run()
+    assert f"{server.address} is fenced (it burned; now: " in str(raised.value)
+
+
+async def test_a_short_loss_of_servers_ends_nothing(server: Server, other: Server):
+    async with over(server, other, update_timeout_s=0.5, min_servers=2) as engine:
+        for _ in range(3):
+            engine._upkeep.fence(engine._pool.servers[0], "it burned")
+            await asyncio.sleep(0.3)
+            assert len(engine._pool.in_service) == 2
+        with pytest.raises(ServerError, match=r"engine\.min_servers is 2, and without .* there are 1"):
+            await engine.remove_server(other.address)
+
+
+SERVER = """
+import http.server, json, sys
+class Answers(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = json.dumps({"model_path": "m"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_POST = do_GET
+    def log_message(self, *args): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+
+
+async def test_a_started_server_that_hangs_is_killed_and_started_again(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        processes, "_local_command", lambda model, config, port: [sys.executable, "-c", SERVER, str(port)]
+    )
+    async with local_servers("m", LocalEngineConfig(num_servers=2), tmp_path) as servers:
+        config = ClientConfig(min_servers=2)
+        async with RemoteSGLangEngine(servers.addresses, config, processes=servers) as engine, asyncio.timeout(20):
+            process = next(iter(servers._servers.values())).process
+            assert process is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            while not engine.counters()["servers/fenced"]:
+                await engine._pool.changed()
+            while engine.counters()["servers/fenced"]:
+                await engine._pool.changed()
+                await asyncio.sleep(0)
+            assert await process.wait() == -signal.SIGKILL
+            assert engine.counters()["servers/restarts"] == 1
+            assert engine.counters()["servers/serving"] == 2
