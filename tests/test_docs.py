@@ -27,7 +27,7 @@ from arl.api.scripted import ScriptedEngine
 from arl.assembly import launch
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.server_pool import ServerPool
-from arl.engine.client.watch import Watch
+from arl.engine.client.server_watch import ServerWatch
 from arl.engine.fsdp.minibatch import MinibatchTally, mean_of_minibatches
 from arl.engine.tiny import TURN_END, tiny_tokenizer, write_tiny_model
 from arl.training.run_files import read_jsonl
@@ -166,7 +166,7 @@ async def test_every_metric_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
         *_, step = [step async for step in trainer]
     of_training = mean_of_minibatches([MinibatchTally(budget=1, trained_tokens=1)])
     of_cutting = {"straggler_episode_s", "overtaken_episode_s"}
-    of_servers = Watch(ServerPool(0), ClientConfig(), ServerProcesses([])).counters()
+    of_servers = ServerWatch(ServerPool(0), ClientConfig(), ServerProcesses([])).counters()
     table = (ROOT / "docs" / "algorithms.md").read_text().partition("## Metrics")[2].partition("**To watch.**")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}

@@ -39,6 +39,10 @@ _MAX_LOGPROB = 1e-4
 """Rounding may lift a logprob a little above 0; trajectories refuse more."""
 
 
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading an answer raises that is not of the expected form."""
+
+
 class UnfitServerError(ServerFailedError):
     """An answer of /generate shows that its server must not go on as it is: it cannot be, or an adapter is gone."""
 
@@ -84,7 +88,7 @@ class ServerClient(JsonClient):
         reply = await self.call("POST", "/generate", payload)
         try:
             return _parse_answer(reply.json_object())
-        except (LookupError, TypeError, ValueError) as error:
+        except _NONSENSE as error:
             what = f"{self.address} answered /generate with what cannot be trained on ({type(error).__name__}: {error})"
             raise UnfitServerError(f"{what}; it must be SGLang and return output_token_logprobs") from error
 
@@ -166,7 +170,10 @@ class ServerClient(JsonClient):
 
     async def adapters(self) -> frozenset[str]:
         cards = (await self.look_up("v1/models")).get("data") or []
-        return frozenset(card["id"] for card in cards if card.get("parent"))
+        try:
+            return frozenset(card["id"] for card in cards if card.get("parent"))
+        except _NONSENSE as error:
+            raise ServerFailedError(f"{self.address}/v1/models makes no sense ({error}): {str(cards)[:200]}") from error
 
     async def model_info(self) -> dict[str, Any]:
         """The description of its model, also while it is paused. Raises ServerError if it is not an SGLang server."""
@@ -269,18 +276,28 @@ async def greet(client: ServerClient, *, sets_going: bool = True) -> Greeting:
             tokens = await _probe_tokens(client)
     except TimeoutError:
         raise ServerError(f"{client.address} gave no answer within {_GREETING_TIMEOUT_S:g} s") from None
-    client.num_ranks = int(settings.get("tp_size") or 1)
+    try:
+        client.num_ranks = int(settings.get("tp_size") or 1)
+        return _greeting(client.address, info, settings, models[0], tokens)
+    except _NONSENSE as error:
+        what = f"{client.address} describes itself in a way that makes no sense ({type(error).__name__}: {error})"
+        raise ServerFailedError(what) from error
+
+
+def _greeting(
+    address: str, info: Mapping[str, Any], settings: Mapping[str, Any], card: Mapping[str, Any], tokens: Any
+) -> Greeting:
     return Greeting(
-        address=client.address,
+        address=address,
         label=str(info.get("weight_version", "default")),
         num_late=_num_late(settings),
         unreached=_unreached(settings),
         traits={
             "model type": info.get("model_type"),
             "vocabulary's size": info.get("vocab_size"),
-            **_shape(client.address, str(info["model_path"])),
+            **_shape(address, str(info["model_path"])),
             "architecture": info.get("architectures"),
-            "context length": models[0].get("max_model_len"),
+            "context length": card.get("max_model_len"),
             f"tokenization of {_PROBE_TEXT!r}": tokens,
         },
     )

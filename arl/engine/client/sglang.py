@@ -46,8 +46,8 @@ from arl.engine.client.line import Line
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.server_client import Answer, ServerClient, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
+from arl.engine.client.server_watch import ServerWatch
 from arl.engine.client.upkeep import Upkeep
-from arl.engine.client.watch import Watch
 from arl.web.client import new_session
 from arl.web.process import allow_many_connections
 
@@ -90,7 +90,7 @@ class RemoteSGLangEngine:
         self._tasks = asyncio.TaskGroup()
         self._pool = ServerPool(version)
         self._line = Line(self._pool)
-        self._watch = Watch(self._pool, config, processes)
+        self._watch = ServerWatch(self._pool, config, processes)
         self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False

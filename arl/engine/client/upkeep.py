@@ -23,7 +23,7 @@ from arl.api.engine_config import ClientConfig
 from arl.api.errors import ArlError, ServerError, ServerFailedError, TransportError, first_error
 from arl.engine.client.server_client import Greeting, ServerClient, difference, expected_of, greet
 from arl.engine.client.server_pool import Server, ServerPool, ServerState
-from arl.engine.client.watch import Watch
+from arl.engine.client.server_watch import ServerWatch
 
 _PROBE_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
@@ -44,11 +44,11 @@ class Upkeep:
     | probe of a fenced server | it is fenced | it holds the newest weights, is healthy and admitted; or it is removed |
     | abort of a request that nobody waits for | a few seconds at most | the server acknowledged, or could not |
     | unloading of adapters that nobody names | half a minute for each at most | the same |
-    | `Watch.listen`, `Watch.hold_floor` | the engine is open | too few servers are left |
+    | `ServerWatch.listen`, `ServerWatch.hold_floor` | the engine is open | too few servers are left |
     """
 
     def __init__(
-        self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup, model: ServedModel, watch: Watch
+        self, pool: ServerPool, config: ClientConfig, tasks: asyncio.TaskGroup, model: ServedModel, watch: ServerWatch
     ) -> None:
         self._pool = pool
         self._config = config

@@ -255,3 +255,29 @@ async def test_a_pause_that_fails_once_is_repeated_and_loses_no_request(server: 
         assert_seamless(await call, 4)
     assert failed
     assert len(server.requests) == 1
+
+
+NONSENSE: dict[str, list[object]] = {
+    "model_info": ["[" * 5000, "[]", {"model_path": 3, "weight_version": []}],
+    "v1/models": [{"data": 3}, {"data": [3]}, {"data": {"a": 1}}],
+    "server_info": [{"tp_size": "x"}, {"dp_size": [2]}, "<html>"],
+    "tokenize": [{"tokens": "a"}, "[" * 5000],
+}
+
+
+@pytest.mark.parametrize(("path", "told"), [(path, told) for path, all_told in NONSENSE.items() for told in all_told])
+async def test_a_probe_that_is_answered_with_nonsense_ends_no_engine(
+    server: Server, other: Server, path: str, told: object
+):
+    for each in (server, other):
+        each.tells["tokenize"] = {"tokens": [1, 2]}
+    async with over(server, other) as engine:
+        await engine.update_weights(weights(1))
+        server.label, tokens = "default", server.tells["tokenize"]  # as after a restart, so that it is greeted again
+        server.tells[path] = told
+        server.calls.clear()
+        engine._upkeep.fence(engine._pool.servers[0], "a test")
+        await server.until(lambda: server.names(without=()).count(path) > 1 or server.label == "1")
+        server.tells = {"tokenize": tokens}
+        await server.until(lambda: server.label == "1")
+        assert_seamless(await engine.agenerate(ask()), 4)

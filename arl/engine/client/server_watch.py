@@ -45,7 +45,7 @@ class _Absence:
     """When it failed to answer for the first time, since it last did or was started again."""
 
 
-class Watch:
+class ServerWatch:
     """Counts and reports what happens to servers. `processes`: those that arl started itself."""
 
     def __init__(self, pool: ServerPool, config: ClientConfig, processes: ServerProcesses | None) -> None:

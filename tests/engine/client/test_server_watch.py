@@ -22,7 +22,7 @@ from arl.engine.client.sglang import RemoteSGLangEngine
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of watching become a tenth of them, or less."""
     for name, value in (("_LISTEN_EVERY_S", 0.02), ("_SILENCE_S", 0.3), ("_HUNG_S", 0.3)):
-        monkeypatch.setattr(f"arl.engine.client.watch.{name}", value)
+        monkeypatch.setattr(f"arl.engine.client.server_watch.{name}", value)
     monkeypatch.setattr("arl.engine.client.upkeep._PROBE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(processes, "_FIRST_BACKOFF_S", 0.01)
 
@@ -59,7 +59,7 @@ async def test_a_fence_and_its_end_are_logged_and_counted_and_one_that_flaps_flo
 async def test_a_fence_that_lasts_is_told_again_with_the_reason_and_the_time(
     server: Server, other: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("arl.engine.client.watch._QUIET_S", 0.0)
+    monkeypatch.setattr("arl.engine.client.server_watch._QUIET_S", 0.0)
     monkeypatch.setattr("arl.engine.client.upkeep._MAX_BACKOFF_S", 0.01)
     async with over(server, other) as engine:
         await server.stop()
