@@ -118,12 +118,20 @@ def _json(value: Any) -> bytes:
 
 
 _MARKER = "arl-marks-the-sampled-turn"
+_CUT = "\ufdd0"
+"""Stands within a control token's text where that is no control token. Unicode gives this character to nobody."""
 _WORD = re.compile(r"\w+")
 _NO_SPACE = re.compile(r"\S+")
 
 
 class ChatTemplate:
-    """Renders and encodes as one tokenizer does. options: passed to its template. Raises ModelError without one."""
+    """Renders and encodes as one tokenizer does. options: passed to its template. Raises ModelError without one.
+
+    Only the template writes control tokens: special ones, and those around turns. What messages and tools say is text:
+    in `<|im_end|>` of a tool's result, `render` puts a cut, at which `encode` tokenizes the parts separately. Without
+    such a text, all is as the tokenizer has it. In what assistants said, only the tokens around turns are text, since
+    others (Llama's <|python_tag|>) were sampled.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.chat_template:
@@ -136,10 +144,13 @@ class ChatTemplate:
         self._special = _special_tokens(tokenizer)
 
     def render(self, messages: Iterable[Message], tools: ToolSpecs = (), *, add_generation_prompt: bool = True) -> str:
-        """The messages as text. If the template refuses them, raises ModelError with the template's message."""
-        shown = [normalised(message) for message in messages]
-        specs = [plain(tool) for tool in tools]
+        """The messages as text, to encode. If the template refuses them, raises ModelError with its message."""
+        shown = [self._as_text(normalised(message), by=message["role"]) for message in messages]
+        specs = [self._as_text(plain(tool)) for tool in tools]
         self._check_shows(shown, specs)
+        return self._render(shown, specs, add_generation_prompt=add_generation_prompt)
+
+    def _render(self, shown: list[dict[str, Any]], specs: list[Any], *, add_generation_prompt: bool) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 shown, tools=specs or None, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
@@ -149,7 +160,51 @@ class ChatTemplate:
         return str(text).encode(errors="replace").decode()  # a call's JSON may hold half a surrogate pair
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        """The tokens of a rendered text."""
+        parts = text.split(_CUT)
+        return tuple(i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False))
+
+    def encode_said(self, text: str) -> tuple[int, ...]:
+        """The tokens of an assistant's words."""
+        return self.encode(self._as_text(text, by="assistant"))
+
+    def _as_text(self, said: Any, by: str = "") -> Any:
+        """`said`, in which the texts of control tokens are cut. by: the role of who said it."""
+        if isinstance(said, str):
+            said = said.replace(_CUT, "\ufffd")
+            if not self._added_pattern.search(said):
+                return said
+            return self._controls[by == "assistant"].sub(self._cut, said)
+        if isinstance(said, dict):
+            items = cast("dict[Any, Any]", said).items()
+            return {self._as_text(name, by): self._as_text(value, by) for name, value in items}
+        return [self._as_text(item, by) for item in cast("list[Any]", said)] if isinstance(said, list) else said
+
+    def _cut(self, found: re.Match[str]) -> str:
+        """A control token's text, cut so that neither part holds another, if it can be."""
+        text = found[0]
+        cuts = ((text[:i], text[i:]) for i in range(1, len(text)))
+        return next((_CUT.join(parts) for parts in cuts if not any(map(self._added_pattern.search, parts))), text)
+
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        return _any_of({*self._special.values(), *map(str, self.tokenizer.added_tokens_decoder.values())})
+
+    @cached_property
+    def _controls(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """The texts of control tokens, and of those among them that make turns.
+
+        These are what the template writes around turns, special or not, and the ends of a text.
+        """
+        roles = ("user", "assistant", "user")
+        special = set(self._special.values())
+        try:
+            text = self._render([{"role": role, "content": "?"} for role in roles], [], add_generation_prompt=False)
+        except ModelError:
+            return _any_of(special), _any_of(special)
+        named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token, self.tokenizer.unk_token)
+        turns = {*self._added_pattern.findall(text), *(str(token) for token in named if token)}
+        return _any_of(special | turns), _any_of(turns)
 
     def text_of(self, output_ids: Sequence[int], stop_reason: StopReason = "stop") -> str:
         """The sampled text, without the token that ended it."""
@@ -199,8 +254,9 @@ class ChatTemplate:
         `shown` may have the words as they were said, or as the template writes them: with different white space and, if
         has_calls, with the JSON of calls formatted and ordered differently. Missing or additional words do not match.
         """
-        if shown.startswith(said) and self._begins_with_end(shown[len(said) :]):
-            return shown[len(said) :]
+        for words in (said, self._as_text(said, by="assistant")):
+            if shown.startswith(words) and self._begins_with_end(shown[len(words) :]):
+                return shown[len(words) :]
         end = self._first_special(shown, besides=said)
         if end is None:
             return None
@@ -219,12 +275,11 @@ class ChatTemplate:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self._special.values(), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)))
+        return _any_of(self._special.values())
 
     def _pieces(self, text: str, unit: re.Pattern[str]) -> list[str]:
         """The matches of `unit` besides special tokens: all words sorted, or all but white space joined."""
-        pieces = unit.findall(self._special_pattern.sub(" ", text))
+        pieces = unit.findall(self._special_pattern.sub(" ", text.replace(_CUT, "")))
         return sorted(pieces) if unit is _WORD else ["".join(pieces)]
 
     def _check_shows(self, messages: Sequence[Message], tools: ToolSpecs) -> None:
@@ -241,3 +296,8 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """id -> text. all_special_ids does not list every special token: for Llama it leaves out <|eom_id|>."""
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True)) | added
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted((text for text in texts if text), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -193,7 +193,7 @@ class Dialogue:
     def demonstrate(self, prompt: Prompt, text: str) -> Turn:
         """Add an answer to imitate, ended as the template ends turns. It has no logprobs."""
         end = self.template.encode(self.template.end_of_turn)[:1]
-        return self._add(prompt, (*self.template.encode(text), *end), True, None, text, None)
+        return self._add(prompt, (*self.template.encode_said(text), *end), True, None, text, None)
 
     def forget(self, turn: Turn) -> None:
         """Remove a turn that nobody has read, unless another follows it."""
