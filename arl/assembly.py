@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -286,15 +287,16 @@ async def _addresses(
 ) -> tuple[Sequence[str], str | None, ServerProcesses | None]:
     """The servers' base URLs, API key and processes. Starts them unless they run already; their logs go to `logs`."""
     if isinstance(config.engine, SGLangEngineConfig):
-        return config.engine.addresses, config.engine.api_key, None
-    directory = await offload(local_directory, config.model)
+        return config.engine.addresses, config.engine.key, None
+    directory, api_key = await offload(local_directory, config.model), None
     if isinstance(config.engine, LocalEngineConfig):
-        servers = local_servers(directory, config.engine, logs)
+        api_key = secrets.token_urlsafe(32)  # other users of this machine can reach its loopback, too
+        servers = local_servers(directory, config.engine, logs, api_key)
     else:
         arguments = (*adapter_options(config), *config.engine.arguments)  # the user's own prevail
         servers = sglang_servers(directory, config.engine.model_copy(update={"arguments": arguments}), logs)
     processes = await stack.enter_async_context(servers)
-    return processes.addresses, None, processes
+    return processes.addresses, api_key, processes
 
 
 def _learner(config: Config, workflow: RolloutWorkflow) -> Learner:

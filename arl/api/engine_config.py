@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from arl.api.settings import Section
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
 DEFAULT_CONTEXT_LENGTH = 4096
+SERVER_KEY, MIRROR_KEY = "ARL_SERVER_API_KEY", "ARL_MIRROR_API_KEY"
+"""Environment variables with API keys, on both sides."""
 """The most tokens of prompt plus response that the embedded server takes unless it is told otherwise."""
 
 # Inference servers.
@@ -89,14 +92,22 @@ class LocalEngineConfig(StartedServersConfig):
     """Longest prompt plus response, in tokens. Unset: the model's own limit, at most 4096."""
 
 
+def _key(given: SecretStr | None, variable: str) -> str | None:
+    return given.get_secret_value() if given is not None else os.environ.get(variable) or None
+
+
 class SGLangEngineConfig(ClientConfig):
     """SGLang servers that run already."""
 
     kind: Literal["sglang"] = "sglang"
     addresses: tuple[str, ...] = ()
     """Base URLs, such as http://127.0.0.1:30000; all must serve the same model."""
-    api_key: str | None = None
-    """Sent as a bearer token, if the servers ask for one."""
+    api_key: SecretStr | None = None
+    """Sent as a bearer token, if the servers ask for one. Unset: $ARL_SERVER_API_KEY. Not for the command line."""
+
+    @property
+    def key(self) -> str | None:
+        return _key(self.api_key, SERVER_KEY)
 
     @model_validator(mode="after")
     def _has_addresses(self) -> Self:
@@ -117,6 +128,15 @@ class SGLangProcessesConfig(StartedServersConfig):
     """The GPUs before this one are left to the trainer."""
     arguments: tuple[str, ...] = ()
     """More arguments for each `python -m sglang.launch_server`, such as --mem-fraction-static 0.8."""
+
+    @model_validator(mode="after")
+    def _shows_no_key(self) -> Self:
+        if any(argument.partition("=")[0] in ("--api-key", "--admin-api-key") for argument in self.arguments):
+            raise ValueError(
+                "arguments has an API key, which other users of the machine could read in the list of processes; these "
+                "servers listen on 127.0.0.1 alone, and arl asks them without a key"
+            )
+        return self
 
 
 EngineConfig = Annotated[LocalEngineConfig | SGLangEngineConfig | SGLangProcessesConfig, Field(discriminator="kind")]
@@ -155,8 +175,13 @@ class DeltaWeightsConfig(WeightFilesConfig):
     mirrors: dict[str, str] = Field(default_factory=dict)
     """Server address -> address of the mirror on its machine, started by `python -m arl.engine.weights.mirror`.
     A server without a mirror must see this machine's directory, as with disk."""
-    api_key: str | None = None
-    """Sent to the mirrors as a bearer token, if they ask for one."""
+    api_key: SecretStr | None = None
+    """Sent to the mirrors as a bearer token, if they ask for one. Unset: $ARL_MIRROR_API_KEY. Not for the command
+    line."""
+
+    @property
+    def key(self) -> str | None:
+        return _key(self.api_key, MIRROR_KEY)
 
     @model_validator(mode="after")
     def _has_mirrors(self) -> Self:

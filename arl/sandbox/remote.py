@@ -1,6 +1,6 @@
 """Programs on another machine: RemoteSandbox, and the server that it speaks to.
 
-    ARL_SANDBOX_KEY=... python -m arl.sandbox.remote --host 10.0.0.7 --port 8090
+    python -m arl.sandbox.remote --host 10.0.0.7 --port 8090 --api-key-file sandbox.key
 
 Anybody with the key can run programs, within the sandbox and its limits. The server has no TLS: put it behind a proxy
 that has it, or on a private network.
@@ -26,11 +26,11 @@ from arl.sandbox.contract import NO_FILES, Files, Limits, ProgramOutcome, Sandbo
 from arl.sandbox.find import find_sandbox
 from arl.web.bodies import BodyError, RequestBody, must_be, parse
 from arl.web.client import JsonClient
-from arl.web.process import Watch, answer_until, run_server
+from arl.web.process import Watch, add_key_option, answer_until, key_of, run_server
 from arl.web.server import bind, body_of, boundary, json_response, require_key
 
 KEY_VARIABLE = "ARL_SANDBOX_KEY"
-"""The environment variable that holds the API key, on both sides."""
+"""The environment variable that holds the API key, on both sides; the server also takes it from a file."""
 _OUTCOME = TypeAdapter(ProgramOutcome)
 _BODY_BYTES = 64 << 20
 _MOST = Limits(wall_s=600.0, cpu_s=600.0)
@@ -174,7 +174,7 @@ async def _serve(arguments: argparse.Namespace, watch: Watch) -> None:
     stop = watch.stop_event()
     limits = Limits(**{field.name: getattr(arguments, field.name) for field in fields(Limits)})
     async with find_sandbox(arguments.kind, limits=limits, concurrency=arguments.concurrency) as sandbox:
-        app = application(sandbox, api_key=os.environ.get(KEY_VARIABLE, ""), limits=limits)
+        app = application(sandbox, api_key=key_of(arguments.api_key_file, KEY_VARIABLE) or "", limits=limits)
         sock = bind(arguments.host, arguments.port)
         await answer_until(stop, app, sock, lambda port: f"serving a sandbox on http://{arguments.host}:{port}")
 
@@ -182,6 +182,7 @@ async def _serve(arguments: argparse.Namespace, watch: Watch) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1")
+    add_key_option(parser, KEY_VARIABLE)
     parser.add_argument("--port", type=int, default=8090, help="0 takes a free one and prints it")
     parser.add_argument("--kind", choices=("auto", "bubblewrap", "docker", "unsafe"), default="auto")
     parser.add_argument("--concurrency", type=int, help="programs at once; one per processor unless given")

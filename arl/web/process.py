@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import faulthandler
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
@@ -26,6 +28,7 @@ _PARENT_POLL_S = 1.0
 _GRACE_S = 5.0
 """How long a process may take to end after it was told to; then it is ended, whatever it does."""
 _BAD_START = 2
+_GIVE_A_KEY = "give it a key (--api-key-file)"
 _STDERR = 2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OVER = b"\0"
@@ -132,7 +135,27 @@ def check_address(host: str, port: int, api_key: str | None) -> None:
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port is {port}; it must be between 0 (any free port) and 65535")
     if not api_key and not is_loopback(host):
-        raise ConfigError(f"--host is {host}, open to other machines; give --api-key KEY too, or listen on 127.0.0.1")
+        raise ConfigError(f"--host is {host}, open to other machines; {_GIVE_A_KEY}, or listen on 127.0.0.1")
+
+
+def add_key_option(parser: argparse.ArgumentParser, variable: str) -> None:
+    """The file is an option, and the key is none: every user of the machine can read the command lines of processes."""
+    parser.allow_abbrev = False  # --api-key KEY is an error, not a name of a file
+    about = f"a file with what clients must send as a bearer token; by default ${variable}, if it is set"
+    parser.add_argument("--api-key-file", type=Path, help=about)
+
+
+def key_of(file: Path | None, variable: str) -> str | None:
+    """The API key in a file, or without one in an environment variable. Raises ConfigError for a file without a key."""
+    if file is None:
+        return os.environ.get(variable) or None
+    try:
+        key = file.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--api-key-file is {file}, which cannot be read: {error}") from error
+    if not key or not key.isprintable() or not key.isascii():
+        raise ConfigError(f"--api-key-file is {file}; it must hold one line of ASCII letters, the key")
+    return key
 
 
 async def answer_until(

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 
 from arl.api.config import Config
 from arl.api.engine_config import (
@@ -113,7 +113,7 @@ def test_settings_cannot_change_during_a_run() -> None:
 class TunedConfig(Config):
     engine: EngineConfig = SGLangEngineConfig(addresses=("http://a:1",), max_retries=7)
     train: TrainConfig = TrainConfig(num_threads=3, optimizer=OptimizerConfig(lr=0.5, eps=0.25))
-    weights: WeightsConfig = DeltaWeightsConfig(mirrors={"http://a:1": "http://m:1"}, api_key="k")
+    weights: WeightsConfig = DeltaWeightsConfig(mirrors={"http://a:1": "http://m:1"}, api_key=SecretStr("k"))
     labels: dict[str, int] = Field(default={"a": 1})
 
 
@@ -121,7 +121,10 @@ class TunedConfig(Config):
     ("given", "expected"),
     [
         ({"engine": {"max_retries": 2}}, SGLangEngineConfig(addresses=("http://a:1",), max_retries=2)),
-        ({"weights": {"mirrors": {"http://a:1/": "x"}}}, DeltaWeightsConfig(mirrors={"http://a:1/": "x"}, api_key="k")),
+        (
+            {"weights": {"mirrors": {"http://a:1/": "x"}}},
+            DeltaWeightsConfig(mirrors={"http://a:1/": "x"}, api_key=SecretStr("k")),
+        ),
         ({"weights": {"transport": "disk"}}, DiskWeightsConfig()),
         ({"weights": DiskWeightsConfig(directory="d")}, DiskWeightsConfig(directory="d")),
         ({"labels": {"b": 2}}, {"b": 2}),

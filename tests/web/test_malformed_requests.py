@@ -76,7 +76,8 @@ async def embedded(directory: Path) -> AsyncIterator[Door]:
     gets = [
         Sound(method="GET", path=path, headers=BEARER) for path in ("/health", "/model_info", "/v1/models", "/v1/loads")
     ]
-    with server_here(model, "--api-key", KEY, "--update-timeout-s", "0.1") as url:
+    (directory / "key").write_text(KEY)
+    with server_here(model, "--api-key-file", str(directory / "key"), "--update-timeout-s", "0.1") as url:
         yield Door(port=int(url.rpartition(":")[2]), sound=[posts[0], *posts, *gets])
 
 

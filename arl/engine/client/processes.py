@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from arl.api.config import Config
-from arl.api.engine_config import AdapterWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
+from arl.api.engine_config import SERVER_KEY, AdapterWeightsConfig, LocalEngineConfig, SGLangProcessesConfig
 from arl.api.errors import ConfigError, ServerError, first_error
 from arl.offload import offload
 from arl.web.process import allow_many_connections
@@ -274,10 +274,13 @@ if os.getppid() == int(parent):
 """Runs a command that the kernel kills when the process that started it is gone."""
 
 
-def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> AbstractAsyncContextManager[ServerProcesses]:
+def local_servers(
+    model: str, config: LocalEngineConfig, log_dir: Path, api_key: str = ""
+) -> AbstractAsyncContextManager[ServerProcesses]:
     """Start config.num_servers embedded servers of the model directory `model`.
 
-    The output of server K is appended to log_dir/server-K.log. See `running` for a server that dies.
+    api_key: what they ask for; empty for none. The output of server K is appended to log_dir/server-K.log. See
+    `running` for a server that dies.
     """
 
     # Torch reads its thread counts when it is imported, so they have to be set from outside.
@@ -288,7 +291,7 @@ def local_servers(model: str, config: LocalEngineConfig, log_dir: Path) -> Abstr
             argv=_local_command(model, config, port),
             port=port,
             log=log_dir / f"server-{index}.log",
-            environment={**os.environ, **threads, "PYTHONUNBUFFERED": "1"},
+            environment={**os.environ, **threads, "PYTHONUNBUFFERED": "1", SERVER_KEY: api_key},
         )
 
     return running(program, config)

@@ -11,8 +11,8 @@ It speaks SGLang's HTTP protocol. A program that starts it as a child can rely o
 - SIGTERM and SIGINT stop it, with exit code 0: it aborts running requests and answers them with their tokens so far.
 - `--parent-pid PID` ties its life to that process: it stops when PID is gone, however PID ended.
 - A server that has not stopped 5 s later, because its event loop is blocked, ends with code 1 and its tracebacks.
-- It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs an API key, by `--api-key` or the
-  environment variable ARL_SERVER_API_KEY (which other users of the machine cannot read from the process list).
+- It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs an API key, by `--api-key-file` or the
+  environment variable ARL_SERVER_API_KEY. Other users of the machine can read neither.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arl.api.engine_config import SERVER_KEY
 from arl.api.errors import ArlError, ConfigError, ModelError
-from arl.web.process import Watch, check_address, run_server
+from arl.web.process import Watch, add_key_option, check_address, key_of, run_server
 from arl.web.server import bind, serving
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", required=True, help="a Hugging Face model directory")
     add("--port", type=int, default=0, help="0 (the default) takes a free one")
     add("--host", default="127.0.0.1", help="the address to listen on")
-    add("--api-key", default=os.environ.get("ARL_SERVER_API_KEY"), help="what clients must send as a bearer token")
+    add_key_option(parser, SERVER_KEY)
     add("--device", default="cpu", help="the torch device of the model: cpu, cuda, cuda:0, ...")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--num-threads", type=int, default=1, help="CPU threads of the model")
@@ -69,7 +70,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
-    check_address(args.host, args.port, args.api_key)
+    check_address(args.host, args.port, key_of(args.api_key_file, SERVER_KEY))
 
 
 def load_scheduler(args: argparse.Namespace, inflight: Inflight) -> Scheduler:
@@ -123,9 +124,9 @@ async def run(args: argparse.Namespace, sock: socket.socket, watch: Watch) -> in
 def application(args: argparse.Namespace, scheduler: Scheduler, inflight: Inflight) -> web.Application:
     from arl.engine.local.app import build_app
 
-    settings = {name: value for name, value in vars(args).items() if name not in ("api_key", "parent_pid")}
+    settings = {name: value for name, value in vars(args).items() if name not in ("api_key_file", "parent_pid")}
     settings |= {"model_path": args.model, "context_length": scheduler.runner.context_length, "tp_size": 1}
-    return build_app(scheduler, inflight, settings, args.api_key)
+    return build_app(scheduler, inflight, settings, key_of(args.api_key_file, SERVER_KEY))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -88,7 +88,7 @@ class DeltaTransport(DiskTransport):
 
     def __init__(self, config: DeltaWeightsConfig, run_dir: Path, engine: TrainEngine | None = None) -> None:
         super().__init__(config, run_dir, engine)
-        clients = {address: MirrorClient(address, config.api_key) for address in set(config.mirrors.values())}
+        clients = {address: MirrorClient(address, config.key) for address in set(config.mirrors.values())}
         self.mirrors = {server.rstrip("/"): clients[address] for server, address in config.mirrors.items()}
         threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(threads, "arl-deltas")

@@ -9,7 +9,7 @@ at a time.
 - The copy is in memory unless `--directory` says otherwise: twice the model's size while an update arrives.
 - SIGTERM and SIGINT stop it and remove the copy, with exit code 0. After SIGKILL the copy stays until the next mirror
   for the same directory removes it. With `--parent-pid PID` it stops when that process is gone.
-- It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs a key, by `--api-key` or the
+- It listens on 127.0.0.1 unless `--host` says otherwise; any other address needs a key, by `--api-key-file` or the
   environment variable ARL_MIRROR_API_KEY.
 
 | call | answer |
@@ -42,11 +42,12 @@ from typing import Any, Self
 
 from aiohttp import StreamReader, web
 
+from arl.api.engine_config import MIRROR_KEY
 from arl.api.errors import ConfigError
 from arl.engine.weights import package as delta
 from arl.engine.weights.package import DeltaError, FilePart, PackageHeader, Replica, WrongBaseError
 from arl.web.bodies import RequestError
-from arl.web.process import Watch, answer_until, check_address, run_server
+from arl.web.process import Watch, add_key_option, answer_until, check_address, key_of, run_server
 from arl.web.server import bind, boundary, json_response, require_key
 
 _STALL_S = 60.0
@@ -221,7 +222,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--port", type=int, default=0, help="0 (the default) takes a free one")
     add("--host", default="127.0.0.1", help="the address to listen on")
-    add("--api-key", default=os.environ.get("ARL_MIRROR_API_KEY"), help="what clients must send as a bearer token")
+    add_key_option(parser, MIRROR_KEY)
     add("--directory", type=Path, help="where to keep the model, for this mirror alone; by default in /dev/shm")
     add("--num-threads", type=int, default=min(4, os.cpu_count() or 1), help="threads that patch and hash")
     add("--parent-pid", type=int, help="stop when this process is gone")
@@ -230,7 +231,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigError."""
-    check_address(args.host, args.port, args.api_key)
+    check_address(args.host, args.port, key_of(args.api_key_file, MIRROR_KEY))
     if args.num_threads <= 0:
         raise ConfigError(f"--num-threads is {args.num_threads}; it must be above 0")
 
@@ -278,7 +279,7 @@ async def serve(args: argparse.Namespace, watch: Watch) -> None:
     directory = args.directory or _default_directory(sock.getsockname()[1])
     with MirrorStore(directory, args.num_threads) as store:
         ready = {"event": "ready", "host": args.host, "pid": os.getpid(), "directory": str(store.home)}
-        app = build_app(store, args.api_key)
+        app = build_app(store, key_of(args.api_key_file, MIRROR_KEY))
         await answer_until(stop, app, sock, lambda port: json.dumps({**ready, "port": port}))
 
 

@@ -198,7 +198,8 @@ async def test_two_senders_are_served_one_after_the_other(send_to, mirror: Mirro
 
 
 async def test_without_its_key_an_open_mirror_tells_nothing_but_its_health(tmp_path: Path):
-    mirror = MirrorProcess(tmp_path / "mirror", "--host", "0.0.0.0", "--api-key", "secret")
+    (tmp_path / "key").write_text("secret\n")
+    mirror = MirrorProcess(tmp_path / "mirror", "--host", "0.0.0.0", "--api-key-file", str(tmp_path / "key"))
     try:
         with pytest.raises(ServerError, match=r"set weights\.api_key"):
             await MirrorClient(mirror.address, "wrong").held()
@@ -247,7 +248,7 @@ def test_it_ends_with_the_process_it_was_started_for(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--host", "0.0.0.0"], "open to other machines; give --api-key"),
+        (["--host", "0.0.0.0"], "open to other machines; give it a key"),
         (["--port", "70000"], "--port is 70000"),
         (["--num-threads", "0"], "--num-threads is 0"),
     ],

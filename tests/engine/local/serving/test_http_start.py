@@ -35,8 +35,10 @@ async def connected(url: str, **options: object) -> AsyncIterator[Client]:
         yield Client(session)
 
 
-async def test_a_key_is_asked_for_everywhere_but_at_health(model_a: str) -> None:
-    with server_here(model_a, "--api-key", "secret") as url:
+async def test_a_key_is_asked_for_everywhere_but_at_health(model_a: str, tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("secret\n")
+    with server_here(model_a, "--api-key-file", str(key_file)) as url:
         async with connected(url) as stranger:
             assert (await stranger.get("/health")).status == 200
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -146,7 +148,7 @@ def test_the_code_of_a_failed_start_is_the_process_exit_code() -> None:
     [
         (["--model", "/nonexistent"], "'/nonexistent', which is not a directory"),
         (["--model", "/"], "holds no config.json"),
-        (["--host", "0.0.0.0"], "open to other machines; give --api-key KEY too"),
+        (["--host", "0.0.0.0"], "open to other machines; give it a key (--api-key-file), or listen on 127"),
         (["--num-threads", "0"], "--num-threads is 0; it must be above 0"),
     ],
 )
