@@ -17,9 +17,12 @@ groups that were trained, and adds them to later batches while they are fresh en
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heappop, heappush
+from math import inf
 from operator import attrgetter
 
 from arl.api.errors import StalenessError
@@ -50,14 +53,25 @@ class _Entry:
     stage: _Stage = _Stage.RUNNING
     group: Group | None = None
     trained_in: int | None = None
-    blocking_since: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _SameDeadline:
+    """The running groups of one deadline."""
+
+    admitted: dict[int, float] = field(default_factory=dict[int, float])
+    """When each was admitted, by the number of its slot."""
+    blocking_since: float | None
+    """When this deadline began to keep take_batch waiting. A group admitted later does so since its admission."""
 
 
 class ReplayBuffer:
     """Groups between admission and publication. All methods belong to one event loop.
 
     A group is charged from admission until weights trained on it are published, or until it is released. One rollout
-    loop admits and one trainer takes. version: that of the first batch.
+    loop admits and one trainer takes. version: that of the first batch. No method but `untrained` and `restore` looks
+    at all groups: a change costs the logarithm of their number, and while take_batch waits for stragglers a term for
+    each deadline, of which there are about max_staleness.
     """
 
     def __init__(self, batch_size: int, max_staleness: int, version: int = 0) -> None:
@@ -69,7 +83,16 @@ class ReplayBuffer:
         self._published = version
         self._next_number = 0
         self._entries: dict[int, _Entry] = {}
+        self._running: dict[int, _SameDeadline] = {}
+        self._finished: list[tuple[int, int]] = []
+        """A heap: (deadline, number of the slot)."""
+        self._num_finished: Counter[int] = Counter()
+        """By deadline."""
+        self._taken: dict[int, list[int]] = {}
+        """By the version that a batch was taken for, the numbers of its slots."""
         self._is_taking = False
+        self._blocked_until = -inf
+        """Running groups with a deadline up to this keep take_batch waiting."""
         self._changed = asyncio.Condition()
 
     @property
@@ -83,11 +106,11 @@ class ReplayBuffer:
 
     @property
     def num_running(self) -> int:
-        return len(self._in(_Stage.RUNNING))
+        return sum(len(running.admitted) for running in self._running.values())
 
     @property
     def num_finished(self) -> int:
-        return len(self._in(_Stage.FINISHED))
+        return len(self._finished)
 
     async def admit(self) -> Slot:
         """Wait for room, and charge one group for it, stamped with the version published now."""
@@ -95,7 +118,11 @@ class ReplayBuffer:
             await self._changed.wait_for(lambda: len(self._entries) < self.capacity)
             slot = Slot(number=self._next_number, stamp=self._published)
             self._next_number += 1
-            self._entries[slot.number] = _Entry(slot=slot, deadline=slot.stamp + self._max_staleness)
+            deadline, now = slot.stamp + self._max_staleness, asyncio.get_running_loop().time()
+            self._entries[slot.number] = _Entry(slot=slot, deadline=deadline)
+            if deadline not in self._running:
+                self._running[deadline] = _SameDeadline(blocking_since=now if deadline <= self._blocked_until else None)
+            self._running[deadline].admitted[slot.number] = now
             self._notify()
             return slot
 
@@ -107,16 +134,16 @@ class ReplayBuffer:
                 f"group {group.group_id} holds a token of version {oldest}, but was admitted at version {slot.stamp}"
             )
         async with self._changed:
-            entry = self._running(slot)
-            entry.stage = _Stage.FINISHED
+            entry = self._ended(slot)
             entry.group = group
             entry.deadline = oldest + self._max_staleness
+            self._finish(entry)
             self._notify()
 
     async def release(self, slot: Slot) -> None:
         """Free the place of a running group that is rejected or dropped."""
         async with self._changed:
-            del self._entries[self._running(slot).slot.number]
+            del self._entries[self._ended(slot).slot.number]
             self._notify()
 
     def untrained(self, version: int) -> list[Group]:
@@ -139,7 +166,8 @@ class ReplayBuffer:
             slot = Slot(number=self._next_number, stamp=group.stamp)
             self._next_number += 1
             deadline = group.oldest_version + self._max_staleness
-            self._entries[slot.number] = _Entry(slot=slot, deadline=deadline, stage=_Stage.FINISHED, group=group)
+            self._entries[slot.number] = _Entry(slot=slot, deadline=deadline, group=group)
+            self._finish(self._entries[slot.number])
         return unusable
 
     async def take_batch(self, version: int) -> list[Group]:
@@ -154,11 +182,9 @@ class ReplayBuffer:
             self._is_taking = True
             self._notify()
             try:
-                await self._changed.wait_for(self._may_take)
-                batch = self._earliest()
-                for entry in batch:
-                    entry.stage = _Stage.TAKEN
-                    entry.trained_in = version
+                await self._changed.wait_for(lambda: self._blocked_until == -inf)
+                batch = [self._take_earliest() for _ in range(self._batch_size)]
+                self._taken[version] = [entry.slot.number for entry in batch]
                 self._version += 1
             finally:
                 self._is_taking = False
@@ -175,9 +201,9 @@ class ReplayBuffer:
                     f"version {version} cannot be published after {self._published}, with {self._version} trained"
                 )
             self._published = version
-            for entry in self._in(_Stage.TAKEN):
-                if entry.trained_in is not None and entry.trained_in < version:
-                    del self._entries[entry.slot.number]
+            for trained_in in [taken for taken in self._taken if taken < version]:
+                for number in self._taken.pop(trained_in):
+                    del self._entries[number]
             self._notify()
 
     async def wait_for_stragglers(self, after_s: float) -> list[Slot]:
@@ -185,70 +211,92 @@ class ReplayBuffer:
         clock = asyncio.get_running_loop()
         async with self._changed:
             while True:
-                since = {e.slot: e.blocking_since for e in self._entries.values() if e.blocking_since is not None}
-                overdue = [slot for slot, start in since.items() if start + after_s <= clock.time()]
+                overdue, next_due = self._overdue(clock.time(), after_s)
                 if overdue:
-                    return overdue
-                next_due = min(since.values()) + after_s if since else None
+                    return [self._entries[number].slot for number in sorted(overdue)]
                 try:
                     async with asyncio.timeout_at(next_due):
                         await self._changed.wait()
                 except TimeoutError:
                     continue
 
-    def _in(self, stage: _Stage) -> list[_Entry]:
-        return [entry for entry in self._entries.values() if entry.stage is stage]
+    def _overdue(self, now: float, after_s: float) -> tuple[list[int], float | None]:
+        """The numbers of slots that have kept the trainer waiting for `after_s`, and when the next ones will have."""
+        overdue: list[int] = []
+        next_due: float | None = None
+        for running in self._running.values():
+            if running.blocking_since is None:
+                continue
+            for number, admitted in running.admitted.items():  # in order of admission
+                due = max(running.blocking_since, admitted) + after_s
+                if due > now:
+                    next_due = due if next_due is None else min(next_due, due)
+                    break
+                overdue.append(number)
+        return overdue, next_due
 
-    def _running(self, slot: Slot) -> _Entry:
+    def _ended(self, slot: Slot) -> _Entry:
+        """The entry of a group that ran until now."""
         entry = self._entries.get(slot.number)
         if entry is None or entry.stage is not _Stage.RUNNING:
             raise ValueError(f"slot {slot.number} is not running: it was finished or released before")
+        running = self._running[entry.deadline]
+        del running.admitted[slot.number]
+        if not running.admitted:
+            del self._running[entry.deadline]
         return entry
 
-    def _earliest(self) -> list[_Entry]:
-        """The finished groups that a batch would take now: the earliest deadlines, then the earliest admissions."""
-        finished = sorted(self._in(_Stage.FINISHED), key=lambda entry: (entry.deadline, entry.slot.number))
-        return finished[: self._batch_size]
+    def _finish(self, entry: _Entry) -> None:
+        entry.stage = _Stage.FINISHED
+        heappush(self._finished, (entry.deadline, entry.slot.number))
+        self._num_finished[entry.deadline] += 1
 
-    def _may_take(self) -> bool:
-        batch = self._earliest()
-        return len(batch) == self._batch_size and self._first_overfull(batch) is None
+    def _take_earliest(self) -> _Entry:
+        """Of the finished groups the one with the earliest deadline, and of these the first admitted."""
+        deadline, number = heappop(self._finished)
+        self._num_finished[deadline] -= 1
+        if not self._num_finished[deadline]:
+            del self._num_finished[deadline]
+        entry = self._entries[number]
+        entry.stage = _Stage.TAKEN
+        entry.trained_in = self._version
+        return entry
 
-    def _first_overfull(self, batch: list[_Entry]) -> int | None:
+    def _first_overfull(self) -> int | None:
         """The look-ahead test: the first deadline by which more groups stay behind than later batches can hold.
 
         After the batch for version t, the batches for t+1..d hold (d - t) * batch_size groups; all groups with a
         deadline up to d must fit into them.
         """
-        chosen = {entry.slot.number for entry in batch}
-        left_behind = sorted(
-            entry.deadline
-            for entry in self._entries.values()
-            if entry.stage is not _Stage.TAKEN and entry.slot.number not in chosen
-        )
-        for count, deadline in enumerate(left_behind, start=1):
-            if count > (deadline - self._version) * self._batch_size:
+        to_take, left_behind = self._batch_size, 0
+        for deadline in sorted(self._running.keys() | self._num_finished.keys()):
+            taken = min(to_take, self._num_finished[deadline])
+            to_take -= taken
+            running = self._running.get(deadline)
+            left_behind += self._num_finished[deadline] - taken + (len(running.admitted) if running else 0)
+            if left_behind > max(0, (deadline - self._version) * self._batch_size):
                 return deadline
         return None
 
-    def _blocking(self) -> Iterable[_Entry]:
-        """The running groups that keep take_batch waiting: all if too few have finished, else those that are due."""
-        running = self._in(_Stage.RUNNING)
-        batch = self._earliest()
-        if len(batch) < self._batch_size:
-            return running
-        overfull = self._first_overfull(batch)
-        return [entry for entry in running if overfull is not None and entry.deadline <= overfull]
+    def _last_blocking(self) -> float:
+        """The latest deadline that keeps take_batch waiting: any if too few have finished, else one that is due."""
+        if not self._is_taking:
+            return -inf
+        if len(self._finished) < self._batch_size:
+            return inf
+        overfull = self._first_overfull()
+        return -inf if overfull is None else overfull
 
     def _notify(self) -> None:
         """After each mutation, with the lock held: bring the stragglers' clocks up to date and wake every waiter."""
-        now = asyncio.get_running_loop().time()
-        blocking = {entry.slot.number for entry in self._blocking()} if self._is_taking else frozenset[int]()
-        for number, entry in self._entries.items():
-            if number not in blocking:
-                entry.blocking_since = None
-            elif entry.blocking_since is None:
-                entry.blocking_since = now
+        blocked_until = self._last_blocking()
+        if blocked_until != self._blocked_until:
+            self._blocked_until, now = blocked_until, asyncio.get_running_loop().time()
+            for deadline, running in self._running.items():
+                if deadline > blocked_until:
+                    running.blocking_since = None
+                elif running.blocking_since is None:
+                    running.blocking_since = now
         self._changed.notify_all()
 
 

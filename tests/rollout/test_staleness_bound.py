@@ -28,15 +28,15 @@ def test_no_token_is_too_old_no_group_trained_twice_the_buffer_never_overfull_an
 
 
 class WithoutLookAhead(ReplayBuffer):
-    def _first_overfull(self, batch: list[object]) -> None:
+    def _first_overfull(self) -> None:
         return None
 
 
 class UnchargedWhenTaken(ReplayBuffer):
     async def take_batch(self, version: int) -> list[object]:
         batch = await super().take_batch(version)
-        for entry in [e for e in self._entries.values() if e.trained_in is not None]:
-            del self._entries[entry.slot.number]
+        for number in self._taken.pop(version):
+            del self._entries[number]
         return batch
 
 
