@@ -1,10 +1,17 @@
 """The promises of docs/security.md that no other test holds; its table names the others."""
 
+import ast
+import asyncio
 import os
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from arl.api.config import Config
 from arl.api.engine_config import DeltaWeightsConfig, LocalEngineConfig, SGLangEngineConfig, SGLangProcessesConfig
@@ -13,8 +20,13 @@ from arl.api.types import ModelRequest, SamplingParams
 from arl.assembly import serve
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, write_tiny_model
+from arl.web import server as module
 from arl.web.process import key_of
+from arl.web.server import bind, body_of, serving
 
+LISTENING = "0A"
+"""The state of a socket in /proc/net/tcp."""
+SOURCES = [(path, ast.parse(path.read_text())) for path in sorted((Path(__file__).parents[1] / "arl").rglob("*.py"))]
 SHAPE = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, context_length=64)
 
 
@@ -25,6 +37,18 @@ def children() -> list[int]:
 def seen_of(pid: int, name: str) -> list[bytes]:
     """The environment of a process, which its user may read, or its command line, which everybody may."""
     return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
+
+
+def listening(pid: int) -> set[str]:
+    """The IPv4 addresses that a process listens at; its IPv6 ones as they stand in /proc."""
+    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        rows = [row.split() for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
+        addresses = [row[1].split(":")[0] for row in rows if row[3] == LISTENING and row[9] in inodes]
+        found |= {socket.inet_ntoa(bytes.fromhex(one)[::-1]) if table == "tcp" else one for one in addresses}
+    return found
 
 
 async def test_servers_that_arl_starts_take_a_key_that_no_other_user_can_read(tmp_path: Path) -> None:
@@ -39,6 +63,7 @@ async def test_servers_that_arl_starts_take_a_key_that_no_other_user_can_read(tm
         command = seen_of(server, "cmdline")
         port = int(command[command.index(b"--port") + 1])
         assert key not in b" ".join(command)
+        assert listening(server) == {"127.0.0.1"}
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
             async with session.get("/model_info") as refused:
                 assert refused.status == 401
@@ -86,3 +111,82 @@ def test_a_key_file_holds_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             key_of(file, "ANY_KEY")
     file.write_text("secret\n")
     assert key_of(file, "ANY_KEY") == "secret"
+
+
+def callers(*names: str) -> set[str]:
+    """The modules of arl that call something by one of these names, whatever it is a part of."""
+    found: set[str] = set()
+    for path, tree in SOURCES:
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        if any(one == name or one.endswith(f".{name}") for one in called for name in names):
+            found.add(path.stem)
+    return found
+
+
+def test_data_is_never_read_as_code() -> None:
+    arguments = [(path.stem, word) for path, tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Call)
+                 for word in node.keywords]  # fmt: skip
+    assert not [(stem, word.arg) for stem, word in arguments if word.arg == "trust_remote_code"]
+    pickles = [(stem, word.arg) for stem, word in arguments if word.arg == "allow_pickle"]
+    assert pickles == [("checkpoint", "allow_pickle")]
+    assert callers("np.load") == {"checkpoint"}
+    assert callers("torch.load", "yaml.load", "unsafe_load", "marshal.loads", "shelve.open", "joblib.load") == set()
+    assert callers("pickle.loads", "pickle.load") == {"pool", "ranks"}, "what arl has pickled itself"
+    assert callers("eval", "exec") - {"model", "runner", "lora"} == {"scorers", "examiner"}, "checked; in the sandbox"
+
+
+def test_one_place_compares_keys_and_few_listen() -> None:
+    assert callers("compare_digest") == {"server"}
+    assert callers("is_same") == {"server", "openai_proxy"}
+    assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "openai_proxy"}
+    assert callers("answer_until") == {"mirror", "remote"}
+    assert callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app") == {"sender", "ranks"}
+
+
+@asynccontextmanager
+async def slow_server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    monkeypatch.setattr(module, "_IDLE_S", 0.2)
+    monkeypatch.setattr(module, "_BODY_S", 0.2)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=await body_of(request))
+
+    app = web.Application(middlewares=[module.boundary(lambda error: {"error": error.message})])
+    app.router.add_post("/", answer)
+    async with serving(app, bind("127.0.0.1", 0)) as port:
+        yield port
+
+
+@pytest.mark.parametrize(
+    ("begun", "more", "answer"),
+    [
+        (b"", b"", b""),
+        (b"POST / HTTP/1.1\r\nHost: a\r\n", b"x: y\r\n", b""),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n", b"x", b"HTTP/1.1 408 Request Timeout"),
+    ],
+)
+async def test_a_sender_that_dribbles_or_is_silent_loses_its_connection(
+    begun: bytes, more: bytes, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with slow_server(monkeypatch) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun)
+
+        async def dribble() -> None:
+            while more:
+                writer.write(more)
+                await asyncio.sleep(0.02)
+
+        async with asyncio.TaskGroup() as group, asyncio.timeout(60):
+            dribbling = group.create_task(dribble())
+            assert (await reader.readline()).startswith(answer)
+            dribbling.cancel()
+        writer.close()
+
+
+def test_every_test_that_the_guide_names_is_there() -> None:
+    root = Path(__file__).parents[1]
+    guide = (root / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`((?:tests|arl)/[^` ]+)`", guide))
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not (root / name).exists()] == []

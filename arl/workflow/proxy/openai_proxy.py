@@ -9,7 +9,6 @@ episode has several agents. Each protocol has a module.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 from asyncio import CancelledError
@@ -24,7 +23,7 @@ from arl.api.engine import Sampler
 from arl.api.errors import ArlError
 from arl.api.types import SamplingParams
 from arl.api.workflow import Shared
-from arl.web.server import bind, body_of, json_response, serving
+from arl.web.server import bind, body_of, is_same, json_response, serving
 from arl.workflow.call_formats import CallFormat
 from arl.workflow.chat_template import ChatTemplate
 from arl.workflow.dialogue import Rewriting
@@ -196,7 +195,7 @@ class OpenAIProxy(Shared):
         name, role, endpoint = _route(request.method, request.path)
         door = self._sessions.get(name) or self._shared.get(name)
         expected = door.api_key if door else _NO_KEY
-        is_valid = hmac.compare_digest(_key_of(request), expected.encode())
+        is_valid = is_same(_key_of(request), expected)
         place = door.place_of(request) if isinstance(door, SharedURL) else door and (door, role)
         if not is_valid or place is None:
             return json_response(endpoint.error(_INVALID_KEY), _INVALID_KEY.status)
@@ -242,8 +241,8 @@ def _route(method: str, path: str) -> tuple[str, str, Endpoint]:
     return name, role, _ROUTES.get((method, f"/{rest}"), UNKNOWN) if is_role(role) else UNKNOWN
 
 
-def _key_of(request: web.Request) -> bytes:
-    """The key, as arl's, OpenAI's or Anthropic's clients send it. Headers may hold bytes that are not text."""
+def _key_of(request: web.Request) -> str:
+    """The key, as arl's, OpenAI's or Anthropic's clients send it."""
     scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
     usual = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    return request.headers.get(KEY_HEADER, usual).encode(errors="surrogateescape")
+    return request.headers.get(KEY_HEADER, usual)
