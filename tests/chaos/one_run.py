@@ -77,6 +77,11 @@ class Run:
         self.weather = self.rng.choice([None, None, "jumping_clock", "slow_files"])
         self.has_workers = self.place != "ranks" and self.rng.random() < 0.4
         self.has_proxies = self.place == "apart" and self.rng.random() < 0.5
+        self._transport = (
+            self.rng.choice(["disk", "disk", "distributed", "adapter"]) if self.place == "apart" else "disk"
+        )
+        self._pause_mode = self.rng.choice(["in_place", "retract", "abort"])
+        self._update_order = self.rng.choice(["all", "rolling"]) if self.place == "apart" else "all"
         self.trainer: Forked | None = None
         self.servers: list[Forked] = []
         self.beside: list[Forked] = []
@@ -93,7 +98,8 @@ class Run:
     @contextmanager
     def served(self) -> Iterator[None]:
         """Servers and proxies run inside the block, where the place has some."""
-        self.say(f"{self.place}, weather {self.weather}, workers {self.has_workers}, proxies {self.has_proxies}")
+        how = f"weights by {self._transport}, {self._pause_mode}, {self._update_order}"
+        self.say(f"{self.place}, {how}, weather {self.weather}, with workers: {self.has_workers}")
         num_servers = self.rng.choice([1, 2, 3]) if self.place == "apart" else 0
         with reserved_ports(2 * num_servers) as ports:
             try:
@@ -141,17 +147,21 @@ class Run:
     def fork_trainer(self, steps: int, log: Path) -> Forked:
         given = {"model": str(self.model), "run_dir": str(self._run_dir), "steps": steps}
         config = self.directory / "config.yaml"
-        config.write_text(json.dumps({**given, **laid_over(SETTINGS, self._settings_of_place())}))
+        config.write_text(json.dumps({**given, **laid_over(SETTINGS, self._settings())}))
         how = {"config": config, "has_workers": self.has_workers, "weather": self.weather, "seed": self.rng.random()}
         trainer = self.nursery.fork("life:train", how, log)
         self.trainer_pids.add(trainer.pid)
         return trainer
 
-    def _settings_of_place(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
+        """What differs between runs."""
+        has_adapters = self._transport == "adapter"
+        engine: dict[str, Any] = {"kind": "local", "max_restarts": 10}
         if self.place == "apart":
-            return {"engine": {"kind": "sglang", "addresses": self._addresses}}
-        ranks = {"train": {"num_ranks": 2}} if self.place == "ranks" else {}
-        return {"engine": {"kind": "local", "max_restarts": 10}, **ranks}
+            engine = {"kind": "sglang", "addresses": self._addresses, "update_order": self._update_order}
+        engine["pause_mode"] = "in_place" if has_adapters else self._pause_mode
+        train = {"num_ranks": 2 if self.place == "ranks" else 1, "lora": {"rank": 4} if has_adapters else None}
+        return {"engine": engine, "train": train, "weights": {"transport": self._transport}}
 
     def wait(self, seconds: float) -> None:
         """Do meanwhile what is due. Returns earlier when the trainer has ended by itself, which it may by an error."""
