@@ -34,10 +34,11 @@ SETTINGS = {
     "train": {"optimizer": {"lr": 1e-6}},
     "checkpoint": {"every": 2},
     "log": {"trajectories": 100, "console": False},
-    "engine": {"request_timeout_s": 8, "update_timeout_s": 4},
+    "stall": {"warn_after_s": 45},
 }
+TIMEOUTS = {"request_timeout_s": 8, "update_timeout_s": 4}
 STALL_S = 90.0
-"""A run that says nothing for so long stands still."""
+"""A run that trains nothing for so long stands still."""
 ENDS = {
     signal.SIGKILL: (-9,),
     signal.SIGTERM: (143, -15, 1),
@@ -159,7 +160,7 @@ class Run:
         engine: dict[str, Any] = {"kind": "local", "max_restarts": 10}
         if self.place == "apart":
             engine = {"kind": "sglang", "addresses": self._addresses, "update_order": self._update_order}
-        engine["pause_mode"] = "in_place" if has_adapters else self._pause_mode
+        engine |= {"pause_mode": "in_place" if has_adapters else self._pause_mode, **TIMEOUTS}
         train = {"num_ranks": 2 if self.place == "ranks" else 1, "lora": {"rank": 4} if has_adapters else None}
         return {"engine": engine, "train": train, "weights": {"transport": self._transport}}
 
@@ -185,10 +186,10 @@ class Run:
 
     def _wait_for(self, is_done: Callable[[], bool]) -> None:
         """Until it is, or the trainer has ended. A run that stands still meanwhile is broken."""
-        output, deadline = "", time.monotonic() + STALL_S
+        trained, deadline = 0, time.monotonic() + STALL_S
         while self.trainer is not None and not is_done():
-            if (now := self._output()) != output:
-                output, deadline = now, time.monotonic() + STALL_S
+            if (now := self._output().count("trained")) != trained:
+                trained, deadline = now, time.monotonic() + STALL_S
             if time.monotonic() > deadline:
                 os.kill(self.trainer.pid, signal.SIGABRT)  # Python then writes where each thread is
                 self.trainer.code.result(60)

@@ -26,6 +26,8 @@ from arl.engine.client.server_pool import Server, ServerPool, ServerState
 from arl.engine.client.server_watch import ServerWatch
 
 _PROBE_TIMEOUT_S = 10.0
+_GREETING_PAUSES_S = (0.0, 0.2, 1.0)
+"""Before each greeting of a server at the start."""
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _CLEANUP_TIMEOUT_S = 3.0
@@ -412,10 +414,17 @@ class Upkeep:
 
 
 async def _greet(client: ServerClient) -> Greeting | ServerError:
-    try:
-        return await greet(client)
-    except ServerError as error:
-        return error
+    """Greets again if a request failed: one bad answer among many servers' does not keep a run from starting."""
+    failure = ServerError("")
+    for pause_s in _GREETING_PAUSES_S:
+        await asyncio.sleep(pause_s)
+        try:
+            return await greet(client)
+        except ServerFailedError as error:
+            failure = error
+        except ServerError as error:
+            return error
+    return failure
 
 
 async def _twice(call: Callable[[], Awaitable[None]]) -> None:

@@ -41,6 +41,19 @@ async def test_what_is_no_server_that_is_well_is_named(server: Server, other: Se
     assert "engine.addresses" in message
 
 
+class Once(dict[str, Any]):
+    """Tells each thing once."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.pop(key, default)
+
+
+async def test_a_server_that_failed_one_request_is_greeted_again(server: Server):
+    server.tells = Once(model_info=500, health=503)
+    async with over(server) as engine:
+        assert len((await engine.agenerate(ask(4))).output_ids) == 4
+
+
 @pytest.mark.parametrize(
     ("path", "one", "two", "named"),
     [
