@@ -106,6 +106,8 @@ _DEVICES = ("null", "full", "random", "urandom")
 """Without zero: a shared mapping of /dev/zero holds memory even when no process maps it any more."""
 _SPARE = 256 << 20
 """Bytes that a process may map beyond memory_bytes: unused mappings take no memory."""
+_TIMERS = 256
+"""Timers and queued signals of all processes together; the kernel counts them by user."""
 _ARENA = 64 << 20
 """Bytes of address space that the C library sets aside for each thread."""
 
@@ -315,6 +317,7 @@ def _rlimits(limits: Limits) -> list[str]:
         "core": 0,
         "memlock": 0,
         "msgqueue": 0,
+        "sigpending": _TIMERS,
         "stack": 8 << 20,
     }
     return ["/usr/bin/prlimit", *(f"--{name}={value}" for name, value in own.items())]

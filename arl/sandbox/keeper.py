@@ -45,6 +45,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _OWN_CPU, _CPU, _THREADS, _START, _RESIDENT = slice(11, 13), slice(11, 15), 17, 19, 21
 """Fields of /proc/PID/stat after the name (proc(5)): user and system ticks of the process; the same and the ticks of
 children that it waited for; threads; start time; resident pages."""
+_SOCKET_BYTES = 212_992
+"""net.core.wmem_default, unless somebody has changed it."""
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
 _MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
@@ -88,7 +90,8 @@ class Namespace:
             return "cpu"
         if tasks > self._limits["processes"] + 1:  # pid 1
             return "processes"
-        if pages * _PAGE > self._limits["memory_bytes"] and self._memory() > self._limits["memory_bytes"]:
+        sockets, most = self._socket_memory(), self._limits["memory_bytes"]
+        if sockets + pages * _PAGE > most and sockets + self._memory() > most:
             return "memory"
         return "disk" if self._files() > self._limits["files"] else None
 
@@ -114,6 +117,23 @@ class Namespace:
     def _memory(self) -> int:
         """Bytes of memory. Each page counts once however many processes share it, unlike in a sum of resident sets."""
         return sum(self._share(self._place(pid)) for pid in self._pids())
+
+    def _socket_memory(self) -> int:
+        """Bytes that the program's sockets may hold: a buffer each, and what TCP has queued beyond, with its overhead.
+
+        The kernel lets TCP's buffers grow, and counts socket memory for no process.
+        """
+        counts = dict(line.split(b":", 1) for line in self._read(f"/proc/{self._pid}/net/sockstat").splitlines())
+        used = int(counts.get(b"sockets", b"used 0").split()[1])
+        if used and int(counts.get(b"TCP", b"inuse 0").split()[1]):
+            return used * _SOCKET_BYTES + 2 * sum(map(self._queued, ("tcp", "tcp6")))
+        return used * _SOCKET_BYTES
+
+    def _queued(self, protocol: str) -> int:
+        with contextlib.suppress(OSError), open(f"/proc/{self._pid}/net/{protocol}", "rb") as table:
+            queues = (row.split()[4].split(b":") for row in table.readlines()[1:])
+            return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
+        return 0
 
     def _share(self, place: str) -> int:
         for line in self._read(f"{place}/smaps_rollup").splitlines():

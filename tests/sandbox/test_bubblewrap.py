@@ -98,6 +98,27 @@ if __name__ == "__main__":
     print(queue.get()); process.join()
     exit()
 """,
+    "a web server with its clients, databases and locks": """
+import fcntl, http.server, os, shelve, signal, socket, sqlite3, threading, urllib.request, zipfile
+
+class Long(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(bytes(1 << 22))
+    def log_message(self, *told): pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Long)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+url = "http://127.0.0.1:%d/" % server.server_port
+with urllib.request.urlopen(url) as answer: print(len(answer.read()))
+server.shutdown()
+with shelve.open("kept") as kept: kept["a"] = 1
+with shelve.open("kept") as kept: print(kept["a"])
+with sqlite3.connect("x.db") as base: base.execute("pragma journal_mode=wal"); base.execute("create table t (a)")
+with open("locked", "w") as file: fcntl.lockf(file, fcntl.LOCK_EX); print(fcntl.fcntl(file, fcntl.F_GETFL) >= 0)
+pair = socket.socketpair(); pair[0].send(b"pair"); print(pair[1].recv(9).decode())
+signal.setitimer(signal.ITIMER_REAL, 60)
+print(len(os.sched_getaffinity(0)) > 0)
+""",
 }
 
 
@@ -107,6 +128,7 @@ async def test_ordinary_programs_are_not_hindered(bubblewrap: BubblewrapSandbox)
         ["shared"],
         ["28"],
         ["loopback", "True", "shell", "(1,)", "1"],
+        ["4194304", "1", "True", "pair", "True"],
     ], outcomes
 
 

@@ -63,6 +63,19 @@ CASES = {
             "refused: vmsplice: PermissionError",
         )
     ),
+    "shared_by_user": Case(
+        says=(
+            "refused: io_setup",
+            "refused: inotify_init1",
+            "refused: larger pipe",
+            "refused: flock",
+            "refused: lease",
+            "refused: dnotify",
+            "refused: larger buffer",
+            "few timers True",
+        )
+    ),
+    "socket_buffers": Case(ended_by="memory", code=None),
     "memory_at_once": Case(says=("refused: a terabyte: MemoryError",)),
     "host_files": Case(says=("refused: /etc/shadow", "refused: /proc/1/root/etc/passwd", "refused: /home")),
     "environment": Case(
