@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from one_run import STALL_S, Run
+from one_run import STALL_S, Run, kill
 from promises import processes, promised
 
 
@@ -48,15 +48,14 @@ def start_another(run: Run) -> None:
     run.until_it_trains()
     if run.trainer is None:
         return
-    other = run.fork_trainer(10**6, run.directory / "other.log")
-    run.beside.append(other)
+    run.second = run.fork_trainer(10**6, run.directory / "second.log")
     deadline = time.monotonic() + STALL_S
-    while other.is_running and run.trainer is not None and time.monotonic() < deadline:
+    while run.second.is_running and run.trainer is not None and time.monotonic() < deadline:
         run.wait(0.05)
-    if other.is_running:
-        os.kill(other.pid, signal.SIGKILL)
-    code = other.code.result(60)
-    promised(code == 1 or run.trainer is None, f"a second trainer in the directory ended with {code}")
+    if run.trainer is not None:
+        kill(run.second)
+        code = run.second.code.result()
+        promised(code == 1, f"a second trainer in the directory ended with {code}")
 
 
 def end_server(run: Run, number: signal.Signals) -> None:

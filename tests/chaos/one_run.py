@@ -85,8 +85,9 @@ class Run:
         self._update_order = self.rng.choice(["all", "rolling"]) if self.place == "apart" else "all"
         self.trainer: Forked | None = None
         self.servers: list[Forked] = []
-        self.beside: list[Forked] = []
-        """Proxies, and trainers that should not run."""
+        self.proxies: list[Forked] = []
+        self.second: Forked | None = None
+        """Another trainer in the same directory."""
         self.trainer_pids: set[int] = set()
         self._run_dir = self.directory / "run"
         self._log = self.directory / "trainer.log"
@@ -135,8 +136,11 @@ class Run:
 
     def forked_pids(self) -> set[int]:
         """The running processes that the campaign itself has begun."""
-        forked = [*self.servers, *self.beside, *([self.trainer] if self.trainer else [])]
-        return {process.pid for process in forked if process.is_running}
+        return {process.pid for process in self._running()}
+
+    def _running(self) -> list[Forked]:
+        forked = (*self.servers, *self.proxies, self.trainer, self.second)
+        return [process for process in forked if process is not None and process.is_running]
 
     # A trainer's life
 
@@ -230,10 +234,14 @@ class Run:
         self.say(f"it ended with {code}")
         if code == 1:
             lines = self._output().splitlines()[::-1]
-            self.errors.append(next((line for line in lines if line.startswith("error: ")), "error: without a word"))
+            self.errors.append(
+                next((line for line in lines if line.startswith("error: ")), "error: (its log could not grow)")
+            )
             self.say(self.errors[-1])
         promised(code in allowed, f"the exit code is {code}, and not among {allowed}")
         check_output(self._output())
+        if self.second is not None:
+            kill(self.second)  # it may have begun after the end of the first
         check_processes(self.mark, {self.nursery.pid, *self.forked_pids()})
         before = self.version
         self.version, self.outcomes = check_run_dir(self._run_dir, batch_size=BATCH_SIZE, max_staleness=MAX_STALENESS)
@@ -253,7 +261,7 @@ class Run:
         for index, (port, behind) in enumerate(zip(ports, self._ports, strict=True)):
             place = {"port": port, "target": f"http://127.0.0.1:{behind}", "seed": f"{self.seed}-{index}"}
             log = self.directory / f"proxy-{index}.log"
-            self.beside.append(self.nursery.fork("life:relay", {**place, **faults}, log))
+            self.proxies.append(self.nursery.fork("life:relay", {**place, **faults}, log))
 
     def _until_servers_listen(self) -> None:
         deadline = time.monotonic() + STALL_S
@@ -265,10 +273,15 @@ class Run:
         return self.directory / f"server-{index}.log"
 
     def _stop_all(self) -> None:
-        for process in (*self.servers, *self.beside, *([self.trainer] if self.trainer else [])):
-            if process.is_running:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-                process.code.result(60)
+        for process in self._running():
+            kill(process)
         for row in rows_of(self.directory / "requests.jsonl"):
             self.times[f"a request: {row['fault']}"] += 1
+
+
+def kill(process: Forked) -> None:
+    """And wait for its end."""
+    if process.is_running:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    process.code.result(60)
