@@ -229,7 +229,7 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
     if not all(map(_is_logprob, logprobs)):
         raise ValueError(f"logprob {next(value for value in logprobs if not _is_logprob(value))!r}")
     spans = [(str(span["version"]), span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
-    if wrong := [span for span in spans if not 0 <= span[1] <= span[2]]:
+    if wrong := [s for s in spans if not (0 <= s[1] <= s[2] and type(s[1]) is type(s[2]) is int)]:
         raise ValueError(f"the span {wrong[0]} of weight_versions")
     return Answer(
         output_ids=ids,

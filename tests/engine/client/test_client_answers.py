@@ -48,6 +48,7 @@ MALFORMED = {
     "a token id beyond the vocabulary": (tokens([-0.5, 31, None]), "token id 31.*31 tokens"),
     "no logprobs": (lambda answer: answer["meta_info"].pop("output_token_logprobs"), "output_token_logprobs"),
     "a span that ends before it begins": (meta(weight_versions=[{"version": "0", "start": 3, "end": 1}]), "span"),
+    "a span of parts of tokens": (meta(weight_versions=[{"version": "0", "start": 0, "end": 1.5}]), "span"),
     "a span of text": (meta(weight_versions=[{"version": "0", "start": "0", "end": "1"}]), "'int' and 'str'"),
     "an unknown end": (meta(finish_reason={"type": "bored"}), "bored"),
     "no object": (lambda answer: answer.clear(), "meta_info"),
