@@ -31,7 +31,7 @@ from rich.table import Table
 from arl.engine.tiny import TinyShape, write_tiny_model
 
 HERE = Path(__file__).parent
-PLACES = [*["apart"] * 5, "own", *["apart"] * 5, "ranks"]
+PLACES = ["apart", "apart", "own", "apart", "apart", "ranks", *["apart"] * 6]
 """Where servers and ranks of one run after another are."""
 
 
