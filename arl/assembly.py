@@ -182,11 +182,13 @@ async def _build(stack: AsyncExitStack, config: Config, given: _Given) -> Traine
     await thread(run_log.resume, learner.version, state.values.get("logs", {}) if state else {})
     buffer = ReplayBuffer(config.rollout.batch_size, config.rollout.max_staleness, version=learner.version)
     runner = _runner(stack, config, given.workflow, learner)
-    rollout = _rollout(config, given, engine, runner, buffer)
+    rollout = await offload(_rollout, config, given, engine, runner, buffer)
     kept = config.rollout
     replay = Replay(kept.replay_groups, min_reward=kept.replay_min_reward, max_staleness=kept.max_staleness)
-    if state is not None:
-        rollout.load_state_dict(state.values["rollout"], state.groups)
+    if state is None:
+        await offload(rollout.ledger.prepare)
+    else:
+        await offload(rollout.load_state_dict, state.values["rollout"], state.groups)
         replay.add(state.replay, learner.version)
         _say_where_it_continues(config, learner.version, display)
     return Trainer(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 import random
-from bisect import bisect_left
+import zlib
+from array import array
+from base64 import b64decode, b64encode
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 from arl.api.errors import CheckpointError, CurriculumError, DatasetError
 from arl.api.workflow import Curriculum, ExampleRecord
@@ -36,18 +39,60 @@ class Issue:
     example_id: ExampleId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Epoch:
-    indices: Sequence[int]
-    """Of the examples in it, ascending."""
-    marks: bytearray
-    """How each of them ended, in this order."""
+    """The examples of an epoch or a stage, in the order of handing out, and how each ended."""
 
-    def settle(self, index: int, outcome: GroupOutcome) -> None:
-        self.marks[bisect_left(self.indices, index)] = ord(outcome)
+    def __init__(self, order: Sequence[int] | None, marks: bytearray) -> None:
+        """order: None stands for the order that the settings give. marks: one for each place in the order."""
+        self.order = order
+        self.marks = marks
+        self._num_open = marks.count(b".")
+        self._saved: dict[str, str | None] | None = None
 
-    def ended_as(self, outcome: GroupOutcome) -> list[int]:
-        return [index for index, mark in zip(self.indices, self.marks, strict=True) if mark == ord(outcome)]
+    def settle(self, place: int, outcome: GroupOutcome) -> None:
+        self.marks[place] = ord(outcome)
+        self._num_open -= 1
+
+    def saved(self) -> Callable[[], dict[str, str | None]]:
+        """Its JSON value, on another thread: an epoch that has ended is packed once, an open one is copied here."""
+        return self._packed if not self._num_open else partial(_packed_epoch, self.order, bytes(self.marks))
+
+    def _packed(self) -> dict[str, str | None]:
+        self._saved = self._saved or _packed_epoch(self.order, bytes(self.marks))
+        return self._saved
+
+
+def _packed_epoch(order: Sequence[int] | None, marks: bytes) -> dict[str, str | None]:
+    places = None if order is None else _packed(array("q", order).tobytes())
+    return {"order": places, "marks": _packed(marks.rstrip(b"."))}
+
+
+def _packed(data: bytes) -> str:
+    return b64encode(zlib.compress(data)).decode("ascii")
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(b64decode(text))
+
+
+class _Shuffle:
+    """Shuffles 0, 1, ..., step by step, into the order of `random.shuffle` with the same seed."""
+
+    def __init__(self, indices: array[int], seed: str) -> None:
+        self._order = indices[:]
+        self._random = random.Random(seed)
+        self.steps_left = max(len(indices) - 1, 0)
+
+    def advance(self, steps: int) -> None:
+        order = self._order
+        for i in range(self.steps_left, max(self.steps_left - steps, 0), -1):
+            j = self._random.randrange(i + 1)
+            order[i], order[j] = order[j], order[i]
+        self.steps_left = max(self.steps_left - steps, 0)
+
+    def finished(self) -> array[int]:
+        self.advance(self.steps_left)
+        return self._order
 
 
 class ExampleLedger:
@@ -55,8 +100,8 @@ class ExampleLedger:
 
     An example that was handed out and has no outcome is pending. A ledger restored from `state_dict` first hands out
     the pending ones again, in their order and under their group ids: what was in flight runs again, and what was
-    trained never does. Memory: one byte for each example of each epoch; with a curriculum also its index, and a record
-    of each example.
+    trained never does. Memory: a byte for each example of each epoch, and 16 bytes for each example; with a curriculum
+    an index of 8 bytes instead of these, and a record of each example.
     """
 
     def __init__(self, num_examples: int, *, shuffle: bool, seed: int, curriculum: Curriculum | None = None) -> None:
@@ -69,11 +114,24 @@ class ExampleLedger:
         self._curriculum = curriculum
         self._experience = Experience(num_examples) if curriculum else None
         self._epochs: list[_Epoch] = []
+        self._indices: array[int] = array("q")
+        """0, 1, ..., once they are needed."""
         self._order: Sequence[int] = []
+        self._coming: _Shuffle | None = None
+        """The order of the next epoch. Each example that is handed out shuffles it a step further."""
         self._position = 0
         self._next_group_id = 0
-        self._pending: dict[ExampleId, int] = {}
-        self._owed: deque[Issue] = deque()
+        self._pending: dict[ExampleId, tuple[int, int]] = {}
+        """Group id, and place in the epoch's order."""
+        self._owed: deque[tuple[Issue, int]] = deque()
+
+    def prepare(self) -> None:
+        """Do on a thread, before the first `issue`, what takes seconds with a million examples."""
+        if self._experience:
+            self._experience.records()
+            return
+        self._coming = self._coming or self._shuffled(len(self._epochs))
+        self._coming.advance(self._position if self._epochs else self._num_examples)
 
     @property
     def epoch(self) -> int:
@@ -87,8 +145,8 @@ class ExampleLedger:
 
     def issue(self) -> Issue:
         """The next example to run; begins an epoch when the last example is out. Raises CurriculumError."""
-        issue = self._owed.popleft() if self._owed else self._next_of_epoch()
-        self._pending[issue.example_id] = issue.group_id
+        issue, place = self._owed.popleft() if self._owed else self._next_of_epoch()
+        self._pending[issue.example_id] = issue.group_id, place
         return issue
 
     def note_reward(self, example_id: ExampleId, reward: float) -> None:
@@ -101,29 +159,31 @@ class ExampleLedger:
         epoch, index = example_id
         if example_id not in self._pending:
             raise ValueError(f"example {index} of epoch {epoch} is not running; it cannot be {outcome.name.lower()}")
-        del self._pending[example_id]
-        self._epochs[epoch].settle(index, outcome)
+        _, place = self._pending.pop(example_id)
+        self._epochs[epoch].settle(place, outcome)
         if self._experience:
             self._experience.note_outcome(index, outcome)
 
     def outcomes(self, epoch: int) -> dict[GroupOutcome, list[int]]:
         """The dataset indices of an epoch that ended in each way."""
-        return {outcome: self._epochs[epoch].ended_as(outcome) for outcome in GroupOutcome}
+        found: dict[int, list[int]] = {ord(outcome): [] for outcome in GroupOutcome}
+        order, marks = self._order_of(epoch), self._epochs[epoch].marks
+        for index, mark in zip(order, marks, strict=True):
+            if mark in found:
+                found[mark].append(index)
+        return {outcome: sorted(found[ord(outcome)]) for outcome in GroupOutcome}
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as JSON values. order, stages: null for the settings' order and for the whole dataset."""
-        is_whole = not self._epochs or isinstance(self._epochs[-1].indices, range)
+        """The whole state, as JSON values, and functions that make them on the thread that writes them."""
         return {
             **self._settings,
             "epoch": self.epoch,
-            "order": None if is_whole else list(self._order),
             "position": self._position,
             "next_group_id": self._next_group_id,
-            "pending": [[*example_id, group_id] for example_id, group_id in self._pending.items()]
-            + [[*issue.example_id, issue.group_id] for issue in self._owed],
-            "outcomes": [epoch.marks.decode("ascii") for epoch in self._epochs],
-            "stages": [None if isinstance(epoch.indices, range) else list(epoch.indices) for epoch in self._epochs],
-            "experience": self._experience.state_dict() if self._experience else None,
+            "pending": [[*example_id, *ids] for example_id, ids in self._pending.items()]
+            + [[*issue.example_id, issue.group_id, place] for issue, place in self._owed],
+            "epochs": [epoch.saved() for epoch in self._epochs],
+            "experience": self._experience.saved() if self._experience else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], finished: Collection[ExampleId] = ()) -> None:
@@ -137,108 +197,148 @@ class ExampleLedger:
                     f"the checkpoint was written with {name} {state[name]}, this run has {value}; "
                     "continue with the same dataset and settings, or start in another run_dir"
                 )
-        self._epochs = [
-            _Epoch(indices=range(self._num_examples) if indices is None else indices, marks=bytearray(marks, "ascii"))
-            for indices, marks in zip(state["stages"], state["outcomes"], strict=True)
-        ]
-        self._order = state["order"] or (self._order_of(self.epoch) if self._epochs else [])
+        state = self._of_today(state) if "outcomes" in state else state
+        self._epochs = [self._unpacked_epoch(**saved) for saved in state["epochs"]]
+        self._order = self._order_of(self.epoch) if self._epochs else []
         self._position = state["position"]
         self._next_group_id = state["next_group_id"]
         pending = [
-            Issue(group_id=group_id, example_id=(epoch, index))
-            for epoch, index, group_id in sorted(state["pending"], key=itemgetter(2))
+            (Issue(group_id=group_id, example_id=(epoch, index)), place)
+            for epoch, index, group_id, place in sorted(state["pending"], key=itemgetter(2))
         ]
-        self._pending = {issue.example_id: issue.group_id for issue in pending if issue.example_id in finished}
-        self._owed = deque(issue for issue in pending if issue.example_id not in finished)
+        self._pending = {i.example_id: (i.group_id, place) for i, place in pending if i.example_id in finished}
+        self._owed = deque((issue, place) for issue, place in pending if issue.example_id not in finished)
         if self._experience:
             self._load_experience(self._experience, state["experience"])
+        self._coming = None
+        self.prepare()
 
-    def _load_experience(self, experience: Experience, state: Sequence[Sequence[Any]] | None) -> None:
+    def _unpacked_epoch(self, order: str | None, marks: str) -> _Epoch:
+        places = None if order is None else array("q", _unpacked(order))
+        length = self._num_examples if places is None else len(places)
+        return _Epoch(places, bytearray(_unpacked(marks).ljust(length, b".")))
+
+    def _of_today(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state whose marks are by index: of a checkpoint of an earlier arl."""
+        epochs: list[dict[str, str | None]] = []
+        places: list[dict[int, int]] = []
+        for number, (indices, marks) in enumerate(zip(state["stages"], state["outcomes"], strict=True)):
+            is_current = number == state["epoch"]
+            order = None if indices is None else (state["order"] if is_current else None) or indices
+            mark_of = dict(zip(indices or range(self._num_examples), marks.encode("ascii"), strict=True))
+            whole = self._shuffled(number).finished() if order is None else order
+            places.append({index: place for place, index in enumerate(whole)})
+            epochs.append(_packed_epoch(order, bytes(mark_of[index] for index in whole)))
+        issued: list[tuple[int, int, int]] = state["pending"]
+        pending = [(e, index, group_id, places[e][index]) for e, index, group_id in issued]
+        return {**state, "epochs": epochs, "pending": pending}
+
+    def _load_experience(self, experience: Experience, state: Any) -> None:
         """A run without a curriculum kept the outcomes, but no rewards."""
         if state is not None:
-            experience.load_state_dict(state)
+            experience.load(state)
             return
         for epoch in range(len(self._epochs)):
             for outcome, indices in self.outcomes(epoch).items():
                 for index in indices:
                     experience.note_outcome(index, outcome)
 
-    def _next_of_epoch(self) -> Issue:
+    def _next_of_epoch(self) -> tuple[Issue, int]:
         if self._position == len(self._order):
             self._begin_epoch(len(self._epochs))
-        index = self._order[self._position]
+        if self._coming:
+            self._coming.advance(-(-self._coming.steps_left // (len(self._order) - self._position)))
+        place, index = self._position, self._order[self._position]
         self._position += 1
         self._next_group_id += 1
-        return Issue(group_id=self._next_group_id - 1, example_id=(self.epoch, index))
+        return Issue(group_id=self._next_group_id - 1, example_id=(self.epoch, index)), place
 
     def _begin_epoch(self, epoch: int) -> None:
-        indices: Sequence[int] = range(self._num_examples)
         if self._curriculum and self._experience:
-            order = asked_for_stage(self._curriculum, epoch, self._experience.records())
-            indices = sorted(order)
+            self._order = array("q", asked_for_stage(self._curriculum, epoch, self._experience.records()))
         else:
-            order = self._order_of(epoch)
-        self._epochs.append(_Epoch(indices=indices, marks=bytearray(b"." * len(indices))))
-        self._order = order
+            self._order = (self._coming or self._shuffled(epoch)).finished()
+            self._coming = self._shuffled(epoch + 1)
+        self._epochs.append(_Epoch(self._order if self._curriculum else None, bytearray(b"." * len(self._order))))
         self._position = 0
 
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(self._num_examples))
-        if self._shuffle:
-            random.Random(f"{self._seed}-{epoch}").shuffle(order)
-        return order
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        if epoch == self.epoch and self._order:
+            return self._order
+        order = self._epochs[epoch].order
+        return self._shuffled(epoch).finished() if order is None else order
+
+    def _shuffled(self, epoch: int) -> _Shuffle:
+        self._indices = self._indices or array("q", range(self._num_examples))
+        shuffle = _Shuffle(self._indices, f"{self._seed}-{epoch}")
+        if not self._shuffle:
+            shuffle.steps_left = 0
+        return shuffle
 
 
 # What a curriculum is told, and what it may answer.
-
-
-@dataclass(slots=True)
-class _Known:
-    marks: str = ""
-    """The letter of each GroupOutcome that it had."""
-    num_rewards: int = 0
-    reward_sum: float = 0.0
-    last_reward: float | None = None
-
-    def record(self, index: int) -> ExampleRecord:
-        return ExampleRecord(
-            index=index,
-            num_trained=self.marks.count("t"),
-            num_rejected=self.marks.count("r"),
-            num_dropped=self.marks.count("d"),
-            last_reward=self.last_reward,
-            mean_reward=self.reward_sum / self.num_rewards if self.num_rewards else None,
-        )
 
 
 class Experience:
     """How the examples of a dataset fared so far."""
 
     def __init__(self, num_examples: int) -> None:
-        self._num_examples = num_examples
-        self._known: dict[int, _Known] = {}
+        self._counts = {outcome.value: array("i", bytes(4 * num_examples)) for outcome in GroupOutcome}
+        self._num_rewards = array("i", bytes(4 * num_examples))
+        self._reward_sums = array("d", bytes(8 * num_examples))
+        self._last_rewards = array("d", bytes(8 * num_examples))
+        self._records: list[ExampleRecord] = []
 
     def note_outcome(self, index: int, outcome: GroupOutcome) -> None:
-        self._of(index).marks += outcome
+        self._counts[outcome][index] += 1
+        if self._records:
+            self._records[index] = self._record(index)
 
     def note_reward(self, index: int, reward: float) -> None:
-        known = self._of(index)
-        known.num_rewards += 1
-        known.reward_sum += reward
-        known.last_reward = reward
+        self._num_rewards[index] += 1
+        self._reward_sums[index] += reward
+        self._last_rewards[index] = reward
+        if self._records:
+            self._records[index] = self._record(index)
 
     def records(self) -> list[ExampleRecord]:
-        """One for each example of the dataset, in its order."""
-        return [self._known.get(index, _Known()).record(index) for index in range(self._num_examples)]
+        """One for each example of the dataset, in its order. The first call makes them, which takes seconds."""
+        self._records = self._records or [self._record(index) for index in range(len(self._num_rewards))]
+        return self._records.copy()
 
-    def state_dict(self) -> list[list[Any]]:
-        return [[index, *astuple(known)] for index, known in self._known.items()]
+    def _record(self, index: int) -> ExampleRecord:
+        num_rewards = self._num_rewards[index]
+        return ExampleRecord(
+            index=index,
+            num_trained=self._counts["t"][index],
+            num_rejected=self._counts["r"][index],
+            num_dropped=self._counts["d"][index],
+            last_reward=self._last_rewards[index] if num_rewards else None,
+            mean_reward=self._reward_sums[index] / num_rewards if num_rewards else None,
+        )
 
-    def load_state_dict(self, state: Iterable[Sequence[Any]]) -> None:
-        self._known = {index: _Known(*values) for index, *values in state}
+    def _columns(self) -> dict[str, array[Any]]:
+        rewards = {"num": self._num_rewards, "sum": self._reward_sums, "last": self._last_rewards}
+        return {**self._counts, **rewards}
 
-    def _of(self, index: int) -> _Known:
-        return self._known.setdefault(index, _Known())
+    def saved(self) -> Callable[[], dict[str, str]]:
+        """Its JSON value, of a copy, on another thread."""
+        copies = {name: column.tobytes() for name, column in self._columns().items()}
+        return lambda: {name: _packed(column) for name, column in copies.items()}
+
+    def load(self, state: Any) -> None:
+        """From `saved`, or from rows of an earlier arl: index, letters of outcomes, number, sum and last of rewards."""
+        self._records = []
+        if isinstance(state, dict):
+            packed = cast("dict[str, str]", state)
+            for name, column in self._columns().items():
+                column[:] = array(column.typecode, _unpacked(packed[name]))
+            return
+        for index, marks, num_rewards, reward_sum, last_reward in state:
+            for letter, counts in self._counts.items():
+                counts[index] = marks.count(letter)
+            self._num_rewards[index], self._reward_sums[index] = num_rewards, reward_sum
+            self._last_rewards[index] = last_reward or 0.0
 
 
 def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[ExampleRecord]) -> list[int]:
@@ -250,10 +350,11 @@ def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[Exampl
         raise CurriculumError(f"{name} raised {type(error).__name__} for stage {stage}: {error}") from error
     if not indices:
         raise CurriculumError(f"{name} returned no examples for stage {stage}; return some, or set fewer steps")
-    if outside := [index for index in indices if not 0 <= index < len(records)]:
+    if min(indices) < 0 or max(indices) >= len(records):
+        outside = next(index for index in indices if not 0 <= index < len(records))
         indices_are = f"the dataset's indices are 0 to {len(records) - 1}"
-        raise CurriculumError(f"{name} returned index {outside[0]} for stage {stage}; {indices_are}")
-    index, times = Counter(indices).most_common(1)[0]
-    if times > 1:
+        raise CurriculumError(f"{name} returned index {outside} for stage {stage}; {indices_are}")
+    if len(set(indices)) < len(indices):
+        index, _ = Counter(indices).most_common(1)[0]
         raise CurriculumError(f"{name} returned index {index} twice for stage {stage}; each example runs once in it")
     return indices

@@ -166,13 +166,16 @@ class RunState:
     """The state of a run between two steps, without the train engine's."""
 
     values: dict[str, Any]
-    """JSON values."""
+    """JSON values. A function stands for the value that it returns; the thread that writes calls it."""
     groups: Sequence[Group] = ()
     """Finished, untrained groups: ReplayBuffer.untrained."""
     replay: Sequence[Group] = ()
     """Trained groups that may be trained again: Replay.groups."""
     sync: Callable[[], None] = lambda: None
     """Forces to the disk what `values` refers to: RunLog.sync. Called before the checkpoint gets its name."""
+
+    def text(self, identity: Mapping[str, Any]) -> str:
+        return json.dumps({"identity": identity, **self.values}, default=lambda value: value())
 
 
 class Checkpoints:
@@ -217,7 +220,7 @@ class Checkpoints:
                     with (aside / name).open("wb") as file:
                         write_groups(file, groups)
                     force_to_disk(aside / name)
-                (aside / "state.json").write_text(json.dumps({"identity": self._identity, **state.values}))
+                (aside / "state.json").write_text(state.text(self._identity))
                 force_to_disk(aside / "state.json")
                 force_to_disk(aside)
                 state.sync()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from one_turn import OneTurn
+from recovery.invariants import with_outcomes
 from scripted_launch import small, use_fakes
 
 import arl.assembly
@@ -174,7 +175,7 @@ async def test_a_step_does_not_wait_for_the_checkpoint_before_and_does_not_chang
         may_write.set()
     state = json.loads((tmp_path / "run/checkpoints/version-00000002/state.json").read_text())
     assert state["version"] == 2
-    assert sum(marks.count("t") for marks in state["rollout"]["ledger"]["outcomes"]) == 4
+    assert sum(marks.count("t") for marks in with_outcomes(state["rollout"]["ledger"])["outcomes"]) == 4
 
 
 async def test_a_save_amid_training_is_of_the_batch_that_is_trained_and_the_run_goes_on(

@@ -1,9 +1,11 @@
 """Who plays in the flow's tests: deterministic engines, small workflows, and a trainer that trains nothing."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from virtual_time import run_in_virtual_time
 
@@ -20,6 +22,11 @@ from arl.rollout.group import GroupRules
 
 def examples(n: int) -> list[Example]:
     return [{"number": i} for i in range(n)]
+
+
+def as_json(state: Any) -> Any:
+    """What a checkpoint's file makes of a state."""
+    return json.loads(json.dumps(state, default=lambda value: value()))
 
 
 def engine_with_latency(seed: int = 0, mean_s: float = 1.0) -> ScriptedEngine:

@@ -1,13 +1,14 @@
 """Every example of every epoch ends exactly once, and a curriculum says which examples an epoch has."""
 
 import json
+import random
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import Scripted, controlled, train, trained
+from players import Scripted, as_json, controlled, train, trained
 from records import trajectory
 from virtual_time import run_in_virtual_time
 
@@ -26,7 +27,7 @@ def restored(
     source: ExampleLedger, curriculum: Curriculum | None = None, num_examples: int = 5, **settings: object
 ) -> ExampleLedger:
     copy = ledger(curriculum, num_examples, **settings)
-    copy.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    copy.load_state_dict(as_json(source.state_dict()))
     return copy
 
 
@@ -39,6 +40,64 @@ def test_the_order_is_the_datasets_or_if_shuffled_the_seeds_which_differs_betwee
     first, again, other = (issued(ledger(num_examples=50, seed=seed), 100) for seed in (1, 1, 2))
     assert first == again != other
     assert [i for _, i in first[:50]] != [i for _, i in first[50:]]
+
+
+@pytest.mark.parametrize("resumed_at", [0, 3, 99, 100, 150])
+def test_the_order_is_that_of_pythons_shuffle_wherever_a_run_was_resumed(resumed_at: int) -> None:
+    """Although it is made step by step during the epoch before."""
+    source = ledger(num_examples=100, seed=7)
+    issues = issued(source, resumed_at)
+    for example_id in issues:
+        source.settle(example_id, GroupOutcome.TRAINED)
+    issues += issued(restored(source, num_examples=100, seed=7), 300 - resumed_at)
+    for epoch in range(3):
+        order = list(range(100))
+        random.Random(f"7-{epoch}").shuffle(order)
+        assert [index for e, index in issues if e == epoch] == order
+
+
+def test_a_long_past_of_many_examples_makes_a_small_checkpoint_and_no_work_of_an_issue() -> None:
+    source = ledger(num_examples=20_000)
+    sizes: list[int] = []
+    for epoch in range(4):
+        for number in range(20_000):
+            if number == 10_000:
+                sizes.append(len(json.dumps(as_json(source.state_dict()))))
+            source.settle(source.issue().example_id, GroupOutcome.REJECTED if number % 9 == 0 else GroupOutcome.TRAINED)
+            assert source._coming is not None
+            assert source._coming.steps_left == 20_000 - number - 2 + (number == 19_999), "an epoch is shuffled at once"
+        assert source.epoch == epoch
+    assert sizes[0] < 1000
+    assert sizes[3] < 2000
+
+
+@pytest.mark.parametrize("name", ["epochs", "stages"])
+def test_a_checkpoint_of_an_earlier_arl_continues(name: str) -> None:
+    """Its marks are by index, and its records are rows."""
+    of_both = {"num_examples": 5, "shuffle": True, "seed": 0, "epoch": 1, "next_group_id": 8}
+    whole = {"order": None, "position": 2, "stages": [None, None], "experience": None}
+    chosen = {"order": [3, 0, 1], "position": 2, "stages": [None, [0, 1, 3]]}
+    rows = [[3, "tr", 2, 1.5, 0.5], [0, "r", 0, 0.0, None]]
+    first, second = (list(range(5)), list(range(5)))
+    random.Random("0-0").shuffle(first)
+    random.Random("0-1").shuffle(second)
+    late, current = first[4], second[0] if name == "epochs" else 3
+    marks = "".join("." if index == late else "t" for index in range(5))
+    now = {"epochs": "".join("r" if index == second[1] else "." for index in range(5)), "stages": "r.."}[name]
+    state = {**of_both, "outcomes": [marks, now], "pending": [[1, current, 6], [0, late, 4]]}
+    state |= whole if name == "epochs" else chosen | {"experience": rows}
+    told = Stages([], [], [2])
+    source = ledger(told if name == "stages" else None)
+    source.load_state_dict(json.loads(json.dumps(state)))
+    rest = [(1, index) for index in second[2:]] if name == "epochs" else [(1, 1), (2, 2)]
+    assert issued(source, 2 + len(rest)) == [(0, late), (1, current), *rest]
+    source.settle((0, late), GroupOutcome.DROPPED)
+    assert source.outcomes(0)[GroupOutcome.DROPPED] == [late]
+    assert source.outcomes(1)[GroupOutcome.REJECTED] == ([second[1]] if name == "epochs" else [0])
+    if name == "stages":
+        fared = ExampleRecord(index=3, num_trained=1, num_rejected=1, last_reward=0.5, mean_reward=0.75)
+        assert told.told[0][3] == fared
+        assert told.told[0][0] == ExampleRecord(index=0, num_rejected=1)
 
 
 def test_after_a_resume_an_example_that_runs_again_keeps_its_group_id_and_no_other_gets_one_of_before() -> None:
@@ -126,7 +185,7 @@ def test_a_curriculum_added_at_a_resume_knows_the_outcomes_and_a_removed_one_lea
 def test_a_stage_is_what_the_curriculum_says_in_its_order_in_numbers_of_any_kind() -> None:
     source = ledger(Stages([3, 0], np.array([4]), [1, 0, 2]))  # type: ignore[arg-type]
     assert issued(source, 6) == [(0, 3), (0, 0), (1, 4), (2, 1), (2, 0), (2, 2)]
-    json.dumps(source.state_dict())
+    as_json(source.state_dict())
 
 
 def broken(stage: int, records: Sequence[ExampleRecord]) -> Sequence[int]:
@@ -197,8 +256,8 @@ def test_whatever_is_issued_settled_and_resumed_every_example_of_a_stage_ends_on
                 source.settle(settled[-1], GroupOutcome.DROPPED)
     assert len(settled) == len(set(settled))
     state = source.state_dict()
-    pending = [(epoch, index) for epoch, index, _ in state["pending"]]
-    for epoch in range(len(state["stages"])):
+    pending = [(epoch, index) for epoch, index, *_ in state["pending"]]
+    for epoch in range(len(state["epochs"])):
         ended = [i for indices in source.outcomes(epoch).values() for i in indices]
         assert sorted(ended) == sorted(i for e, i in settled if e == epoch)
         begun = sorted(ended + [i for e, i in pending if e == epoch])

@@ -12,6 +12,7 @@ from records import trajectory
 from virtual_time import run_in_virtual_time
 
 from arl.api.types import Group
+from arl.api.workflow import ExampleRecord
 from arl.rollout.ledger import GroupOutcome
 
 
@@ -139,7 +140,9 @@ def test_a_cut_group_settles_its_example_before_its_episodes_have_ended() -> Non
             taking = tasks.create_task(buffer.take_batch(0))
             await asyncio.sleep(6)
             assert controller.ledger.outcomes(0)[GroupOutcome.DROPPED] == [0]
-            assert controller.ledger.state_dict()["experience"] == [[0, "d", 0, 0.0, None]]  # its reward does not count
+            assert controller.ledger._experience.records()[0] == ExampleRecord(
+                index=0, num_dropped=1
+            )  # its reward does not count
             assert controller.counters()["episodes_dropped"] == 3
             assert buffer.num_charged == 0
             await asyncio.sleep(600)

@@ -1,7 +1,6 @@
 """Killed at any moment and run again: what was trained is trained once, what was not is run again."""
 
 import asyncio
-import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from players import Scripted, TwoTurns, controlled, engine_with_latency, examples, runner_of, serve, train
+from players import Scripted, TwoTurns, as_json, controlled, engine_with_latency, examples, runner_of, serve, train
 from records import trajectory
 from virtual_time import run_in_virtual_time
 
@@ -58,7 +57,7 @@ async def live(disk: Disk, seed: int, killed_at_s: float, config: RolloutConfig)
     buffer = ReplayBuffer(config.batch_size, config.max_staleness, version=disk.version)
     controller = RolloutController(engine, runner_of(Mixed(), config), examples(NUM_EXAMPLES), config, buffer, seed=7)
     if disk.rollout:
-        controller.load_state_dict(json.loads(json.dumps(disk.rollout)), disk.groups)
+        controller.load_state_dict(as_json(disk.rollout), disk.groups)
     weights = list(disk.weights)
     replay = Replay(config.replay_groups, min_reward=-1.0, max_staleness=config.max_staleness)
     replay.add(disk.replay, disk.version)
@@ -121,7 +120,7 @@ def test_every_example_ends_exactly_once_however_often_the_run_is_killed(
     ledger = controller.ledger
     for epoch in range(ledger.epoch):
         outcomes = ledger.outcomes(epoch)
-        pending = [index for e, index, _ in ledger.state_dict()["pending"] if e == epoch]
+        pending = [index for e, index, *_ in ledger.state_dict()["pending"] if e == epoch]
         assert sorted(pending + [i for ended in outcomes.values() for i in ended]) == list(range(NUM_EXAMPLES))
         assert outcomes[GroupOutcome.TRAINED] == sorted(i for e, i in disk.weights if e == epoch)
         assert set(outcomes[GroupOutcome.REJECTED]) <= {5}
@@ -151,7 +150,7 @@ def test_groups_that_waited_in_a_checkpoint_are_trained_and_do_not_run_again() -
         await serve(engine, 1)
         config = RolloutConfig(group_size=2, **settings)
         controller = RolloutController(engine, runner_of(noting(after), config), examples(40), config, buffer)
-        controller.load_state_dict(state, groups)
+        controller.load_state_dict(as_json(state), groups)
         return await train(controller, buffer, engine, range(1, 4))
 
     state, waiting = run_in_virtual_time(first())
