@@ -36,6 +36,8 @@ class Attempt:
     """The call's timeout, which `lose` ends early."""
     lost: str | None = None
     """Why it was ended early."""
+    is_cut: bool = False
+    """It took long, and the server was told to return what it has."""
 
     def lose(self, reason: str) -> None:
         """End the call; its caller sends it elsewhere."""
@@ -106,6 +108,8 @@ class PartialResponse:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._asked = request.sampling.max_new_tokens
+        self.may_cut = request.sampling.seed is None
+        """It was not cut yet, and may be continued elsewhere."""
         self._tail = ""  # the end of the text so far, long enough to hold a stop string
         self.stop_reason: StopReason | None = None
 

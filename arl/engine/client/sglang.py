@@ -43,6 +43,7 @@ from arl.api.errors import (
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.client.continuation import Attempt, PartialResponse, version_of
 from arl.engine.client.line import Line
+from arl.engine.client.patience import Patience
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.server_client import Answer, ServerClient, UnfitServerError
 from arl.engine.client.server_pool import Server, ServerPool
@@ -92,6 +93,7 @@ class RemoteSGLangEngine:
         self._line = Line(self._pool)
         self._watch = ServerWatch(self._pool, config, processes)
         self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
+        self._patience = Patience(self._upkeep.abort)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
@@ -244,7 +246,8 @@ class RemoteSGLangEngine:
         payload = partial.payload(rid, cache_key=self._pool.cache_key(server), adapter=attempt.adapter)
         try:
             async with attempt.scope:
-                answer = await server.client.generate(payload)
+                with self._patience.limit(server, attempt, may_cut=partial.may_cut):
+                    answer = await server.client.generate(payload)
         except ServerFailedError as failure:
             blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
             blame(server, str(failure))
@@ -255,6 +258,7 @@ class RemoteSGLangEngine:
             self._upkeep.abort(server, rid)
             raise
         finally:
+            partial.may_cut = partial.may_cut and not attempt.is_cut
             self._pool.end(server, attempt)
         return self._keep(server, attempt, partial, answer)
 
@@ -265,7 +269,7 @@ class RemoteSGLangEngine:
             return fault
         self._pool.note_success(server)
         partial.extend(answer, attempt.versions(answer), self._model.end_token_ids)
-        was_meant = server.pauses != attempt.pauses or server.is_leaving
+        was_meant = attempt.is_cut or server.pauses != attempt.pauses or server.is_leaving
         if answer.finish != "abort" or was_meant or partial.stop_reason is not None:
             return None
         return f"{server.address} aborted the request, and nobody asked for it"

@@ -281,3 +281,42 @@ async def test_a_probe_that_is_answered_with_nonsense_ends_no_engine(
         server.tells = {"tokenize": tokens}
         await server.until(lambda: server.label == "1")
         assert_seamless(await engine.agenerate(ask()), 4)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request takes too long after 0.1 s."""
+    for name, value in (("_LEAST_S", 0.1), ("_GRACE_S", 0.1), ("_ENOUGH", 2)):
+        monkeypatch.setattr(f"arl.engine.client.patience.{name}", value)
+
+
+async def test_a_request_that_hangs_goes_elsewhere_long_before_its_time_limit(
+    server: Server, other: Server, impatient: None
+):
+    async with over(server, other, request_timeout_s=600.0) as engine:
+        for _ in range(2):
+            await engine.agenerate(ask(session="s"))
+        server.faults.append("hang")
+        assert_seamless(await engine.agenerate(ask(session="s")), 4)
+        assert [len(each.requests) for each in (server, other)] == [3, 1]
+        assert server.aborted == [server.requests[-1]["rid"]]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+async def test_a_request_that_is_only_slow_keeps_its_tokens_and_is_cut_once(
+    server: Server, impatient: None, seed: int | None
+):
+    async with over(server, max_retries=0) as engine, asyncio.TaskGroup() as group:
+        for _ in range(2):
+            await engine.agenerate(ask())
+        server.is_automatic = False
+        call = await server.begin(group, engine.agenerate(ask(seed=seed)))
+        server.advance(2)
+        if seed is None:
+            await server.until(lambda: len(server.requests) == 4 and len(server.running) == 1)
+            assert len(server.requests[-1]["input_ids"]) == 3 + 2
+        await asyncio.sleep(0.4)
+        assert len(server.aborted) == (1 if seed is None else 0)
+        server.advance(2)
+        assert_seamless(await call, 4)
+        assert engine.counters()["servers/failed_requests"] == 0
