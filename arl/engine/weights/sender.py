@@ -8,9 +8,11 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,9 @@ _NEVER = timedelta(days=1)
 """NCCL's own timeouts end the process, so a send over it is timed here."""
 
 _POLL_S = 0.002
+
+ResultT = TypeVar("ResultT")
+ArgsT = TypeVarTuple("ArgsT")
 
 
 # Tensors travel end to end, as bytes, in ranges of one dtype.
@@ -80,6 +85,8 @@ class _Link:
     num_keys: int
     is_nccl: bool
     left: threading.Event = field(default_factory=threading.Event)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    """Held during a send over nccl, which ends soon after `left` is set."""
     group: dist.ProcessGroup | None = None
 
 
@@ -122,7 +129,8 @@ class WeightSender:
             raise ServerFailedError(f"the group {name} has not been joined")
         try:
             if link.is_nccl:
-                self._send_from_gpu(link, group, data)
+                with link.sending:
+                    self._send_from_gpu(link, group, data)
             else:
                 dist.broadcast(data, group_src=0, group=group)
         except RuntimeError as error:
@@ -132,7 +140,8 @@ class WeightSender:
         """Leave a group; a call that waits for it to gather fails. Idempotent."""
         if (link := self._links.pop(name, None)) is not None:
             link.left.set()
-            _destroy(link)
+            with link.sending:  # until a send has seen it; NCCL's first one may not be destroyed under it
+                _destroy(link)
 
     def close(self) -> None:
         """Leave every group. Idempotent."""
@@ -146,16 +155,35 @@ class WeightSender:
             raise ServerFailedError(f"the group {name} was left") from None
 
     def _send_from_gpu(self, link: _Link, group: dist.ProcessGroup, data: torch.Tensor) -> None:
-        """On a stream of its own, so that training and other servers' sends go on."""
+        """On a stream of its own, so that training and other servers' sends go on.
+
+        The first broadcast of a group waits for all ranks within NCCL, for ever if one has died, and nothing ends that
+        wait. So it has a thread of its own, which is left behind then.
+        """
+        begun: Future[torch.Event] = Future()
+        threading.Thread(target=_run, args=(begun, self._broadcast_from_gpu, group, data), daemon=True).start()
         deadline = time.monotonic() + _SEND_TIMEOUT_S
+        while not (begun.done() and begun.result().query()):
+            if link.left.wait(_POLL_S) or time.monotonic() > deadline:
+                if begun.done():
+                    group.abort()
+                else:
+                    link.group = None  # to abort or destroy it would wait, too
+                raise ServerFailedError(f"the server did not take weights within {_SEND_TIMEOUT_S:g} s")
+
+    def _broadcast_from_gpu(self, group: dist.ProcessGroup, data: torch.Tensor) -> torch.Event:
+        """Returns an event that comes when `data` was sent."""
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             on_gpu = data.to(self._device, non_blocking=True)
             dist.broadcast(on_gpu, group_src=0, group=group)
-            sent = torch.cuda.current_stream().record_event()
-        while not sent.query():
-            if link.left.wait(_POLL_S) or time.monotonic() > deadline:
-                group.abort()
-                raise ServerFailedError(f"the server did not take weights within {_SEND_TIMEOUT_S:g} s")
+            return torch.cuda.current_stream().record_event()
+
+
+def _run(future: Future[ResultT], call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> None:
+    try:
+        future.set_result(call(*args))
+    except BaseException as error:  # noqa: BLE001 (whoever waits for it raises it)
+        future.set_exception(error)
 
 
 def _await_arrival(link: _Link, group: WeightGroup) -> None:

@@ -1,11 +1,18 @@
 """Tensors end to end: how they are split, and which rows of them a rank has."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from arl.api.engine import TensorSpec
+from arl.api.errors import ServerFailedError
 from arl.engine.local.received_weights import WeightsError, _buffer
-from arl.engine.weights.sender import byte_size, ranges, rows_of, views
+from arl.engine.weights import sender as module
+from arl.engine.weights.sender import WeightSender, byte_size, ranges, rows_of, views
 
 
 def spec(name: str, *shape: int, dtype: str = "float32") -> TensorSpec:
@@ -43,7 +50,32 @@ def test_ranks_have_rows_as_torch_chunks_them():
 
 
 def test_a_server_refuses_a_bucket_in_which_a_tensor_would_begin_between_two_numbers():
-    flat, tensors = _buffer([("a", "float32", [2]), ("b", "bfloat16", [3])], "cpu")
+    flat, tensors = _buffer([("a", "float32", [2]), ("b", "bfloat16", [3])], "cpu", most_bytes=100)
     assert (flat.nbytes, tensors["b"].shape) == (14, (3,))
     with pytest.raises(WeightsError, match="b would begin at byte 6"):
-        _buffer([("a", "bfloat16", [3]), ("b", "float32", [2])], "cpu")
+        _buffer([("a", "bfloat16", [3]), ("b", "float32", [2])], "cpu", most_bytes=100)
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_server_that_dies_while_nccl_forms_the_group_pins_no_thread(monkeypatch: pytest.MonkeyPatch, is_left: bool):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def wait_for_ever(*args: object) -> None:
+        begun.set()
+        may_end.wait(60)
+
+    monkeypatch.setattr(module, "_SEND_TIMEOUT_S", 60.0 if is_left else 0.2)
+    monkeypatch.setattr(WeightSender, "_broadcast_from_gpu", wait_for_ever)
+    sender = WeightSender(torch.device("cpu"))
+    group = sender.open("http://127.0.0.1:1", 1, "gloo")
+    link = sender._links[group.name]
+    link.is_nccl, link.group = True, cast("dist.ProcessGroup", object())  # it can be neither aborted nor destroyed now
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(sender.send, group.name, torch.zeros(4, dtype=torch.uint8))
+        assert begun.wait(20)
+        if is_left:
+            sender.leave(group.name)
+        with pytest.raises(ServerFailedError, match="did not take weights"):
+            sending.result(20)
+        sender.close()
+    may_end.set()
