@@ -33,13 +33,15 @@ GROUP_SIZE, BATCH_SIZE = 8, 32
 
 @dataclass(frozen=True)
 class Load:
-    """episodes: at once. turn_s: the mean time of a turn, exponentially distributed. tokens: of each turn."""
+    """episodes: at once. turn_s: the mean time of a turn, exponentially distributed. tokens: of each turn. examples: of
+    the dataset."""
 
     episodes: int
     turns: int
     tokens: int
     turn_s: float
     seconds: float
+    examples: int
 
 
 class Conversation(RolloutWorkflow):
@@ -92,10 +94,11 @@ async def run_episodes(load: Load) -> tuple[int, float, list[float]]:
         max_concurrent_episodes=load.episodes,
     )
     buffer = ReplayBuffer(BATCH_SIZE, staleness)
-    dataset: list[Example] = [{"question": i} for i in range(10_000)]
+    dataset: list[Example] = [{"question": i} for i in range(load.examples)]
     workflow = Conversation(load.turns, load.tokens)
     runner = EpisodeRunner(workflow=workflow, timeout_s=config.episode_timeout_s, retries=config.episode_retries)
     controller = RolloutController(engine, runner, dataset, config, buffer)
+    controller.ledger.prepare()
     lag = LagMonitor("the benchmark", period_s=0.005, keep=1_000_000)
     began, trained, version = time.monotonic(), 0, 0
     async with asyncio.TaskGroup() as tasks:
@@ -120,6 +123,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="sampled in each turn")
     parser.add_argument("--turn-s", type=float, default=0.5, help="mean seconds of a turn")
     parser.add_argument("--seconds", type=float, default=15.0, help="how long to run")
+    parser.add_argument("--examples", type=int, default=10_000, help="in the dataset")
     load = Load(**vars(parser.parse_args()))
     trained, seconds, lags = asyncio.run(run_episodes(load))
     table = Table(title=f"{load.episodes} concurrent episodes of {load.turns} turns, {load.tokens} tokens each")

@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -75,7 +75,9 @@ class RunLog:
 
     def evaluations(self) -> dict[int, Evaluation]:
         """By version."""
-        return {row["version"]: Evaluation(**row) for row in read_jsonl(self._paths["evaluations"])}
+        names = [field.name for field in fields(Evaluation)]
+        rows = read_jsonl(self._paths["evaluations"], names)
+        return {row["version"]: Evaluation(**{name: row[name] for name in names}) for row in rows}
 
     def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
         """advantages: each trajectory's mean over its trained tokens; None without trained tokens."""
@@ -256,24 +258,27 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line that is a JSON object, and the object. Warns of other lines, but for a last one that a kill cut."""
+def _rows(path: Path, names: Sequence[str] = ()) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line that is a JSON object with these names, and the object.
+
+    Warns of other lines, but for a last one that a kill cut short.
+    """
     bad: list[int] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             row = _row(line)
-            if row is not None:
+            if row is not None and row.keys() >= set(names):
                 yield line, row
             elif line.endswith(b"\n") and line.strip():
                 bad.append(number)
     if bad:
         numbers = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        log.warning("%s: %d lines are no JSON objects and were left out (lines %s)", path, len(bad), numbers)
+        log.warning("%s: %d lines are no rows of it and were left out (lines %s)", path, len(bad), numbers)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of `path`, without lines that are none: a warning names them. A missing file has no rows."""
-    return [row for _, row in _rows(path)] if path.exists() else []
+def read_jsonl(path: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The rows of `path`. A warning says which lines are none, or lack one of the names. A missing file has none."""
+    return [row for _, row in _rows(path, names)] if path.exists() else []
 
 
 def force_to_disk(path: Path) -> None:
@@ -301,8 +306,9 @@ def plot_run(run_dir: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("plot_run draws with matplotlib; install it with: pip install 'arl[examples]'") from None
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    evaluations = read_jsonl(run_dir / "evaluations.jsonl")
+    drawn = ("version", "time_s", "reward", "staleness/max", "staleness/mean", "samples_per_s")
+    rows = read_jsonl(run_dir / "metrics.jsonl", drawn)
+    evaluations = read_jsonl(run_dir / "evaluations.jsonl", ("version", "reward"))
     seconds_by_version = {0: 0.0, **{row["version"]: row["time_s"] for row in rows}}
     seconds = [row["time_s"] for row in rows]
     figure = Figure(figsize=(8, 9), layout="constrained")
