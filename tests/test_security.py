@@ -113,14 +113,17 @@ def test_a_key_file_holds_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert key_of(file, "ANY_KEY") == "secret"
 
 
+def called_in(tree: ast.AST) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+CALLED = [(path.stem, called_in(tree)) for path, tree in SOURCES]
+
+
 def callers(*names: str) -> set[str]:
     """The modules of arl that call something by one of these names, whatever it is a part of."""
-    found: set[str] = set()
-    for path, tree in SOURCES:
-        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        if any(one == name or one.endswith(f".{name}") for one in called for name in names):
-            found.add(path.stem)
-    return found
+    ends = tuple(f".{name}" for name in names)
+    return {stem for stem, called in CALLED if any(one in names or one.endswith(ends) for one in called)}
 
 
 def test_data_is_never_read_as_code() -> None:
