@@ -108,8 +108,8 @@ def processes(mark: str) -> Iterator[tuple[int, str]]:
             continue
 
 
-def check_processes(mark: str, known: Collection[int], patience_s: float = 30.0) -> None:
-    """known: those that may still run. Others get time to notice that their parent is gone."""
+def check_processes(mark: str, known: Collection[int], patience_s: float = 90.0) -> None:
+    """known: those that may still run. Others get time to notice that their parent is gone; Ray's agents take it."""
     deadline = time.monotonic() + patience_s
     while left := {pid: command for pid, command in processes(mark) if pid not in known}:
         assert time.monotonic() < deadline, f"processes are left: {left}"
