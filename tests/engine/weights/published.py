@@ -134,9 +134,9 @@ class HookedEngine(ScriptedTrainEngine):
         return snapshot
 
 
-def client(*servers: ServerProcess, **settings: Any) -> RemoteSGLangEngine:
+def client(*servers: ServerProcess, version: int = 0, **settings: Any) -> RemoteSGLangEngine:
     config = ClientConfig(**{"request_timeout_s": 60.0, **settings})
-    return RemoteSGLangEngine([server.address for server in servers], config)
+    return RemoteSGLangEngine([server.address for server in servers], config, version=version)
 
 
 def request(count: int, seed: int = 0) -> ModelRequest:

@@ -5,19 +5,23 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
+import aiohttp
 import pytest
 from embedded_server import ServerProcess
 from published import HookedEngine, Trainee, client, request
 
 from arl.api.engine_config import DistributedWeightsConfig
+from arl.api.errors import ServerError
 from arl.api.types import ModelResponse
+from arl.engine.client.server_client import ServerClient
 from arl.engine.client.sglang import RemoteSGLangEngine
 from arl.engine.weights.distributed import DistributedTransport
 
 
 @asynccontextmanager
-async def patient(*servers: ServerProcess, **settings: float) -> AsyncIterator[RemoteSGLangEngine]:
-    async with asyncio.timeout(90), client(*servers, pause_mode="abort", max_retries=20, **settings) as engine:
+async def patient(*servers: ServerProcess, version: int = 0, **settings: float) -> AsyncIterator[RemoteSGLangEngine]:
+    given = {"pause_mode": "abort", "max_retries": 20, **settings}
+    async with asyncio.timeout(90), client(*servers, version=version, **given) as engine:
         yield engine
 
 
@@ -39,12 +43,22 @@ async def busy(engine: RemoteSGLangEngine, trainer: Trainee) -> AsyncIterator[No
 
 
 async def until_served(server: ServerProcess, version: int) -> ModelResponse:
-    """An answer of this server by itself, once it calls its weights this version."""
-    async with patient(server) as alone:
-        while True:
-            response = await alone.agenerate(request(20, 9))
-            if set(response.output_versions) == {version}:
-                return response
+    """An answer of this server by itself, once it calls its weights this version: newer ones are refused to others."""
+    async with aiohttp.ClientSession() as session, asyncio.timeout(90):
+        while await label_of(ServerClient(session, server.address)) != str(version):  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.1)
+    async with patient(server, version=version) as alone:
+        response = await alone.agenerate(request(20, 9))
+        assert set(response.output_versions) == {version}
+        return response
+
+
+async def label_of(server: ServerClient) -> str:
+    try:
+        async with asyncio.timeout(1):
+            return await server.weight_label()
+    except (ServerError, TimeoutError):
+        return ""  # it is being started, or stopped
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
