@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -93,18 +94,22 @@ def run(
         config = load_config(config_class, argv)
     except ConfigError as error:
         exit_with(2, f"error: {error}")
-    with asyncio.Runner() as runner:  # closed after the message is out: its threads may hang
+    threads = _UsersThreads()
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_default_executor(threads)
+        code, message, users_error = 0, "", None
         try:
             run_until_stopped(runner, main(config), config.checkpoint.notice_s)
         except Stopped as stop:
-            _leave_hung_threads(code := 128 + stop.number)
-            exit_with(code, f"stopped by {signal.Signals(stop.number).name}; {if_stopped}")
-        except FailureBudgetError as error:
-            _leave_hung_threads(1)
-            exit_with(1, f"error: {error}", users_error=error.__cause__)
+            code, message = 128 + stop.number, f"stopped by {signal.Signals(stop.number).name}; {if_stopped}"
         except ArlError as error:
-            _leave_hung_threads(1)
-            exit_with(1, f"error: {error}")
+            users_error = error.__cause__ if isinstance(error, FailureBudgetError) else None
+            code, message = 1, f"error: {error}"
+        if code:
+            _say(message, users_error)
+        threads.leave_hung_ones(code)
+    if code:
+        raise SystemExit(code)
 
 
 NOTICES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -127,6 +132,7 @@ def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: floa
     notice_s: after this long the process ends, too, saved or not. Raises Stopped. For the main thread alone.
     """
     received: list[int] = []
+    timers: list[threading.Timer] = []
 
     async def cancellable() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -136,7 +142,9 @@ def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: floa
                 os._exit(128 + number)
             received.append(number)
             if notice_s is not None:
-                _after(notice_s, 128 + number, f"what was not saved within checkpoint.notice_s={notice_s:g} is lost")
+                timers.append(threading.Timer(notice_s, give_up, [128 + number]))
+                timers[0].daemon = True
+                timers[0].start()
             if task is not None:
                 task.cancel()
 
@@ -144,36 +152,51 @@ def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: floa
             loop.add_signal_handler(number, stop, number)
         return await main
 
+    def give_up(code: int) -> None:
+        _say(f"what was not saved within checkpoint.notice_s={notice_s:g} is lost")
+        os._exit(code)
+
     try:
         return runner.run(cancellable())
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise Stopped(received[0] if received else signal.SIGINT) from None
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
-def _leave_hung_threads(code: int) -> None:
-    """End the process in a while, if threads of users' code that never return keep it from ending."""
-    _after(_PATIENCE_S, code, "calls in threads (asyncio.to_thread) did not return, and the process ends without them")
+class _UsersThreads(ThreadPoolExecutor):
+    """The event loop's default executor: threads for users' code (asyncio.to_thread), which may hang."""
+
+    def __init__(self) -> None:
+        super().__init__(thread_name_prefix="asyncio")
+        self._calls: set[Future[Any]] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        call = super().submit(fn, *args, **kwargs)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
+
+    def leave_hung_ones(self, code: int) -> None:
+        """End the process if calls do not return in a while: Python would wait for them for ever."""
+        if hung := wait({*self._calls}, timeout=_PATIENCE_S).not_done:
+            _say(f"{len(hung)} calls in threads (asyncio.to_thread) did not return: the process ends without them")
+            os._exit(code)
 
 
-def _after(seconds: float, code: int, message: str) -> None:
-    """End the process with this code and message, unless it has ended by then."""
-
-    def end() -> None:
-        sys.stderr.write(message + "\n")
-        sys.stderr.flush()
-        os._exit(code)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+def exit_with(code: int, message: str) -> NoReturn:
+    """End the process with a message on stderr."""
+    _say(message)
+    raise SystemExit(code)
 
 
-def exit_with(code: int, message: str, users_error: BaseException | None = None) -> NoReturn:
-    """End the process with a message on stderr, after the traceback of an error in the user's own code."""
+def _say(message: str, users_error: BaseException | None = None) -> None:
+    """Write to stderr, after the traceback of an error in the user's own code."""
     if users_error is not None:
         traceback.print_exception(users_error)
     sys.stderr.write(message + "\n")
-    raise SystemExit(code)
+    sys.stderr.flush()
 
 
 def _settings_class(config_class: type[Config], flags: Sequence[str], from_file: dict[str, Any]) -> type[BaseSettings]:

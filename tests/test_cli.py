@@ -164,7 +164,7 @@ run(main, Config)
 """
 
 
-HUNG = "calls in threads (asyncio.to_thread) did not return, and the process ends without them"
+HUNG = "1 calls in threads (asyncio.to_thread) did not return: the process ends without them"
 
 
 def _script(*flags: str) -> "subprocess.Popen[str]":
