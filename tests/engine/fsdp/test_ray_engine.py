@@ -17,7 +17,6 @@ from arl.api.engine import TokenLoss
 from arl.api.engine_config import TrainConfig
 from arl.api.errors import CheckpointError, ConfigError, EngineClosedError, TrainingError, TransportError
 from arl.api.types import TrainSequence
-from arl.engine.fsdp import ranks
 from arl.engine.fsdp.ray_cluster import RayLease
 from arl.engine.fsdp.ray_engine import RayTrainEngine
 from arl.engine.fsdp.train_engine import FSDPTrainEngine
@@ -187,6 +186,8 @@ def test_a_rank_that_is_stopped_ends_the_engine_and_is_named_with_where_the_othe
 
 def test_a_call_beside_training_may_last_while_its_rank_answers(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
+    from arl.engine.fsdp import ranks  # imports ray, which other tests have to do first, in arl's environment
+
     monkeypatch.setattr(ranks.time, "monotonic", lambda: now)
     beside, training = (ranks._Watch(10, is_training=is_training) for is_training in (False, True))
     answers = {0: (7, "somewhere")}
