@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 
 from arl.api.engine import InferenceEngine, PublishStats, TrainEngine, WeightTransport, WeightUpdate
+from arl.api.errors import TransportError
 from arl.rollout.buffer import ReplayBuffer
 from arl.training.learner import TrainThread
+
+_PAUSES_S = (1.0, 10.0)
+"""After each failed delivery in a row, before another is tried. One failure more ends the run."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +29,18 @@ class _Snapshot:
 
 @dataclass(kw_only=True, eq=False)
 class Delivery:
-    """One delivery is under way at a time. Of the snapshots that come meanwhile, only the newest is delivered."""
+    """One delivery is under way at a time. Of the snapshots that come meanwhile, only the newest is delivered.
+
+    A snapshot that could not be put together or written has touched no server: they go on with the weights that they
+    have, and another snapshot follows.
+    """
 
     transport: WeightTransport
     inference_engine: InferenceEngine
     buffer: ReplayBuffer
     thread: TrainThread
     tasks: asyncio.TaskGroup
-    """Where deliveries run; the first error of one ends the run."""
+    """Where deliveries run; what they raise ends the run."""
     published: PublishStats | None = None
     """The newest weights that every serving server holds, and what bringing them there took."""
 
@@ -40,14 +51,17 @@ class Delivery:
 
     async def begin(self, engine: TrainEngine) -> None:
         """Snapshot the weights, and deliver them in the background."""
+        await self._take(engine)
+        if self._under_way is None or self._under_way.done():
+            self._under_way = self.tasks.create_task(self._deliver(engine))
+
+    async def _take(self, engine: TrainEngine) -> None:
         began = time.monotonic()
         update = await self.thread(self.transport.snapshot, engine)
         if self._waiting:
             self.transport.discard(self._waiting.update)
         now = time.monotonic()
         self._waiting = _Snapshot(update=update, taken=now, snapshot_s=now - began)
-        if self._under_way is None or self._under_way.done():
-            self._under_way = self.tasks.create_task(self._deliver())
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""
@@ -59,10 +73,18 @@ class Delivery:
         if self._under_way:
             await asyncio.shield(self._under_way)  # a cancelled waiter must not cancel the delivery
 
-    async def _deliver(self) -> None:
+    async def _deliver(self, engine: TrainEngine) -> None:
+        num_failures = 0
         while self._waiting:
             snapshot, self._waiting = self._waiting, None
-            cost = await self.transport.deliver(snapshot.update, self.inference_engine)
+            try:
+                cost = await self.transport.deliver(snapshot.update, self.inference_engine)
+            except TransportError as error:
+                self.transport.discard(snapshot.update)
+                num_failures += 1
+                await self._follow(engine, snapshot.update.version, num_failures, error)
+                continue
+            num_failures = 0
             await self.buffer.published(snapshot.update.version)
             self.published = PublishStats(
                 version=snapshot.update.version,
@@ -73,3 +95,14 @@ class Delivery:
             )
             async with self._publication:
                 self._publication.notify_all()
+
+    async def _follow(self, engine: TrainEngine, version: int, num_failures: int, error: TransportError) -> None:
+        """Have a newer snapshot waiting after the failed one: the next step's, or one taken now. Or raise the error."""
+        if num_failures > len(_PAUSES_S):
+            raise TransportError(
+                f"the weights could not be published {num_failures} times in a row: {error}"
+            ) from error
+        logger.error("version %d was not published, and servers keep the weights that they have: %s", version, error)
+        await asyncio.sleep(_PAUSES_S[num_failures - 1])
+        if not self._waiting:  # perhaps no step can come before a newer version is published
+            await self._take(engine)

@@ -58,7 +58,8 @@ WAITS = {
     "Upkeep._on_each": Wait("servers that take an update", "their answers, engine.update_timeout_s"),
     "Upkeep._wait_for_probes": Wait("a server that comes back", "its probe, engine.update_timeout_s"),
     "Upkeep._probe": Wait("a fenced server", "its health, the clock"),
-    "WrittenWeights.prepare": Wait("weights that are written", "the thread arl-weights"),
+    "WrittenWeights.on_disk": Wait("weights that are written", "the thread arl-weights"),
+    "DistributedWeights.gathered": Wait("weights that all ranks put together", "the threads arl-gather"),
 }
 """Coroutine -> what it waits for while it is suspended, and who wakes it."""
 

@@ -1,9 +1,10 @@
 """The training loop over the official fakes: what it waits for, what it overlaps, and what survives an interruption."""
 
 import asyncio
+import itertools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from training.trainer_run import DirectTransport, run, running, trained_examples
 
 from arl.api.engine import WeightUpdate
-from arl.api.errors import ConfigError, ServerError
+from arl.api.errors import ConfigError, ServerError, TransportError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import Group, StepStats
 from arl.rollout.ledger import GroupOutcome
+from arl.training import delivery
 from arl.training.checkpoint import Checkpoints
 from arl.training.learner import Learner, PreparedBatch
 from arl.training.run_files import read_jsonl
@@ -113,6 +115,45 @@ async def test_servers_that_fail_an_update_end_the_run_with_their_error(tmp_path
 
     with pytest.raises(ServerError, match="every server is gone"):
         await run(tmp_path, transport=DirectTransport(fail))
+
+
+def failing_at(*attempts: int) -> Callable[[WeightUpdate], Awaitable[None]]:
+    """Fails these attempts to deliver, counted from 0, before a server is touched."""
+    count = itertools.count()
+
+    async def fail(update: WeightUpdate) -> None:
+        if next(count) in attempts:
+            raise TransportError("no room")
+
+    return fail
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_weights_that_never_reached_a_server_are_followed_by_a_new_snapshot_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    """Also where no step can follow until they are published: at the start, and with max_staleness 0."""
+    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0, 0.0))
+    transport = DirectTransport(failing_at(0, 1, 3, 4, 6))
+    async with running(tmp_path, transport=transport, rollout={"max_staleness": max_staleness}) as trainer:
+        async for step in trainer:
+            published = trainer.inference_engine.version
+            assert published == transport.delivered[-1] <= step.version <= published + 1 + max_staleness
+            assert step.max_staleness_seen <= max_staleness
+    assert transport.delivered[0] == 0
+    assert transport.delivered[-1] == 4
+    assert len(transport.discarded) >= 5
+    assert [record.levelname for record in caplog.records if "no room" in record.message] == ["ERROR"] * 5
+
+
+async def test_weights_that_can_never_be_published_end_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_PAUSES_S", (0.0, 0.0))
+    transport = DirectTransport(failing_at(1, 2, 3))
+    with pytest.raises(TransportError, match="3 times in a row: no room"):
+        await run(tmp_path, transport=transport)
+    assert transport.delivered == [0]
 
 
 async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:

@@ -203,6 +203,9 @@ class RankZeroSnapshot:
     def join(self, group: WeightGroup) -> None:
         self._ask("join", group)
 
+    def wait(self) -> None:
+        self._ask("wait")
+
     def send(self, group: str, start: int, stop: int) -> None:
         self._ask("send", group, start, stop)
 

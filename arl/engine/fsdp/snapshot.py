@@ -60,6 +60,13 @@ class RankSnapshot:
         """Write a model directory on rank 0; others return 0. Raises TransportError."""
         return 0 if self._rank else self._writer.write(directory, self._own_tensors())
 
+    def wait(self) -> None:
+        """Wait until all tensors are there, as servers hold them. Raises TransportError."""
+        if self._writer.is_converted:
+            self._served(self.specs[0].name)
+        for chunk in self._held_chunks():
+            chunk.result()
+
     def send(self, group: str, start: int, stop: int) -> None:
         self._sender.send(group, self._bytes(start, stop))
 

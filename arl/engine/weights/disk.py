@@ -98,7 +98,12 @@ class DiskTransport:
         return update
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        """Bring the servers to `update`. The snapshots before it are removed then, which nobody waits for."""
+        """Bring the servers to `update`. The snapshots before it are removed then, which nobody waits for.
+
+        Raises TransportError if it cannot be written, before any server is touched; none before it is removed then.
+        """
+        if isinstance(update, WrittenWeights):
+            await update.on_disk()
         try:
             return await engine.update_weights(update)
         finally:
@@ -175,7 +180,7 @@ def submitted(pool: ThreadPoolExecutor, work: Callable[[*ArgsT], ResultT], *args
 
 
 class WrittenWeights:
-    """A WeightUpdate that is written when the first server prepares for it, once for all of them."""
+    """A WeightUpdate that is written once for all servers, before the first of them is touched."""
 
     def __init__(self, transport: DiskTransport, snapshot: Snapshot, *, adapter: str | None = None) -> None:
         self.version = snapshot.version
@@ -202,14 +207,18 @@ class WrittenWeights:
 
     async def prepare(self, server: WeightServer) -> None:
         """Wait until it is on the disk; a server loads an adapter at once. Raises ServerError, TransportError."""
-        if self._writing is None:
-            self._writing = self._transport.submit(self._write_and_release)
-        # Shielded: one server that gives up must not keep the others from it.
-        written = await asyncio.shield(asyncio.wrap_future(self._writing))
+        written = await self.on_disk()
         try:
             await written.prepare(server)
         except ServerError as error:
             _explain(error, server, written.directory)
+
+    async def on_disk(self) -> DiskWeights:
+        """Wait until it is written, which begins with the first call. Raises TransportError."""
+        if self._writing is None:
+            self._writing = self._transport.submit(self._write_and_release)
+        # Shielded: one server that gives up must not keep the others from it.
+        return await asyncio.shield(asyncio.wrap_future(self._writing))
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         try:

@@ -75,6 +75,10 @@ class SendableSnapshot(Snapshot, Protocol):
         """Wait until all of the server's ranks have joined. Raises ServerFailedError if they do not in time."""
         ...
 
+    def wait(self) -> None:
+        """Wait until all tensors are there, as servers hold them. Raises TransportError."""
+        ...
+
     def send(self, group: str, start: int, stop: int) -> None:
         """Broadcast specs[start:stop], all of one dtype, end to end as one tensor of bytes.
 
@@ -115,7 +119,12 @@ class DistributedTransport:
         return update
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        """Bring the servers to `update`, then release the snapshots before it."""
+        """Bring the servers to `update`, then release the snapshots before it.
+
+        Raises TransportError if it cannot be put together, before any server is touched; none is released then.
+        """
+        if isinstance(update, DistributedWeights):
+            await update.gathered()
         try:
             return await engine.update_weights(update)
         finally:
@@ -158,6 +167,10 @@ class DistributedWeights:
         self._buckets = ranges(self._specs, transport.bucket_bytes)
         self._backend = snapshot.backend
         self._met: set[str] = set()
+
+    async def gathered(self) -> None:
+        """Wait until all tensors are there: paused servers wait for sending alone. Raises TransportError."""
+        await self._in_thread(self.snapshot.wait)
 
     async def prepare(self, server: WeightServer) -> None:
         """Meet the server in a group, unless there is one already."""

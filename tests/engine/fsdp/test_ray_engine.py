@@ -134,6 +134,7 @@ def test_the_snapshot_is_rank_0s(engine: RayTrainEngine, tmp_path: Path):
     assert isinstance(snapshot, SendableSnapshot)
     assert snapshot.version == engine.version
     assert snapshot.backend == "gloo"
+    snapshot.wait()
     assert {spec.name for spec in snapshot.specs} >= {"lm_head.weight", "model.norm.weight"}
     with pytest.raises(TransportError) as failed:
         snapshot.open_group("http://127.0.0.1:1", 1, "carrier pigeon")
@@ -141,8 +142,9 @@ def test_the_snapshot_is_rank_0s(engine: RayTrainEngine, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"no adapters to publish.* set train\.lora"):
         engine.snapshot_adapter()
     snapshot.release()
-    with pytest.raises(TransportError, match="released"):
-        snapshot.write(tmp_path / "never")
+    for use in (snapshot.wait, lambda: snapshot.write(tmp_path / "never")):
+        with pytest.raises(TransportError, match="released"):
+            use()
 
 
 def test_a_rank_that_fails_ends_all_and_is_named(engine: RayTrainEngine, num_ranks: int):

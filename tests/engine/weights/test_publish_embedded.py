@@ -6,13 +6,16 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import torch
 from embedded_server import ServerProcess
 from mirrors import mirror_here
 from published import Trainee, client, request
 
 from arl.api.engine import WeightTransport
 from arl.api.engine_config import DeltaWeightsConfig, DiskWeightsConfig, DistributedWeightsConfig, PauseMode
+from arl.api.errors import TransportError
 from arl.api.types import ModelResponse
+from arl.engine.fsdp.snapshot import ShardGatherer
 from arl.engine.weights.delta import DeltaTransport
 from arl.engine.weights.disk import DiskTransport
 from arl.engine.weights.distributed import DistributedTransport
@@ -77,3 +80,23 @@ async def test_every_token_is_of_the_weights_that_its_version_names(
         # What comes after an update in place rests on keys and values of old weights, and is of no version alone.
         upto = response.output_versions.count(response.output_versions[0]) if mode == "in_place" else None
         trainer.assert_of_its_versions(response, seed, upto)
+
+
+@pytest.mark.parametrize("transport", ["disk", "delta", "distributed"], indirect=True)
+async def test_weights_that_cannot_be_put_together_leave_the_servers_as_they_were_and_the_next_are_published(
+    trainer: Trainee, transport: WeightTransport, first: ServerProcess, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: object) -> torch.Tensor:
+        raise MemoryError("no memory")
+
+    async with client(first) as engine:
+        await transport.deliver(transport.snapshot(trainer.engine), engine)
+        trainer.train()
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardGatherer, "_whole", fail)
+            with pytest.raises(TransportError, match="no memory"):
+                await transport.deliver(transport.snapshot(trainer.engine), engine)
+        assert (engine.version, engine.counters()["servers/serving"]) == (0, 1)
+        trainer.assert_of_its_versions(await engine.agenerate(request(20)))
+        await transport.deliver(transport.snapshot(trainer.engine), engine)
+        assert engine.version == 1
