@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +34,11 @@ _MAX_BACKOFF_S = 2.0
 _CLEANUP_TIMEOUT_S = 3.0
 _UNLOAD_TIMEOUT_S = 30.0
 _MAX_CONCURRENT_ABORTS = 64
+_RECENT_PAUSES, _ENOUGH_PAUSES = 256, 4
+_PATIENCE = 4.0
+"""A server that an update pauses for so many times the longest of the recent ones hangs, and is fenced."""
+_LEAST_PAUSE_S = 5.0
+"""But no sooner than this."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +66,7 @@ class Upkeep:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watching: list[asyncio.Task[None]] = []
         self._abort_slots = asyncio.Semaphore(_MAX_CONCURRENT_ABORTS)
+        self._pauses_s: deque[float] = deque(maxlen=_RECENT_PAUSES)
         self._probes: dict[Server, asyncio.Task[None]] = {}
         self._target: WeightUpdate | None = None
         self._is_closed = False
@@ -210,7 +217,7 @@ class Upkeep:
         stats: list[UpdateStats] = []
 
         async def load(server: Server) -> None:
-            stats.append(await self._load(server, update))
+            stats.append(await self._load(server, update, self._longest_pause_s()))
             self._pool.admit(server)
 
         turns = [servers] if self._config.update_order == "all" else [[server] for server in servers]
@@ -231,8 +238,11 @@ class Upkeep:
         except TimeoutError:
             raise ServerError(f"no server took version {update.version}: {self._pool.report()}") from None
 
-    async def _load(self, server: Server, update: WeightUpdate) -> UpdateStats:
-        """Bring the server to `update`. The caller holds server.busy, and fences the server if this raises."""
+    async def _load(self, server: Server, update: WeightUpdate, limit_s: float | None = None) -> UpdateStats:
+        """Bring the server to `update`. The caller holds server.busy, and fences the server if this raises.
+
+        limit_s: the longest that the server may be paused.
+        """
         now = asyncio.get_running_loop().time
         began = now()
         if update.adapter is not None:
@@ -244,15 +254,25 @@ class Upkeep:
             if unused := self._pool.unused_adapters(server):
                 self._spawn(self._unload(server, unused))
             return UpdateStats(pause_s=0.0, load_s=started - began)
-        await self._pause(server)
-        paused = now()
-        self._pool.begin_load(server)
-        await update.load(server.client, flush_cache=self._config.pause_mode != "in_place")
-        self._pool.end_load(server, update.version)
-        loaded = now()
-        if not self._pool.is_held:
-            await self._resume(server)
-        return UpdateStats(pause_s=now() - started, load_s=loaded - paused)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._pause(server)
+                paused = now()
+                self._pool.begin_load(server)
+                await update.load(server.client, flush_cache=self._config.pause_mode != "in_place")
+                self._pool.end_load(server, update.version)
+                loaded = now()
+                if not self._pool.is_held:
+                    await self._resume(server)
+        except TimeoutError:
+            raise ServerFailedError(f"an update took {limit_s:.3g} s, far longer than any before it") from None
+        self._pauses_s.append(now() - started)
+        return UpdateStats(pause_s=self._pauses_s[-1], load_s=loaded - paused)
+
+    def _longest_pause_s(self) -> float | None:
+        """How long a server may be paused for an update; None while only update_timeout_s says."""
+        is_known = len(self._pauses_s) >= _ENOUGH_PAUSES
+        return max(_LEAST_PAUSE_S, _PATIENCE * max(self._pauses_s)) if is_known else None
 
     async def _pause(self, server: Server) -> None:
         self._pool.pause(server)

@@ -81,6 +81,20 @@ async def test_a_server_that_takes_too_long_to_load_is_fenced_and_its_requests_g
         server.load_gate.set()
 
 
+async def test_a_server_that_hangs_in_an_update_is_fenced_long_before_the_limit_once_updates_are_known(
+    server: Server, other: Server, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("arl.engine.client.upkeep._LEAST_PAUSE_S", 0.2)
+    async with over(server, other, update_timeout_s=60.0) as engine:
+        for version in (1, 2):
+            await engine.update_weights(weights(version))
+        server.load_gate.clear()
+        async with asyncio.timeout(30):
+            await engine.update_weights(weights(3))
+        assert engine.counters()["servers/serving"] == 1
+        server.load_gate.set()
+
+
 async def test_an_update_that_no_server_takes_is_an_error_naming_each(server: Server, other: Server):
     server.load_works = other.load_works = False
     async with over(server, other) as engine:
