@@ -21,6 +21,7 @@ from pathlib import Path
 
 from arl.api.errors import SandboxError
 from arl.offload import offload
+from arl.sandbox.cgroup import remove_leftovers
 from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, laid_out, not_open
 from arl.sandbox.keeper import STAGE
 from arl.sandbox.seccomp import seccomp_filter
@@ -196,6 +197,7 @@ class Keeping:
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._starting = asyncio.Lock()
+        self._cgroups = ""
 
     async def start(self) -> None:
         ours, keepers = socket.socketpair()
@@ -220,6 +222,7 @@ class Keeping:
             transport, self._transport = self._transport, None
             transport.close()
             await self._process.wait()
+            await offload(remove_leftovers)  # the keeper may have become nobody, who may not
 
     async def run(
         self, command: Sequence[str], program: Sequence[str], confined: bytes, stdin: bytes,
@@ -251,6 +254,9 @@ class Keeping:
         return _outcome(header, *blobs)
 
     def _received(self, header: Header, blobs: list[bytes]) -> None:
+        if (names := header.get("cgroups", self._cgroups)) != self._cgroups:
+            self._cgroups = names
+            log.info("programs run in cgroups of their own: %s", names)
         answer = self._answers.get(header["id"])  # nobody waits for a program that was stopped
         if answer is not None and not answer.done():
             answer.set_result((header, blobs))

@@ -1,6 +1,6 @@
 """The process beside arl's own that starts programs, watches them and ends them.
 
-Imports only streams.py of arl: see START in bubblewrap.py.
+Imports only cgroup.py and streams.py of arl: see START in bubblewrap.py.
 
 It forks from a small memory, goes on watching while arl computes, and ends everything when arl ends, however arl ends.
 If root starts it, it first becomes nobody, because root's processes escape RLIMIT_NPROC.
@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from arl.sandbox.cgroup import Cgroups, RunCgroups, remove_leftovers
 from arl.sandbox.streams import Frames, Header, Output, feed, frame
 
 NOBODY = 65534
@@ -54,7 +55,8 @@ _MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 class Namespace:
     """The resources that all processes of one program use together, seen through the /proc of its pid namespace.
 
-    The kernel's own limits are per process, and few users may write to cgroups. pid 1 of the namespace is bubblewrap's.
+    The kernel's other limits are per process, and not every user may make cgroups. pid 1 of the namespace is
+    bubblewrap's.
     """
 
     def __init__(self, pid: int, limits: Mapping[str, float]) -> None:
@@ -176,8 +178,9 @@ class Namespace:
 class BwrapRun:
     """One run of bwrap: its process, and pid 1 of the program's namespace, through which all of it is killed."""
 
-    def __init__(self, request: Header, blobs: list[bytes]) -> None:
+    def __init__(self, request: Header, blobs: list[bytes], cgroups: Cgroups) -> None:
         self._request = request
+        self._cgroups = cgroups
         self._limits: dict[str, float] = request["limits"]
         self._stdin, self._filter, *self._files = blobs
         self._wake = asyncio.Event()
@@ -193,15 +196,20 @@ class BwrapRun:
         """Run it to its end. Once all its processes are gone, returns how it ended, stdout and stderr."""
         if self._is_stopped:
             return {"ended_by": "stopped"}, []
+        async with self._cgroups.made(self._limits) as cgroups:
+            header, written = await self._run(cgroups)
+        return {**header, "cgroups": self._cgroups.names}, written
+
+    async def _run(self, cgroups: RunCgroups) -> tuple[Header, list[bytes]]:
         started = time.monotonic()
         status = asyncio.StreamReader()
-        process = await self._start(status)
+        process = await self._start(status, cgroups)
         output = Output(int(self._limits["output_bytes"]), self._wake)
         try:
             async with asyncio.TaskGroup() as group:
                 reading = [group.create_task(output.read(stream)) for stream in (process.stdout, process.stderr)]
                 group.create_task(feed(process.stdin, self._stdin))
-                watching = group.create_task(self._watch(status, output, started))
+                watching = group.create_task(self._watch(status, output, started, cgroups))
                 watching.add_done_callback(lambda _: self._kill(process))  # also one that failed
                 await process.wait()
                 watching.cancel()
@@ -209,15 +217,15 @@ class BwrapRun:
             self._kill(process)
             await process.wait()
             await self._bury()
-        if self._ended_by == "exit" and output.overflowed:
-            self._ended_by = "output"
+        if self._ended_by == "exit":
+            self._ended_by = "output" if output.overflowed else cgroups.exceeded() or "exit"
         written = [task.result() for task in reading]
         header: Header = {"ended_by": self._ended_by, "wall_s": time.monotonic() - started, "code": process.returncode}
         if self._ended_by == "exit" and b"exit-code" not in await status.read():
             header["error"] = written[1].decode(errors="replace").strip()
         return header, written
 
-    async def _start(self, status: asyncio.StreamReader) -> asyncio.subprocess.Process:
+    async def _start(self, status: asyncio.StreamReader, cgroups: RunCgroups) -> asyncio.subprocess.Process:
         with contextlib.ExitStack() as inherited:
             options, passed = [], []
             if self._filter:
@@ -239,15 +247,16 @@ class BwrapRun:
                 pass_fds=[*passed, writer],
                 cwd="/",
                 env={},  # the program can read the environment of pid 1, a process of bwrap
+                preexec_fn=cgroups.enter if cgroups else None,  # before it can fork
             )
 
-    async def _watch(self, status: asyncio.StreamReader, output: Output, started: float) -> None:
+    async def _watch(self, status: asyncio.StreamReader, output: Output, started: float, cgroups: RunCgroups) -> None:
         try:
             async with asyncio.timeout(started + self._limits["wall_s"] - time.monotonic()):
                 report = await status.readline()
                 if report:  # else it failed to start
                     self._first = _pidfd(json.loads(report)["child-pid"])
-                    self._ended_by = await self._excess(json.loads(report)["child-pid"], output)
+                    self._ended_by = await self._excess(json.loads(report)["child-pid"], output, cgroups)
         except TimeoutError:
             self._ended_by = "timeout"
 
@@ -258,7 +267,7 @@ class BwrapRun:
             else:
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
 
-    async def _excess(self, first: int, output: Output) -> str:
+    async def _excess(self, first: int, output: Output, cgroups: RunCgroups) -> str:
         """Wait until the program exceeds a limit. No event reports memory, so this checks it again and again."""
         namespace, pause_s = Namespace(first, self._limits), WATCH_S
         try:
@@ -267,7 +276,7 @@ class BwrapRun:
                     async with asyncio.timeout(pause_s):
                         await self._wake.wait()
                 began = time.monotonic()
-                if excess := namespace.exceeded():
+                if excess := cgroups.exceeded() or namespace.exceeded():
                     return excess
                 # If processes share much memory, a check is slow; it must not keep the keeper from other programs.
                 pause_s = max(WATCH_S, 10 * (time.monotonic() - began))
@@ -291,7 +300,8 @@ class BwrapRun:
 class Keeper:
     """Runs the programs that arl sends, `places` at once, and reports each."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, cgroups: Cgroups) -> None:
+        self._cgroups = cgroups
         self._places = asyncio.Semaphore(places)
         self._programs: dict[int, BwrapRun] = {}
         self._group = asyncio.TaskGroup()
@@ -311,7 +321,7 @@ class Keeper:
     def _received(self, header: Header, blobs: list[bytes]) -> None:
         number: int = header["id"]
         if "stop" not in header:
-            self._programs[number] = BwrapRun(header, blobs)
+            self._programs[number] = BwrapRun(header, blobs, self._cgroups)
             self._group.create_task(self._run(number))
         elif number in self._programs:
             self._programs[number].stop()
@@ -380,11 +390,14 @@ def main() -> None:
     connection, places, parent, *staged = sys.argv[1:]
     if staged:
         _stage(staged)
+    remove_leftovers()
+    cgroups = Cgroups(owner=NOBODY if os.geteuid() == 0 else None)
     if os.geteuid() == 0:
         _become_nobody()
+    cgroups.prove()
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a program's files pass as descriptors
     _checked(_libc.prctl(_SUBREAPER, 1, 0, 0, 0))
     _checked(_libc.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))  # a process forked from arl may hold the socket open
     if os.getppid() == int(parent):
-        asyncio.run(Keeper(int(places)).serve(socket.socket(fileno=int(connection))))
+        asyncio.run(Keeper(int(places), cgroups).serve(socket.socket(fileno=int(connection))))
