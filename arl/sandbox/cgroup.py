@@ -237,8 +237,9 @@ def remove_leftovers() -> None:
 
 
 def _lives(pid: str) -> bool:
-    """A keeper whose parent died may stay a zombie for long."""
-    return _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1] not in ("", "Z", "X")
+    """Whether it is a keeper's that runs. One whose parent died may stay a zombie for long; and this process is no
+    keeper yet, so what has its number is of an earlier one."""
+    return pid != str(os.getpid()) and _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1] not in ("", "Z", "X")
 
 
 def _remove(cgroup: Cgroup) -> None:

@@ -111,3 +111,15 @@ def test_a_keeper_without_the_right_to_make_cgroups_leaves_none(tree: Tree, monk
     monkeypatch.setattr(cgroup.Cgroup, "enter", refuse)
     assert cgroup.Cgroups().names == "none, because no cgroup may be made here"
     assert list((tree.root / "user").glob("arl-*")) == []
+
+
+def test_leftovers_of_keepers_that_are_gone_are_removed_also_of_one_with_our_number(tree: Tree) -> None:
+    tree.own = "/user/train"
+    tree.mkdir(str(tree.root / "user/train"))
+    (tree.root / "user/cgroup.subtree_control").write_text("memory")
+    beyond = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
+    names = [f"{cgroup._prefix()}{pid}" for pid in (os.getpid(), beyond, os.getppid())]
+    for path in [*names, f"{names[0]}/keeper", f"{names[1]}/keeper", f"{names[1]}/7", "another"]:
+        tree.mkdir(str(tree.root / "user" / path))
+    cgroup.remove_leftovers()
+    assert {path.name for path in (tree.root / "user").iterdir() if path.is_dir()} == {"train", "another", names[2]}
