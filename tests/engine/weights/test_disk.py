@@ -159,6 +159,25 @@ async def test_a_full_disk_is_named_with_what_to_do(transport: DiskTransport, en
     assert (await prepared(transport, engine)).is_dir()
 
 
+async def test_a_snapshot_that_cannot_be_written_leaves_the_one_that_servers_hold(
+    transport: DiskTransport, engine: Exporter
+):
+    held, server = transport.snapshot(engine), Receiver()
+    await transport.deliver(held, Servers(server))
+    engine.train()
+    engine.error = OSError(errno.ENOSPC, "No space left on device")
+    unwritten = transport.snapshot(engine)
+    with pytest.raises(TransportError, match="no room"):
+        await transport.deliver(unwritten, Servers(server))
+    transport.discard(unwritten)
+    await removed(transport)
+    assert held.directory.is_dir()
+    engine.error = None
+    await transport.deliver(transport.snapshot(engine), Servers(server))
+    await removed(transport)
+    assert (server.names, held.directory.exists()) == ([0, 1], False)
+
+
 async def test_closing_removes_everything_twice_over(transport: DiskTransport, engine: Exporter):
     assert await prepared(transport, engine) != await prepared(transport, engine)  # of one version
     for _ in range(2):
