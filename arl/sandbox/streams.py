@@ -88,12 +88,16 @@ class Output:
 async def feed(pipe: asyncio.StreamWriter | None, stdin: bytes) -> None:
     """Write stdin as fast as the program reads it, until it stops reading; then close it."""
     assert pipe is not None
-    with contextlib.suppress(ConnectionError):
-        pipe.write(stdin)
-        await pipe.drain()
-    pipe.close()
-    with contextlib.suppress(ConnectionError):
-        await pipe.wait_closed()
+    try:
+        with contextlib.suppress(ConnectionError):
+            pipe.write(stdin)
+            await pipe.drain()
+        pipe.close()
+        with contextlib.suppress(ConnectionError):
+            await pipe.wait_closed()
+    except asyncio.CancelledError:
+        pipe.transport.abort()  # closing would wait for what is not written to be read
+        raise
 
 
 async def finish(
