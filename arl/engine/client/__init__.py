@@ -1,8 +1,17 @@
 """The client of inference servers, and the processes of the servers that arl starts itself.
 
-`sglang` is the InferenceEngine; `line` finds a server for each request, `patience` limits its time; `server_pool` knows
-the servers and their states, `upkeep` keeps them fit to serve, and `server_watch` loses none in silence;
-`server_client` speaks SGLang's protocol to one of them; `processes` starts servers, and starts them again. Everything
-here belongs to one event loop. It imports arl.api and arl.web, and no other part of the engine: new weights come as a
-`WeightUpdate`.
+    sglang          the InferenceEngine: each request, from its first attempt to its response
+    line            which server a request gets, and who waits for one
+    patience        how long an answer may take
+    continuation    one response made of several answers, with the version of each token
+    server_pool     what is known of each server, and the states that it goes through
+    membership      servers join and leave
+    upkeep          updates of all servers; fences and probes for those that fail
+    server_update   the update of one server
+    server_watch    signs of life, log lines, metrics, the least number of servers
+    server_client   SGLang's protocol, spoken to one server
+    processes       servers that arl starts, and starts again
+
+Everything here belongs to one event loop. It imports arl.api and arl.web, and no other part of the engine: new weights
+come as a `WeightUpdate`.
 """

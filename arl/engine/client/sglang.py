@@ -43,6 +43,7 @@ from arl.api.errors import (
 from arl.api.types import ModelRequest, ModelResponse
 from arl.engine.client.continuation import Attempt, PartialResponse, version_of
 from arl.engine.client.line import Line
+from arl.engine.client.membership import Membership
 from arl.engine.client.patience import Patience
 from arl.engine.client.processes import ServerProcesses
 from arl.engine.client.server_client import Answer, ServerClient, UnfitServerError
@@ -93,6 +94,7 @@ class RemoteSGLangEngine:
         self._line = Line(self._pool)
         self._watch = ServerWatch(self._pool, config, processes)
         self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
+        self._membership = Membership(self._pool, config, self._upkeep)
         self._patience = Patience(self._upkeep.abort)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
@@ -101,7 +103,7 @@ class RemoteSGLangEngine:
         allow_many_connections()
         session = new_session(api_key=self._api_key, keepalive_s=_KEEPALIVE_S)
         try:
-            await self._upkeep.start([ServerClient(session, address) for address in self._addresses])
+            await self._membership.start([ServerClient(session, address) for address in self._addresses])
             await self._tasks.__aenter__()
             self._upkeep.watch()
         except BaseException:
@@ -185,7 +187,7 @@ class RemoteSGLangEngine:
         address = base_url(address)
         if self._pool.at(address) is not None:
             raise ConfigError(f"{address} is already one of the servers")
-        await self._upkeep.add(ServerClient(session, address))
+        await self._membership.add(ServerClient(session, address))
 
     async def remove_server(self, address: str, *, drain_timeout_s: float = 60.0) -> None:
         """Give the server no new requests, wait for those that run there, and forget it. It is left running.
@@ -198,7 +200,7 @@ class RemoteSGLangEngine:
         if server is None:
             known = ", ".join(server.address for server in self._pool.servers)
             raise ConfigError(f"{address} is not one of the servers: {known}")
-        await self._upkeep.remove(server, drain_timeout_s)
+        await self._membership.remove(server, drain_timeout_s)
 
     async def aclose(self) -> None:
         """Abort what runs, leave no server paused, release connections. Idempotent; a few seconds at most."""

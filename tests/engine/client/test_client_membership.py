@@ -101,7 +101,7 @@ async def test_requests_that_outlast_the_draining_are_continued_elsewhere(
     answers_aborts: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("arl.engine.client.upkeep._CLEANUP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("arl.engine.client.membership._HANDOVER_TIMEOUT_S", 0.2)
     server.is_automatic = False
     if not answers_aborts:
         server.tells["abort_request"] = {}
