@@ -75,6 +75,7 @@ class Line:
                 return server
             waiter.server = asyncio.get_running_loop().create_future()
             self._line.appendleft(waiter)  # it was paused, or failed, in the same moment
+            self._look_again()  # others may serve, and nothing else may happen for long
 
     def turn_away(self, error: Exception) -> None:
         """Raise this for all who wait, and for all who come."""

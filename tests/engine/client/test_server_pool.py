@@ -89,3 +89,14 @@ async def test_a_server_that_serves_again_wakes_waiting_requests(pool: ServerPoo
     getattr(pool, call)(server)
     await asyncio.wait_for(waiting, 1)
     assert await asyncio.wait_for(Line(pool).find(None), 1) is server
+
+
+async def test_a_request_whose_server_fails_as_it_is_chosen_goes_to_another(pool: ServerPool):
+    failing, other = brought(pool), brought(pool)
+    waiting = asyncio.create_task(Line(pool).find("s"))
+    await asyncio.sleep(0)
+    pool.admit(failing)
+    await asyncio.sleep(0)  # it is chosen, and the request not yet awake
+    pool.admit(other)
+    pool.fence(failing, "it failed")
+    assert await asyncio.wait_for(waiting, 1) is other
