@@ -131,6 +131,11 @@ class Server:
         return self.state in _IN_SERVICE
 
     @property
+    def is_paused(self) -> bool:
+        """It ends no request until it is resumed."""
+        return self.state in (_PAUSED, _LOADING)
+
+    @property
     def why(self) -> str:
         """Why it is out of service, and stays so."""
         return f"{self.reason}; now: {self.probed}" if self.probed and self.probed != self.reason else self.reason
@@ -183,8 +188,7 @@ class ServerPool:
     @property
     def expected(self) -> list[Server]:
         """Those that are paused, and will be resumed soon."""
-        waited_for = (_PAUSED, _LOADING)
-        return [s for s in self.expectation.servers if s.state in waited_for and not s.is_leaving]
+        return [s for s in self.expectation.servers if s.is_paused and not s.is_leaving]
 
     def at(self, address: str) -> Server | None:
         return next((server for server in self.servers if server.address == address), None)

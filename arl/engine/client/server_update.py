@@ -59,8 +59,9 @@ class ServerUpdates:
             if unused := self._pool.unused_adapters(server):
                 self._spawn(self.unload(server, unused))
             return UpdateStats(pause_s=0.0, load_s=started - began)
+        limit = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s):
+            async with limit:
                 await self.pause(server)
                 paused = now()
                 self._pool.begin_load(server)
@@ -70,6 +71,8 @@ class ServerUpdates:
                 if not self._pool.is_held:
                     await self.resume(server)
         except TimeoutError:
+            if limit_s is None or not limit.expired():
+                raise  # the transport's own
             raise ServerFailedError(f"an update took {limit_s:.3g} s, far longer than any before it") from None
         self._pauses_s.append(now() - started)
         return UpdateStats(pause_s=self._pauses_s[-1], load_s=loaded - paused)

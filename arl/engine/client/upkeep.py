@@ -224,7 +224,7 @@ class Upkeep:
 
     def _lose(self, server: Server, reason: str) -> None:
         """Fence a server that failed an update. If it was paused already, its requests will not end: they are lost."""
-        was_paused = server.state in (ServerState.PAUSED, ServerState.LOADING)
+        was_paused = server.is_paused
         self.fence(server, reason)
         if was_paused:
             self._pool.lose_attempts(server, f"{server.address} failed: {reason}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from protocol_server import Server, ask, assert_seamless, over
-from scripted_weights import weights
+from scripted_weights import ScriptedWeights, raising, weights
 
 from arl.api.errors import EngineClosedError, ServerError
 from arl.api.types import ModelResponse
@@ -93,6 +93,16 @@ async def test_a_server_that_hangs_in_an_update_is_fenced_long_before_the_limit_
             await engine.update_weights(weights(3))
         assert engine.counters()["servers/serving"] == 1
         server.load_gate.set()
+
+
+async def test_a_transport_that_runs_out_of_time_itself_fences_the_server_and_ends_no_engine(
+    server: Server, other: Server
+):
+    async with over(server, other) as engine:
+        late = raising(TimeoutError("the sender gave up"), at=server.address)
+        await engine.update_weights(ScriptedWeights(1, midway=late))
+        assert engine.version == 1
+        assert_seamless(await engine.agenerate(ask()), 4)
 
 
 async def test_an_update_that_no_server_takes_is_an_error_naming_each(server: Server, other: Server):
