@@ -3,7 +3,8 @@
 A connection that is dropped without a word, or a server that loses a request, would hold its episode up until
 engine.request_timeout_s. So a request that takes twice as long as the longest of the last ones is aborted, once: a
 server that works on it returns its tokens, and the client continues them, as after a pause; nothing is sampled anew. Of
-a server that does not return them either, nothing is waited for, and the request goes elsewhere.
+a server that does not return them either, nothing is waited for, and the request goes elsewhere. A paused server can
+do neither: where it was paused, the request gets as long again, however often that was.
 
 A request with a seed is left alone: continued elsewhere, its last bits could differ.
 """
@@ -39,17 +40,24 @@ class Patience:
         timers: list[asyncio.TimerHandle] = []
         limit_s = max(_LEAST_S, 2 * max(self._recent_s, default=0.0))
 
-        def cut(num_pauses: int) -> None:
-            if server.pauses != num_pauses or server.state is not ServerState.SERVING:
-                timers.append(loop.call_later(limit_s, cut, server.pauses))  # a paused server cannot end it
+        def cut(is_late: bool) -> None:
+            is_serving = server.state is ServerState.SERVING
+            if not is_serving or (server.pauses != attempt.pauses and not is_late):
+                # A paused server cannot end it. Once it serves, the request gets as long again.
+                timers.append(loop.call_later(limit_s, cut, is_late or is_serving))
                 return
             attempt.is_cut = True
             self._abort(server, attempt.rid)
-            reason = f"{server.address} neither answered a request nor returned it when told to"
-            timers.append(loop.call_later(_GRACE_S, attempt.lose, reason))
+            timers.append(loop.call_later(_GRACE_S, give_up))
+
+        def give_up() -> None:
+            if server.is_paused:  # nor return it
+                timers.append(loop.call_later(_GRACE_S, give_up))
+            else:
+                attempt.lose(f"{server.address} neither answered a request nor returned it when told to")
 
         if may_cut and len(self._recent_s) >= _ENOUGH:
-            timers.append(loop.call_later(limit_s, cut, server.pauses))
+            timers.append(loop.call_later(limit_s, cut, False))
         try:
             yield
             self._recent_s.append(loop.time() - attempt.sent_at)

@@ -94,6 +94,8 @@ class Server:
         self.load_gate.set()
         self.resume_gate = asyncio.Event()
         self.resume_gate.set()
+        self.abort_gate = asyncio.Event()
+        self.abort_gate.set()
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -287,6 +289,7 @@ class Server:
     async def _on_abort_request(self, body: dict[str, Any]) -> dict[str, Any]:
         self.aborted.append(body["rid"])
         self._notify()
+        await self.abort_gate.wait()
         for run in self.running:
             if run.payload["rid"] == body["rid"] and run.finish is None:
                 run.end({"type": "abort", "message": "Abort"})

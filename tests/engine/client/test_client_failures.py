@@ -1,6 +1,7 @@
 """Servers that fail: their requests go elsewhere without losing or repeating a token, and they come back."""
 
 import asyncio
+import itertools
 
 import pytest
 from aiohttp import web
@@ -300,6 +301,44 @@ async def test_a_request_that_hangs_goes_elsewhere_long_before_its_time_limit(
         assert_seamless(await engine.agenerate(ask(session="s")), 4)
         assert [len(each.requests) for each in (server, other)] == [3, 1]
         assert server.aborted == [server.requests[-1]["rid"]]
+
+
+async def test_a_request_that_hangs_goes_elsewhere_though_updates_pause_its_server_again_and_again(
+    server: Server, other: Server, impatient: None
+):
+    async with over(server, other, request_timeout_s=600.0) as engine, asyncio.TaskGroup() as group:
+        for _ in range(2):
+            await engine.agenerate(ask(session="s"))
+        server.faults.append("hang")
+        call = await server.begin(group, engine.agenerate(ask(session="s")))
+        for version in itertools.count(1):
+            await engine.update_weights(weights(version))
+            if call.done():
+                break
+            await asyncio.sleep(0.05)
+        assert_seamless(await call, 4)
+        assert server.aborted == [server.requests[-1]["rid"]]
+
+
+async def test_a_request_that_its_server_was_told_to_return_keeps_its_tokens_through_a_pause(
+    server: Server, impatient: None
+):
+    async with over(server, max_retries=0) as engine, asyncio.TaskGroup() as group:
+        for _ in range(2):
+            await engine.agenerate(ask())
+        server.is_automatic = False
+        server.abort_gate.clear()
+        call = await server.begin(group, engine.agenerate(ask()))
+        server.advance(2)
+        await server.until(lambda: len(server.aborted) == 1)
+        await engine.pause()
+        await asyncio.sleep(0.3)
+        server.abort_gate.set()
+        await engine.resume()
+        await server.until(lambda: len(server.requests) == 4)
+        server.advance(2)
+        assert_seamless(await call, 4)
+        assert len(server.requests[-1]["input_ids"]) == 3 + 2
 
 
 @pytest.mark.parametrize("seed", [None, 7])
