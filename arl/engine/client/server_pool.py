@@ -104,6 +104,8 @@ class Server:
     """It gets no new requests and will be dropped."""
     num_failures: int = 0
     """Requests in a row that it has failed."""
+    backoff_s: float = 0.0
+    """How long its next probe waits."""
     pauses: int = 0
     """How often it was paused so far."""
     adapters: list[str] = field(default_factory=list[str])
@@ -313,8 +315,16 @@ class ServerPool:
     def note_failure(self, server: Server) -> None:
         server.num_failures += 1
 
-    def note_success(self, server: Server) -> None:
+    def note_answer(self, server: Server) -> None:
+        """It answered a request."""
+        server.num_failures, server.backoff_s = 0, 0.0
+
+    def note_recovery(self, server: Server) -> None:
+        """A probe found it well."""
         server.num_failures = 0
+
+    def note_backoff(self, server: Server, seconds: float) -> None:
+        server.backoff_s = seconds
 
     def note_probe(self, server: Server, failure: str) -> None:
         server.probed = failure

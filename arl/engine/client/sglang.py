@@ -269,7 +269,7 @@ class RemoteSGLangEngine:
         if (fault := self._flaw(server, attempt, partial, answer)) is not None:
             self._upkeep.fence(server, fault)
             return fault
-        self._pool.note_success(server)
+        self._pool.note_answer(server)
         partial.extend(answer, attempt.versions(answer), self._model.end_token_ids)
         was_meant = attempt.is_cut or server.pauses != attempt.pauses or server.is_leaving
         if answer.finish != "abort" or was_meant or partial.stop_reason is not None:

@@ -230,9 +230,16 @@ class Upkeep:
             self._pool.lose_attempts(server, f"{server.address} failed: {reason}")
 
     async def _probe(self, server: Server) -> None:
-        """Bring a fenced server back, however long it takes. After a second failure in a row its requests are lost."""
-        backoff, num_failures = _FIRST_BACKOFF_S, 0
+        """Bring a fenced server back, however long it takes. After a second failure in a row its requests are lost.
+
+        The waits double until the server answers a request: one that is well in every probe and fails every request
+        is not readmitted all the time.
+        """
+        num_failures = 0
         while True:
+            wait_s = server.backoff_s
+            self._pool.note_backoff(server, min(max(2 * wait_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S))
+            await asyncio.sleep(wait_s)
             is_silent = False
             try:
                 if await self.restore(server):
@@ -249,8 +256,6 @@ class Upkeep:
                 # trainer learns of that from a call of its own.
                 self._pool.note_probe(server, str(error))
             self._watch.note_probe(server, is_silent=is_silent)
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
     async def restore(self, server: Server) -> bool:
         """Admit the server if healthy and up to date, loading if need be. False if newer weights came meanwhile."""
@@ -274,7 +279,7 @@ class Upkeep:
                     await server.client.check_health()
             if self._target is not target:
                 return False
-            self._pool.note_success(server)
+            self._pool.note_recovery(server)
             self._pool.admit(server)
             return True
 

@@ -76,6 +76,33 @@ async def test_a_server_whose_answers_are_all_malformed_is_no_endless_loop(serve
     assert len(server.requests) == 3
 
 
+async def test_a_server_that_comes_back_and_fails_again_is_probed_less_and_less_until_it_answers_well(
+    server: Server, other: Server, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("_FIRST_BACKOFF_S", "_MAX_BACKOFF_S"):
+        monkeypatch.setattr(f"arl.engine.client.upkeep.{name}", 600.0)
+    async with over(server, other) as engine:
+
+        async def fail() -> None:
+            server.distortions.append(halve)
+            assert_seamless(await engine.agenerate(ask()), 4)
+
+        for num_fences in (1, 2):  # a good answer in between forgets the failure
+            await fail()
+            while len(engine._pool.in_service) < 2:
+                await engine._pool.changed()
+            await engine.agenerate(ask())
+            assert len(server.requests) == 2 * num_fences
+        await fail()
+        while len(engine._pool.in_service) < 2:
+            await engine._pool.changed()
+        await fail()
+        for _ in range(20):
+            await engine.agenerate(ask())
+        assert len(server.requests) == 6
+        assert engine.counters()["servers/fences"] == 4
+
+
 @pytest.mark.parametrize("sends_spans", [True, False])
 @pytest.mark.parametrize("num_updates", [0, 2])
 async def test_a_version_that_nobody_sent_is_not_believed(
