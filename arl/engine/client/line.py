@@ -6,8 +6,8 @@ server that is resumed or readmitted, a request that ends, and the end of a hold
 **Shares.** When several servers are paused together, the first that is resumed would get all that waits, and keep its
 sessions. So each server gets a share. While others are expected back, it has at most as many requests as all there are,
 running and in line, divided by the servers that serve or are expected. What is left stays in line, for as long as the
-first pause took or _HOLD_S; then whoever serves takes it. A server that failed is expected no more. Nothing is held in
-an update that is rolling.
+first pause took or _HOLD_S; then whoever serves takes it. A server that failed is expected no more, unless all failed:
+then the first to come back waits for the others, for _OUTAGE_HOLD_S. Nothing is held in an update that is rolling.
 
 **Sessions** are bound to a server and its weights, for the prefixes that are cached there. A session moves when either
 is gone, while the server is paused, and when the server is crowded: reading a prefix again costs less than to share the
@@ -29,6 +29,8 @@ _STARTS_PER_TURN = 16
 """Requests that may start in one turn of the event loop: a thousand at once would hold it for a second."""
 _HOLD_S = 1.0
 """Requests are held for this long, or as long as the first server was paused, if that is longer."""
+_OUTAGE_HOLD_S = 2.5
+"""Requests are held for this long after an outage of all servers: each is probed every 2 s."""
 _CROWD = 8
 """A server is crowded if it has more than twice the requests of the least busy one, and this many more."""
 
@@ -157,7 +159,8 @@ class Line:
         loop = asyncio.get_running_loop()
         expectation = self._pool.expectation
         if self._hold is None or self._hold[0] is not expectation:
-            until = loop.time() + max(_HOLD_S, loop.time() - expectation.began)
+            least_s = _OUTAGE_HOLD_S if expectation.is_outage else _HOLD_S
+            until = loop.time() + max(least_s, loop.time() - expectation.began)
             self._hold = expectation, until
             loop.call_at(until, self._look_again)
         return loop.time() < self._hold[1]

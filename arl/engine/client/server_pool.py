@@ -155,9 +155,11 @@ class Server:
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """Servers that are paused together, or are about to be, and will be resumed."""
+    """Servers that are out together, and will serve again soon: they are paused, or about to be."""
 
     servers: tuple[Server, ...] = ()
+    is_outage: bool = False
+    """They were all fenced instead; some may not come back."""
     began: float = math.inf
     """When the first of them was paused, by the event loop's clock."""
 
@@ -189,8 +191,10 @@ class ServerPool:
 
     @property
     def expected(self) -> list[Server]:
-        """Those that are paused, and will be resumed soon."""
-        return [s for s in self.expectation.servers if s.is_paused and not s.is_leaving]
+        """Those that are out, and will serve soon."""
+        is_outage = self.expectation.is_outage
+        out = [s for s in self.expectation.servers if (s.state is _FENCED if is_outage else s.is_paused)]
+        return [s for s in out if not s.is_leaving]
 
     def at(self, address: str) -> Server | None:
         return next((server for server in self.servers if server.address == address), None)
@@ -292,6 +296,8 @@ class ServerPool:
         if was_in_service:
             server.reason, server.probed = reason, ""
         self._move(server, "fence")
+        if was_in_service and not self.in_service:  # what fails at once, as with a network, may come back at once
+            self.expectation = Expectation(tuple(self.servers), is_outage=True)
         return was_in_service
 
     def leave(self, server: Server) -> None:

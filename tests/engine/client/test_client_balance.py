@@ -123,6 +123,28 @@ async def test_a_server_that_takes_too_long_gets_no_share(servers: list[Server],
         await asyncio.wait([*calls, running])
 
 
+@pytest.mark.parametrize("hold_s", [600.0, 0.05])
+async def test_after_an_outage_the_first_server_takes_its_share_and_the_rest_when_no_other_comes_back(
+    servers: list[Server], hold_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("arl.engine.client.line._OUTAGE_HOLD_S", hold_s)
+    async with over(*servers) as engine, asyncio.TaskGroup() as group:
+        for server, known in zip(servers, engine._pool.servers, strict=True):
+            server.is_healthy = False
+            engine._upkeep.fence(known, "the network is gone")
+        calls = [group.create_task(engine.agenerate(ask())) for _ in range(12)]
+        servers[0].is_healthy = True
+        if hold_s < 1:
+            await servers[0].until(lambda: len(servers[0].running) == 12)
+        else:
+            for number, server in enumerate(servers, start=1):
+                server.is_healthy = True
+                await server.until(lambda server=server: len(server.running) >= 3)
+                assert [len(each.running) for each in servers] == [3] * number + [0] * (4 - number)
+        serve_on(servers)
+        await asyncio.wait(calls)
+
+
 async def test_rolling_holds_no_request_while_a_server_is_free(servers: list[Server]):
     async with over(*servers, update_order="rolling") as engine, asyncio.TaskGroup() as group:
         running = group.create_task(engine.update_weights(weights(1)))
