@@ -47,6 +47,10 @@ class RunLog:
             run_dir.mkdir(parents=True, exist_ok=True)
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
         self._ends = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
+        self._version = 0
+        """Of the last step whose rows are all there."""
+        self._begun: dict[str, int] = {}
+        """Where the next rows begin in files that may hold some of them, after an error."""
         self._config = config
         self._decode = decode
         self.display = display or Display(console=Console(quiet=True))
@@ -67,6 +71,7 @@ class RunLog:
         positions: of the checkpoint of `version`; a file without one is read whole. Evaluations always are: they are
         few, and may end after later checkpoints.
         """
+        self._version = version
         for name, path in self._paths.items():
             with _usable(path):
                 if path.exists():
@@ -80,13 +85,24 @@ class RunLog:
         return {row["version"]: Evaluation(**{name: row[name] for name in names}) for row in rows}
 
     def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
-        """advantages: each trajectory's mean over its trained tokens; None without trained tokens."""
-        self._append("metrics", [dict(stats.metrics)])
-        self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages))
+        """Write the step's rows, once: again after an error that left only some, and never twice.
+
+        advantages: each trajectory's mean over its trained tokens; None without trained tokens.
+        """
+        if stats.version <= self._version:
+            return
+        ends = {
+            "metrics": self._append("metrics", [dict(stats.metrics)]),
+            "trajectories": self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages)),
+        }
+        self._ends |= ends
+        self._begun.clear()
+        self._version = stats.version
         self.display.step(stats)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self._append("evaluations", [asdict(evaluation)])
+        self._ends["evaluations"] = self._append("evaluations", [asdict(evaluation)])
+        del self._begun["evaluations"]
         self.display.say(
             f"held-out reward {evaluation.reward:.3f} at version {evaluation.version} "
             f"({evaluation.num_episodes} episodes, {evaluation.num_failed} failed, {evaluation.wall_s:.1f} s)"
@@ -110,12 +126,12 @@ class RunLog:
             }
             yield row | ({"text": self._decode(trajectory.token_ids)} if self._decode else {})
 
-    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        with _usable(self._paths[name]):
-            with self._paths[name].open("ab") as file:
-                file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
-                end = file.tell()
-            self._ends[name] = end
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Write rows at the end, in place of those that an error left there; returns where they end."""
+        with _usable(self._paths[name]), self._paths[name].open("ab") as file:
+            file.truncate(min(self._begun.setdefault(name, file.tell()), file.tell()))
+            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+            return file.tell()
 
 
 def make_run_dir(run_dir: Path) -> None:

@@ -157,6 +157,8 @@ class Trainer:
             return await self._train(groups, began)
 
     async def _train(self, groups: Sequence[Group], began: float) -> StepStats:
+        if self._open_step and self._open_step.trained:  # what followed its training was cancelled
+            await self._record()
         replayed, taken = self.replay.take(self.version), time.monotonic()
         batch = await self.thread(self.learner.prepare, groups, replayed)
         self._open_step = _Step(
@@ -336,12 +338,15 @@ class Trainer:
     # Numbers ----------------------------------------------------------------------------------------------------
 
     async def _record(self) -> StepStats:
-        """Log the trained step, once. This collects the loop's numbers; a thread does the rest."""
-        step, self._open_step = self._open_step, None
+        """Log the trained step. This collects the loop's numbers; a thread does the rest.
+
+        A step whose rows could not be written stays open: no checkpoint is written without them.
+        """
+        step = self._open_step
         if step is None:
             raise RuntimeError("there is no trained step to record")
         now = time.monotonic()
-        interval_s, self._recorded_at = now - self._recorded_at, now
+        interval_s = now - self._recorded_at
         known = {
             "time_s": self._wall_s(),
             "time/wait_s": step.taken - step.began,
@@ -353,7 +358,9 @@ class Trainer:
             **self.inference_engine.counters(),
         }
         is_masked = self.config.algorithm.overlong.mask_truncated
-        return await self.thread(_logged, self.log, self.totals, step, self.version, known, is_masked)
+        stats = await self.thread(_logged, self.log, self.totals, step, self.version, known, is_masked)
+        self._open_step, self._recorded_at = None, now
+        return stats
 
     def summary(self) -> dict[str, float]:
         """Totals of the whole run, resumes included: steps, time, throughput, staleness, episodes."""

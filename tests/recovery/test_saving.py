@@ -16,11 +16,12 @@ from scripted_launch import small, use_fakes
 
 import arl.assembly
 from arl.api.engine import Sampler
-from arl.api.errors import CheckpointError, ServerError
+from arl.api.errors import CheckpointError, RunFileError, ServerError
 from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Example, Trajectory
 from arl.api.workflow import RolloutWorkflow
 from arl.training.checkpoint import Checkpoints
+from arl.training.run_files import read_jsonl
 
 
 @dataclass
@@ -161,6 +162,49 @@ async def test_an_error_that_ends_the_run_is_not_hidden_by_a_checkpoint_that_fai
         await run()
     assert "No space left" in ended.value.__notes__[0]
     assert "No space left" in caplog.text
+
+
+@pytest.mark.parametrize("is_room_again", [True, False])
+async def test_no_checkpoint_is_written_without_the_rows_of_its_last_step(
+    launch: Callable[..., Any], tmp_path: Path, is_room_again: bool
+):
+    path = tmp_path / "run" / "metrics.jsonl"
+
+    async def run() -> None:
+        async with launch(lambda _: None) as trainer:
+            await anext(trainer)
+            kept = path.rename(tmp_path / "kept")
+            path.mkdir()
+            try:
+                await anext(trainer)
+            finally:
+                if is_room_again:
+                    path.rmdir()
+                    kept.rename(path)
+
+    with pytest.raises(RunFileError, match=r"metrics\.jsonl cannot be written"):
+        await run()
+    assert newest(tmp_path) == 1 + is_room_again
+    rows = read_jsonl(path) if is_room_again else read_jsonl(tmp_path / "kept")
+    assert sorted({row["version"] for row in rows}) == [1, 2][: 1 + is_room_again]
+
+
+async def test_a_step_whose_row_was_not_written_when_it_was_cancelled_has_one_in_the_end(
+    launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with launch(lambda _: None, every=100, steps=3) as trainer:
+        publish = trainer._publish
+
+        async def cancelled() -> None:
+            monkeypatch.setattr(trainer, "_publish", publish)
+            await publish()
+            raise asyncio.CancelledError
+
+        monkeypatch.setattr(trainer, "_publish", cancelled)
+        with pytest.raises(asyncio.CancelledError):
+            await anext(trainer)
+        assert [step.version async for step in trainer] == [2, 3]
+    assert [row["version"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
 async def test_a_step_does_not_wait_for_the_checkpoint_before_and_does_not_change_it(

@@ -1,6 +1,8 @@
 """What a run writes for its users: one line per version, also after a resume, and a picture."""
 
 import os
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,37 @@ def test_a_file_that_cannot_be_written_is_an_error_of_arls_own_that_names_it(tmp
         write(log, 1, grouped(trajectory()))
     with pytest.raises(RunFileError, match="Is a directory"):
         log.resume(1, {})
+
+
+@pytest.fixture
+def disk_of() -> Iterator[Callable[[int], None]]:
+    """disk_of(room): no file of this process may grow beyond so many bytes, until the end of the test."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda room: resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("torn", ["metrics", "trajectories"])
+def test_a_steps_rows_are_written_again_after_an_error_and_never_twice(
+    tmp_path: Path, torn: str, disk_of: Callable[[int], None]
+) -> None:
+    log = RunLog(tmp_path, QUIET)
+    write(log, 1, grouped(trajectory()))
+    positions, path = log.positions(), tmp_path / f"{torn}.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"of": "a user"}\n' * 100)  # it is nearer to its limit than the other
+    size = path.stat().st_size
+    disk_of(size + 10)
+    with pytest.raises(RunFileError, match=rf"{torn}\.jsonl cannot be written or read: File too large"):
+        write(log, 2, grouped(trajectory()))
+    assert path.stat().st_size == size + 10
+    assert log.positions() == positions, "a checkpoint does not name half of a step"
+    disk_of(resource.RLIM_INFINITY)
+    for _ in range(2):
+        write(log, 2, grouped(trajectory()))
+    for name in positions:
+        rows = read_jsonl(tmp_path / f"{name}.jsonl")
+        assert [row["version"] for row in rows if "version" in row] == [1, 2]
+        assert len(rows) == 2 + 100 * (name == torn)
 
 
 ONE, CUT = trajectory(), trajectory((0, 0), is_truncated=True)
