@@ -96,8 +96,16 @@ async def feed(pipe: asyncio.StreamWriter | None, stdin: bytes) -> None:
         with contextlib.suppress(ConnectionError):
             await pipe.wait_closed()
     except asyncio.CancelledError:
-        pipe.transport.abort()  # closing would wait for what is not written to be read
+        drop(pipe.transport)
         raise
+
+
+def drop(pipe: asyncio.WriteTransport) -> None:
+    """Close a pipe that may be closed, or be closing, without waiting for what is not written to be read."""
+    if pipe.get_write_buffer_size():  # a second abort would fail, and has no buffer
+        pipe.abort()
+    else:
+        pipe.close()
 
 
 async def finish(

@@ -19,6 +19,7 @@ from arl.api.types import Example, SamplingParams, Trajectory
 from arl.api.workflow import RolloutWorkflow, Shared
 from arl.rewards.adapt import RewardLike, as_reward
 from arl.rewards.threads import CallThreads
+from arl.sandbox.streams import drop
 from arl.workflow.proxy.openai_proxy import OpenAIProxy
 from arl.workflow.proxy.session import EpisodeSession
 
@@ -79,6 +80,7 @@ class Command:
         finally:
             _kill(transport)
             await running.exited.wait()
+            running.drop_stdin()  # a child that left the group may hold it open, and never read it
             transport.close()
         return self._printed(transport.get_returncode(), bytes(running.printed), bytes(running.complained))
 
@@ -110,6 +112,10 @@ class _Running(asyncio.SubprocessProtocol):
         assert isinstance(self._stdin, asyncio.WriteTransport)
         self._stdin.write(given)
         self._stdin.write_eof()
+
+    def drop_stdin(self) -> None:
+        assert isinstance(self._stdin, asyncio.WriteTransport)
+        drop(self._stdin)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:

@@ -106,6 +106,21 @@ async def test_what_a_program_leaves_behind_is_not_waited_for(
         await run(python(code), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
 
 
+WAITING = (
+    "import select; p = select.poll(); p.register(0, 0); seen = p.poll(20_000); open({!r}, 'w').write(str(len(seen)))"
+)
+"""Reads nothing, and says whether it saw the other end of its standard input closed."""
+
+
+async def test_the_standard_input_of_what_a_program_leaves_behind_is_closed(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "seen")
+    leaving = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True"
+    code = RUN.format(WAITING.format(str(fifo)), f", {leaving}")
+    with pytest.raises(TrajectoryError, match="made no call"):
+        await run(python(code), saying("a"), {"question": "x" * 1_000_000, "answer": ""})
+    assert await asyncio.to_thread(fifo.read_text) == "1"
+
+
 async def test_a_program_is_killed_when_its_episode_is_cancelled(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "alive")
     program = python(f"import time; f = open({str(fifo)!r}, 'w'); f.write('x'); f.flush(); time.sleep(600)")
