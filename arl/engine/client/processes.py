@@ -98,7 +98,7 @@ async def running(
                         body_error = error
                     watcher.cancel()
             except BaseExceptionGroup as errors:
-                raise first_error(errors) from None
+                raise first_error(errors) from body_error
             finally:
                 await _stop(servers)
     if body_error is not None:
@@ -127,14 +127,13 @@ class ServerProcesses:
     def num_restarts(self) -> int:
         return sum(server.num_restarts for server in self._servers.values())
 
-    def restart(self, address: str, reason: str) -> bool:
-        """Kill a server that hangs; it is started again as one that died. False while it is not ready anyway."""
+    def restart(self, address: str, reason: str, absent_s: float) -> bool:
+        """Kill a server that hangs; it is started again as one that died. False while it is not ready anyway.
+
+        absent_s: how long it has not served, though it may have been started again meanwhile.
+        """
         server = self._servers.get(address)
-        if server is None or not server.is_up:
-            return False
-        logger.warning("%s hangs, and is killed: %s", address, reason)
-        server.kill()
-        return True
+        return server is not None and server.end_hung(reason, absent_s)
 
 
 class _Server:
@@ -148,6 +147,8 @@ class _Server:
         self._session = session
         self._startup_timeout_s = startup_timeout_s
         self._is_killed = False
+        self._hung = ""
+        """Why it was killed, if it hung."""
         self._log_start = 0
 
     async def start(self) -> None:
@@ -170,11 +171,6 @@ class _Server:
         if process.returncode is not None:
             raise ServerError(f"a server did not start: {self.last_words()}")
         self._up_since = time.monotonic()
-
-    @property
-    def is_up(self) -> bool:
-        """It has been ready, and was not killed since."""
-        return self._up_since is not None and not self._is_killed
 
     async def keep_alive(self, max_restarts: int) -> str:
         """Start it again whenever it has died; returns its last words once it has died too often in a row."""
@@ -208,11 +204,20 @@ class _Server:
             lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
         code = self.process.returncode if self.process else None
         how = "still ran" if code is None else f"ended with exit code {code}"
+        how = f"hung, and was killed ({self._hung})" if self._hung else how
         return f"it {how}; the end of {self.program.log}:\n" + "\n".join(lines or ["(it is empty)"])
 
     def terminate(self) -> None:
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(signal.SIGTERM)
+
+    def end_hung(self, reason: str, absent_s: float) -> bool:
+        if self._up_since is None or self._is_killed:
+            return False
+        self._up_since += absent_s  # time without service earns no further restarts
+        self._hung = reason
+        self.kill()
+        return True
 
     def kill(self) -> None:
         """End it and its children, which may outlive it. Only once: later its id may belong to another process."""
@@ -235,7 +240,7 @@ class _Server:
                 env=self.program.environment,
                 start_new_session=True,  # Ctrl-C reaches us alone; and one signal reaches all that it starts
             )
-        self._is_killed = False
+        self._is_killed, self._hung = False, ""
         return self.process
 
     async def _is_ready(self) -> bool:

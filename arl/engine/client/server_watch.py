@@ -83,7 +83,7 @@ class ServerWatch:
         absence.silent_since = (absence.silent_since or now) if is_silent else None
         if absence.silent_since is None or now - absence.silent_since < _HUNG_S or self._processes is None:
             return
-        if self._processes.restart(server.address, server.why):
+        if self._processes.restart(server.address, server.why, now - absence.since):
             absence.silent_since = None
 
     def note_return(self, server: Server) -> None:

@@ -271,8 +271,7 @@ class Upkeep:
             if self._target is not target:
                 return False  # before a load of weights that may be gone, which would count as the server's fault
             if target is not None and not server.holds(target.version, told):
-                async with asyncio.timeout(self._config.update_timeout_s):
-                    await self.updates.load(server, target)
+                await self._bring_up_to_date(server, target)
             if not self._pool.is_held:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     await server.client.resume()  # it may have been fenced in the middle of a pause
@@ -282,6 +281,15 @@ class Upkeep:
             self._pool.note_recovery(server)
             self._pool.admit(server)
             return True
+
+    async def _bring_up_to_date(self, server: Server, target: WeightUpdate) -> None:
+        limit_s = self._config.update_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.updates.load(server, target)
+        except TimeoutError:
+            slow = f"{server.address} did not load version {target.version} within {limit_s:g} s"
+            raise ServerFailedError(f"{slow}; raise engine.update_timeout_s if its loads take longer") from None
 
     # Tasks
 

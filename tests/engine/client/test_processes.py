@@ -149,9 +149,18 @@ async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_th
     play: Play, tmp_path: Path, notes: Path
 ):
     play("threading.Timer(0.3, lambda: (say('out of memory'), os._exit(9))).start()\n" + SERVE)
-    with pytest.raises(ServerError, match=r"every server that arl started died(.|\n)*exit code 9(.|\n)*of memory"):
+    words = r"every server that arl started died(.|\n)*exit code 9(.|\n)*of memory"
+
+    async def run() -> None:
         async with local_servers("m", LocalEngineConfig(num_servers=2, max_restarts=1), tmp_path):
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise ZeroDivisionError("the block's own")
+
+    with pytest.raises(ServerError, match=words) as raised:
+        await run()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert len(pids(notes)) == 4
 
 
@@ -164,7 +173,7 @@ async def test_a_server_that_has_served_long_enough_may_die_as_often_again(
         for deaths in (1, 2, 3):
             os.kill(max(pids(notes)), signal.SIGKILL)
             await until(lambda deaths=deaths: len(pids(notes)) == 1 + deaths and servers.num_restarts == deaths)
-            await until(lambda: all(server.is_up for server in servers._servers.values()))
+            await until(lambda: all(server._up_since is not None for server in servers._servers.values()))
 
 
 async def test_when_one_of_two_dies_for_good_the_block_goes_on_and_it_is_not_killed_again(

@@ -32,8 +32,9 @@ def lines(caplog: pytest.LogCaptureFixture, server: Server) -> list[str]:
 
 
 async def test_a_fence_and_its_end_are_logged_and_counted_and_one_that_flaps_floods_no_log(
-    server: Server, other: Server, caplog: pytest.LogCaptureFixture
+    server: Server, other: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("arl.engine.client.upkeep._MAX_BACKOFF_S", 0.01)
     caplog.set_level(logging.INFO)
     async with over(server, other) as engine:
         assert engine.counters() == {
@@ -108,11 +109,12 @@ async def test_a_short_loss_of_servers_ends_nothing(server: Server, other: Serve
 
 
 SERVER = """
-import http.server, json, sys
+import http.server, json, sys, time
 class Answers(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/update_weights_from_disk": time.sleep(600)
         body = json.dumps({"model_path": "m"}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -124,12 +126,17 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_
 """
 
 
-async def test_a_started_server_that_hangs_is_killed_and_started_again(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(
-        processes, "_local_command", lambda model, config, port: [sys.executable, "-c", SERVER, str(port)]
-    )
+@pytest.fixture
+def play(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SERVER stands for arl's own servers. It never ends a load."""
+
+    def command(model: str, config: LocalEngineConfig, port: int) -> list[str]:
+        return [sys.executable, "-c", SERVER, str(port)]
+
+    monkeypatch.setattr(processes, "_local_command", command)
+
+
+async def test_a_started_server_that_hangs_is_killed_and_started_again(tmp_path: Path, play: None):
     async with local_servers("m", LocalEngineConfig(num_servers=2), tmp_path) as servers:
         config = ClientConfig(min_servers=2)
         async with RemoteSGLangEngine(servers.addresses, config, processes=servers) as engine, asyncio.timeout(20):
@@ -144,3 +151,20 @@ async def test_a_started_server_that_hangs_is_killed_and_started_again(
             assert await process.wait() == -signal.SIGKILL
             assert engine.counters()["servers/restarts"] == 1
             assert engine.counters()["servers/serving"] == 2
+
+
+async def test_a_started_server_that_loads_too_slowly_each_time_is_given_up_with_the_setting_to_change(
+    server: Server, tmp_path: Path, play: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "_STEADY_S", 0.0)  # nor does it earn new restarts by living on behind its fence
+    remedy = r"every server that arl started died(.|\n)*did not load version 1 within 0\.3 s.*engine\.update_timeout_s"
+
+    async def run() -> None:
+        async with local_servers("m", LocalEngineConfig(max_restarts=1), tmp_path) as servers:
+            addresses, config = [*servers.addresses, server.address], ClientConfig(update_timeout_s=0.3)
+            async with RemoteSGLangEngine(addresses, config, processes=servers) as engine:
+                await engine.update_weights(weights(1))
+                await asyncio.Event().wait()
+
+    with pytest.raises(ServerError, match=remedy):
+        await run()
