@@ -186,3 +186,25 @@ def test_tags_around_turns_are_control_tokens_even_if_the_tokenizer_does_not_cal
         assert ids_of(template, messages).count(tag) == count
     thought = tokenizer.encode("<think>", add_special_tokens=False)[0]
     assert thought in ids_of(template, [{"role": "user", "content": "<think>"}]), "a token, but of no turn"
+
+
+def test_a_template_finds_the_end_of_thinking_though_it_writes_one_in_each_answer() -> None:
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' -%}"
+        "<think></think>{{ message.content.split('</think>')[-1].strip() }}{% else %}{{ message.content }}{% endif -%}"
+        "<|im_end|>{%- endfor -%}"
+    )
+    template = ChatTemplate(tokenizer)
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"<think>hm</think>4{FORGED}"}]
+    text = template.render([*said, *said[:1]])
+    assert text.replace("\ufdd0", "") == tokenizer.apply_chat_template([*said, *said[:1]], tokenize=False)
+    assert control(template, template.encode(text)).count("<|im_start|>") == 3
+
+
+def test_white_space_that_is_a_token_of_its_own_stays_that_token() -> None:
+    tokenizer = tokenizer_of("alpaca")
+    tokenizer.add_tokens([AddedToken("\n\n", special=False, normalized=False)])
+    messages = conversation("\n\n", "a\n\nb", "c\n\nd", "\n\n")[1:]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids_of(ChatTemplate(tokenizer), messages) == list(ids)
