@@ -135,7 +135,8 @@ class JsonClient:
         self._base = url.rstrip("/")
         self.url = str(URL(self._base).with_user(None)).rstrip("/")
         """The URL for messages, without a password."""
-        self._api_key = api_key
+        given = session.headers.get("Authorization", "") if session is not None else ""
+        self._api_key = api_key or given.removeprefix("Bearer ")
         self._max_concurrent = max_concurrent
         self._gap_s = 60.0 / requests_per_minute if requests_per_minute else 0.0
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s)

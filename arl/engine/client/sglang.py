@@ -331,9 +331,11 @@ class RemoteSGLangEngine:
 def base_url(address: str) -> str:
     try:
         url = URL(address)
-        is_url = url.scheme in ("http", "https") and bool(url.host)
     except ValueError:
-        is_url = False
-    if not is_url:
+        url = URL()
+    if url.scheme not in ("http", "https") or not url.host:
         raise ConfigError(f"engine.addresses holds {address!r}; it must hold base URLs, such as http://127.0.0.1:30000")
+    if "@" in url.raw_authority:
+        without = url.with_user(None)
+        raise ConfigError(f"engine.addresses names a user for {without}, which logs would show; set engine.api_key")
     return address.rstrip("/")

@@ -101,6 +101,20 @@ def test_an_address_that_is_no_url_is_named(address: str):
         RemoteSGLangEngine([address], ClientConfig())
 
 
+def test_an_address_with_a_password_is_refused_and_the_password_not_shown():
+    with pytest.raises(ConfigError, match=r"names a user for http://127\.0\.0\.1:9.*engine\.api_key") as caught:
+        RemoteSGLangEngine(["http://joe:hidden@127.0.0.1:9"], ClientConfig())
+    assert "hidden" not in str(caught.value)
+
+
+async def test_a_server_that_repeats_the_key_gets_it_into_no_error(server: Server):
+    async with over(server, api_key="hidden") as engine:
+        server.error_body = {"error": {"message": "Bearer hidden is not known"}}
+        server.faults.append(401)
+        with pytest.raises(ServerError, match=r"Bearer \(the api_key\) is not known"):
+            await engine.agenerate(ask())
+
+
 async def test_a_server_left_paused_by_a_killed_run_is_set_going(server: Server):
     await server._on_pause_generation({"mode": "in_place"})
     async with RemoteSGLangEngine([server.address], ClientConfig()) as engine:
