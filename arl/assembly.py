@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import signal
 import sys
-import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -221,16 +219,7 @@ async def _engines(
         await loading  # a broken model raises the better error here
         raise
     learner = await loading
-    _take_sigterm_back()
     return learner, await stack.enter_async_context(await _client(config, addresses, api_key, processes))
-
-
-def _take_sigterm_back() -> None:
-    """Ray, loaded on another thread, handles SIGTERM below Python: it would abort the process 3 s after a notice."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
-        signal.siginterrupt(signal.SIGTERM, False)  # as asyncio sets it
 
 
 async def _client(

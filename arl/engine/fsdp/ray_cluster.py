@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -94,8 +95,10 @@ class RayLease(Lease):
 
     def _end(self) -> None:
         cls = type(self)
-        self._ray.shutdown()
+        with _sigterm_kept():
+            self._ray.shutdown()
         if cls._directory:
+            _forget_token()
             cls._directory.remove()
             cls._directory = None
         atexit.unregister(self._end)
@@ -147,22 +150,44 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
             os.environ["RAY_AUTH_TOKEN"] = _token()  # else Ray makes one and leaves it in the home directory
     level = logging.getLogger("ray").level
     logging.getLogger("ray").setLevel(logging.ERROR)
-    is_main = threading.current_thread() is threading.main_thread()
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        with _sigterm_kept():
+            yield
     finally:
         for name in os.environ.keys() - environment.keys():  # only these: threads may be reading the others
             del os.environ[name]
         os.environ.update(environment)
         logging.getLogger("ray").setLevel(level)
-        if is_main:
-            signal.signal(signal.SIGTERM, on_sigterm)
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Keep what SIGTERM does. Ray's core takes it below Python, on any thread, and aborts the process 3 s after one.
+
+    Ray's end would leave the signal without any handler.
+    """
+    sigaction, action = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(256)  # no system's struct is larger
+    is_main, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
+    sigaction(signal.SIGTERM, None, action)
+    try:
+        yield
+    finally:
+        if is_main and handler is not None:  # Ray sets Python's, too; None: it was not set by Python
+            signal.signal(signal.SIGTERM, handler)
+        sigaction(signal.SIGTERM, action, None)
+
+
+def _forget_token() -> None:
+    """Ray's core keeps the token of this process's first Ray, and would refuse the calls of another cluster's nodes."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    with suppress(AttributeError):  # Ray has no public way, and older ones have no tokens
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @cache
 def _token() -> str:
-    """One for this process's life, as Ray reads it only once."""
+    """One for this process's life, in case Ray reads it only once."""
     return secrets.token_hex(32)
 
 

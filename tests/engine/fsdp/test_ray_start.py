@@ -20,6 +20,24 @@ from arl.engine.fsdp.ray_engine import RayTrainEngine
 
 pytestmark = pytest.mark.timeout(300)  # Ray takes its time to start on a machine that has other things to do
 LISTEN = "0A"
+STOPPED_WITH_RAY = """
+import asyncio, os, signal
+from arl import Config
+from arl.cli import run
+from arl.engine.fsdp.ray_cluster import RayLease
+
+async def main(config):
+    lease = await asyncio.to_thread(RayLease, None, num_cpus=1, num_gpus=0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(4)  # longer than the 3 s after which Ray's own handler aborts the process
+        await asyncio.to_thread(lease.release)
+        print("saved", flush=True)
+
+run(main, Config, ["--model", "x"])
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +69,23 @@ def listening_at(process: Path) -> set[str]:
     return {row[1].split(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes}
 
 
-def test_without_a_model_nothing_stays_behind(tmp_path: Path, temporary: Path):
-    before = dict(os.environ), signal.getsignal(signal.SIGTERM)
+@pytest.fixture
+def notices() -> Iterator[list[int]]:
+    """The SIGTERMs that this process has received."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    yield received
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_without_a_model_nothing_stays_behind(tmp_path: Path, temporary: Path, notices: list[int]):
+    before = dict(os.environ)
     with pytest.raises(ModelError, match="nowhere") as error:
         RayTrainEngine(tmp_path / "nowhere", TrainConfig())
     assert "on rank 0" in str(error.value.__cause__)
-    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
+    assert dict(os.environ) == before
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert notices == [signal.SIGTERM]
     assert processes_of(temporary) == []
     assert list(temporary.iterdir()) == []
 
@@ -158,3 +187,11 @@ def test_a_process_takes_its_ray_along(temporary: Path, end: str):
     assert processes_of(temporary) == []
     RayLease(None, num_cpus=1, num_gpus=0).release()  # the next start
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_run_over_ray_that_gets_sigterm_cleans_up_for_as_long_as_it_takes():
+    command = [sys.executable, "-c", STOPPED_WITH_RAY]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (ended.stdout, ended.returncode) == ("saved\n", 143), ended.stderr
+    assert ended.stderr == "stopped by SIGTERM; run the same command again to continue\n"
