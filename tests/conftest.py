@@ -7,7 +7,7 @@ import pytest
 TESTS = Path(__file__).parent
 DIRECTORIES = (TESTS / "conformance", TESTS / "engine" / "local" / "serving", TESTS / "engine" / "weights")
 """Their files share a server, which takes seconds to start."""
-RAY = ("test_learner_engines.py", "test_ray_engine.py", "test_ray_start.py")
+RAY = ("test_learner_engines.py", "test_ray_engine.py", "test_ray_nodes.py", "test_ray_start.py")
 """They start Ray, and `ray_address=auto` finds whatever cluster is being started or ended on the machine."""
 
 

@@ -39,7 +39,9 @@ def cluster(hidden: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", directory)
         Path(directory, "ray").mkdir()  # Ray notes its address in it and does not make it
-        cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": directory})
+        # Ray takes 127.0.0.1 for its machine's outer address. Where arl has imported it, it listens at loopback alone.
+        here = {"node_ip_address": "127.0.0.3", "num_cpus": 0, "include_dashboard": False, "temp_dir": directory}
+        cluster = Cluster(True, head_node_args=here)
         start = f"{sys.executable} -m ray.scripts.scripts start --block --address={cluster.address} --num-cpus=2"
         start += " --node-ip-address=127.0.0.2 --object-store-memory=100000000"
         mounts = f"mount -t tmpfs none /dev/shm && mount -t tmpfs none {hidden}"
