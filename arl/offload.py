@@ -1,11 +1,13 @@
-"""Threads for what arl itself must get done off the event loop: files, removal of old weights, checkpoints."""
+"""What arl itself must get done off the event loop, such as files, in threads; and files that survive a power cut."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Thread
 from typing import TypeVar, TypeVarTuple
 
@@ -34,3 +36,12 @@ def offload(function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Fut
 
     Thread(target=work, name=f"arl-{getattr(function, '__name__', 'call')}", daemon=True).start()
     return asyncio.wrap_future(call)
+
+
+def force_to_disk(path: Path) -> None:
+    """Wait until the file, or the directory's list of names, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

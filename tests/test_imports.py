@@ -69,7 +69,7 @@ ALLOWED = {
     "arl.engine.local": ("arl.api", "arl.web"),
     "arl.engine.client": ("arl.api", "arl.web", "arl.offload"),
     "arl.engine.weights": ("arl.api", "arl.web", "arl.engine.local.received_weights", "arl.offload"),
-    "arl.engine.fsdp": ("arl.api", "arl.algorithm", "arl.engine.weights"),
+    "arl.engine.fsdp": ("arl.api", "arl.algorithm", "arl.engine.weights", "arl.offload"),
     "arl.engine.tiny": (),
     "arl.sandbox": ("arl.api", "arl.web", "arl.lazy", "arl.offload"),
     "arl.rewards": ("arl.api", "arl.web", "arl.sandbox", "arl.lazy", "arl.offload"),

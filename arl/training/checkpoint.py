@@ -27,7 +27,7 @@ import numpy.typing as npt
 from arl.api.engine import Saving
 from arl.api.errors import ArlError, CheckpointError, DamagedCheckpointError
 from arl.api.types import NOT_SAMPLED, Group, Trajectory, TurnSpan
-from arl.training.run_files import force_to_disk
+from arl.offload import force_to_disk
 
 log = logging.getLogger(__name__)
 

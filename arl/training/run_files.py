@@ -22,6 +22,7 @@ from rich.console import Console
 from arl.api.config import LogConfig
 from arl.api.errors import ConfigError, RunFileError
 from arl.api.types import Group, StepStats
+from arl.offload import force_to_disk
 from arl.training.display import Display
 from arl.training.metrics import Evaluation
 
@@ -295,15 +296,6 @@ def _rows(path: Path, names: Sequence[str] = ()) -> Iterator[tuple[bytes, dict[s
 def read_jsonl(path: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The rows of `path`. A warning says which lines are none, or lack one of the names. A missing file has none."""
     return [row for _, row in _rows(path, names)] if path.exists() else []
-
-
-def force_to_disk(path: Path) -> None:
-    """Wait until the file, or the directory's list of names, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_atomically(path: Path, text: str) -> None:

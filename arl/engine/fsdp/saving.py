@@ -34,6 +34,7 @@ from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.engine.fsdp.lora import Adapters, LoRAOrigin
 from arl.engine.fsdp.model import replace_directory
 from arl.engine.fsdp.policy import Reference, trained_parameters
+from arl.offload import force_to_disk
 
 _PROGRESS_FILE = "progress.json"
 
@@ -123,7 +124,7 @@ class CheckpointWriter:
         except (Exception, CheckpointException) as error:
             if aside is not None:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(f"cannot write the checkpoint {directory}: {_cause(error)}") from error
+            raise CheckpointError(f"cannot write the checkpoint {directory}: {_described(error)}") from error
 
     def _agree(self, value: str) -> str:
         values = [value]
@@ -132,14 +133,14 @@ class CheckpointWriter:
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Run `action` on rank 0. If it fails, raise on all ranks: none may wait for one that has given up."""
-        failure = ""
+        failure, cause = "", None
         if dist.get_rank() == 0:
             try:
                 action()
             except Exception as error:  # noqa: BLE001 (raised again below, on all ranks)
-                failure = _cause(error)
+                failure, cause = _described(error), error
         if failure := self._agree(failure):
-            raise CheckpointError(failure)
+            raise CheckpointError(failure) from cause
 
 
 def load_checkpoint(
@@ -148,7 +149,7 @@ def load_checkpoint(
     """Read weights, optimizer state, reference and random state in place, on any number of ranks.
 
     A stored reference is held from now on. A rank without a stored random state keeps its own. Raises CheckpointError,
-    which names the mismatch; after a DamagedCheckpointError the engine may be half loaded and must not be used.
+    which names the mismatch; after a failed read the engine may be half loaded and must not be used.
     """
     progress = _read_progress(directory)
     _check_origin(directory, progress.lora, adapters.origin if adapters else None)
@@ -166,8 +167,10 @@ def load_checkpoint(
         tensors.pop("cuda_rng", None)
     try:
         load_tensors(tensors, checkpoint_id=directory)
-    except (Exception, CheckpointException) as error:
-        raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_cause(error)}") from error
+    except (Exception, CheckpointException) as error:  # a damaged file makes torch and pickle raise almost anything
+        if isinstance(_root(error), MemoryError | torch.OutOfMemoryError):
+            raise CheckpointError(f"no memory to read the checkpoint {directory}: {_described(error)}") from error
+        raise DamagedCheckpointError(f"the checkpoint {directory} is damaged: {_described(error)}") from error
     if "rng" in tensors:
         torch.set_rng_state(tensors["rng"][str(rank)])
     if "cuda_rng" in tensors:
@@ -237,10 +240,10 @@ def _complete(aside: Path, directory: Path, progress: Progress) -> None:
     if missing := sorted(name for name in files if not (aside / name).exists()):
         raise CheckpointError(f"rank 0 does not see {', '.join(missing)}; set run_dir to storage that all ranks share")
     (aside / _PROGRESS_FILE).write_text(json.dumps(asdict(progress)))
-    _sync(aside / _PROGRESS_FILE)
-    _sync(aside)
+    force_to_disk(aside / _PROGRESS_FILE)
+    force_to_disk(aside)
     replace_directory(aside, directory)
-    _sync(directory.parent)
+    force_to_disk(directory.parent)
 
 
 def _read_progress(directory: Path) -> Progress:
@@ -278,16 +281,13 @@ def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str
             raise CheckpointError(f"{directory} was written with another model: {name} is {there} there, {here} here")
 
 
-def _cause(error: BaseException) -> str:
-    """An error's text. DCP's own error is no Exception, and its text is every rank's traceback."""
+def _root(error: BaseException) -> BaseException:
+    """The first rank's error, where DCP has collected them in one of its own, which is no Exception."""
     if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+        return next(iter(error.failures.values()))[0]
+    return error
+
+
+def _described(error: BaseException) -> str:
+    error = _root(error)  # the text of DCP's own is every rank's traceback
     return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

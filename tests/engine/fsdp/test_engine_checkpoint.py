@@ -4,9 +4,11 @@ import os
 import threading
 from contextlib import closing
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from train_models import MakeEngine, write_model
 from train_sequences import LOSS, random_sequences, same
 from train_variants import VARIANTS
@@ -58,7 +60,7 @@ def test_a_save_that_fails_says_so_and_leaves_the_older_checkpoint_which_the_nex
     engine.save(tmp_path / "checkpoint").wait()
     engine.train_batch([random_sequences(2)], LOSS)
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint, "_sync", lambda _: os.stat(tmp_path / "gone"))
+        broken.setattr(checkpoint, "force_to_disk", lambda _: os.stat(tmp_path / "gone"))
         failed = engine.save(tmp_path / "checkpoint")
         with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*No such file"):
             failed.wait()
@@ -120,3 +122,19 @@ def test_a_missing_or_damaged_checkpoint_says_which_file(make_engine: MakeEngine
     (tmp_path / "checkpoint" / "progress.json").write_text('{"version": 1')
     with pytest.raises(DamagedCheckpointError, match=r"progress\.json"):
         engine.load(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_checkpoint_that_memory_cannot_hold_is_not_called_damaged(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    engine = make_engine()
+    engine.save(tmp_path / "checkpoint").wait()
+
+    def read(tensors: object, checkpoint_id: Path) -> None:
+        raise CheckpointException("on one rank", {0: (error, StackSummary())})
+
+    monkeypatch.setattr(checkpoint, "load_tensors", read)
+    with pytest.raises(CheckpointError, match=f"no memory to read .*{type(error).__name__}") as raised:
+        engine.load(tmp_path / "checkpoint")
+    assert type(raised.value) is CheckpointError  # a damaged one is to be deleted
