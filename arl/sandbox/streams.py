@@ -86,26 +86,20 @@ class Output:
 
 
 async def feed(pipe: asyncio.StreamWriter | None, stdin: bytes) -> None:
-    """Write stdin as fast as the program reads it, until it stops reading; then close it."""
+    """Write stdin as fast as the program reads it, until it stops reading; then close it, for the rest to be read."""
     assert pipe is not None
-    try:
-        with contextlib.suppress(ConnectionError):
-            pipe.write(stdin)
-            await pipe.drain()
-        pipe.close()
-        with contextlib.suppress(ConnectionError):
-            await pipe.wait_closed()
-    except asyncio.CancelledError:
-        drop(pipe.transport)
-        raise
+    with contextlib.suppress(ConnectionError):
+        pipe.write(stdin)
+        await pipe.drain()
+    pipe.close()
 
 
 def drop(pipe: asyncio.WriteTransport) -> None:
-    """Close a pipe that may be closed, or be closing, without waiting for what is not written to be read."""
-    if pipe.get_write_buffer_size():  # a second abort would fail, and has no buffer
-        pipe.abort()
+    """Close a program's stdin, even if a process that the program left behind holds it open and never reads it."""
+    if pipe.get_write_buffer_size():
+        pipe.abort()  # close() would wait until the rest is read
     else:
-        pipe.close()
+        pipe.close()  # abort() fails if the pipe is closed
 
 
 async def finish(
@@ -121,6 +115,7 @@ async def finish(
     kill: ends all processes that belong to it; awaited at a limit, on cancellation, and, with True, after the process
     has ended by itself.
     """
+    assert process.stdin is not None
     wake = asyncio.Event()
     output = Output(output_bytes, wake)
     ended = "exit"
@@ -144,11 +139,15 @@ async def finish(
             if ended == "exit":
                 watching.cancel()
                 await kill(True)
-    except BaseException:
-        await kill(False)
+        drop(process.stdin.transport)
         await process.wait()
+    except BaseException:
+        # Processes that were left behind may hold the pipes open, and nothing public closes this end of them.
+        with contextlib.closing(process._transport):  # pyright: ignore[reportAttributeAccessIssue]
+            drop(process.stdin.transport)
+            await kill(False)
+            await process.wait()
         raise
-    await process.wait()
     stdout, stderr = (task.result() for task in reading)
     return "output" if ended == "exit" and output.overflowed else ended, stdout, stderr
 

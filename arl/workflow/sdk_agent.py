@@ -72,16 +72,17 @@ class Command:
             )
         except OSError as error:
             raise ProgramError(f"{self.arguments[0]} could not be started: {error}") from error
-        try:
-            running.feed(json.dumps(dict(data), default=str).encode())
-            await running.exited.wait()
-            _kill(transport)  # what it left running holds its output open
-            await running.wait_drained()
-        finally:
-            _kill(transport)
-            await running.exited.wait()
-            running.drop_stdin()  # a child that left the group may hold it open, and never read it
-            transport.close()
+        with contextlib.closing(transport):
+            try:
+                running.stdin.write(json.dumps(dict(data), default=str).encode())
+                running.stdin.write_eof()
+                await running.exited.wait()
+                _kill(transport)  # what it left running holds its output open
+                await running.wait_drained()
+            finally:
+                _kill(transport)
+                drop(running.stdin)  # so does what left its group
+                await running.exited.wait()
         return self._printed(transport.get_returncode(), bytes(running.printed), bytes(running.complained))
 
     def _printed(self, status: int | None, printed: bytes, complained: bytes) -> str:
@@ -106,16 +107,9 @@ class _Running(asyncio.SubprocessProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.SubprocessTransport)
-        self._stdin = transport.get_pipe_transport(0)
-
-    def feed(self, given: bytes) -> None:
-        assert isinstance(self._stdin, asyncio.WriteTransport)
-        self._stdin.write(given)
-        self._stdin.write_eof()
-
-    def drop_stdin(self) -> None:
-        assert isinstance(self._stdin, asyncio.WriteTransport)
-        drop(self._stdin)
+        stdin = transport.get_pipe_transport(0)
+        assert isinstance(stdin, asyncio.WriteTransport)
+        self.stdin = stdin
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
