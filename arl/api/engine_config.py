@@ -15,9 +15,9 @@ from arl.api.settings import Section
 PauseMode = Literal["in_place", "retract", "abort"]
 
 DEFAULT_CONTEXT_LENGTH = 4096
+"""The most tokens of prompt plus response that the embedded server takes unless it is told otherwise."""
 SERVER_KEY, MIRROR_KEY = "ARL_SERVER_API_KEY", "ARL_MIRROR_API_KEY"
 """Environment variables with API keys, on both sides."""
-"""The most tokens of prompt plus response that the embedded server takes unless it is told otherwise."""
 
 # Inference servers.
 
