@@ -69,6 +69,8 @@ async def test_servers_that_arl_starts_take_a_key_that_no_other_user_can_read(tm
                 assert refused.status == 401
             async with session.get("/model_info", headers={"Authorization": f"Bearer {key.decode()}"}) as answer:
                 assert answer.status == 200
+            async with session.get("/server_info", headers={"Authorization": f"Bearer {key.decode()}"}) as told:
+                assert key.decode() not in await told.text()
         response = await engine.agenerate(ModelRequest(input_ids=[1], sampling=SamplingParams(max_new_tokens=1)))
         assert len(response.output_ids) == 1
     written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -134,7 +136,7 @@ def test_data_is_never_read_as_code() -> None:
     assert pickles == [("checkpoint", "allow_pickle")]
     assert callers("np.load") == {"checkpoint"}
     assert callers("torch.load", "yaml.load", "unsafe_load", "marshal.loads", "shelve.open", "joblib.load") == set()
-    assert callers("pickle.loads", "pickle.load") == {"pool", "ranks"}, "what arl has pickled itself"
+    assert callers("pickle.loads", "pickle.load") == {"pool", "rank_actor"}, "what arl has pickled itself"
     assert callers("eval", "exec") - {"model", "runner", "lora"} == {"scorers", "examiner"}, "checked; in the sandbox"
 
 
@@ -143,7 +145,7 @@ def test_one_place_compares_keys_and_few_listen() -> None:
     assert callers("is_same") == {"server", "openai_proxy"}
     assert callers("serving") - {"verifiers_workflow"} == {"process", "__main__", "openai_proxy"}
     assert callers("answer_until") == {"mirror", "remote"}
-    assert callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app") == {"sender", "ranks"}
+    assert callers("create_server", "start_server", "TCPStore", "TCPSite", "run_app") == {"sender", "rank_actor"}
 
 
 @asynccontextmanager

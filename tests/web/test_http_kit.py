@@ -46,7 +46,7 @@ VALUE, UNSUPPORTED = "unsupported_value", "unsupported_parameter"
         ('{"parts": ["a"]}', "parts[0]", 'parts[0] is "a"; it must be a JSON object', None),
         ('{"input_ids": [1.5]}', "input_ids", "input_ids is [1.5]; it must be a list of integers", None),
         ('{"stop": [1]}', "stop", "stop is [1]; it must be a string or a list of strings, none of them empty", None),
-        ("{bad", None, "the request body is not JSON", None),
+        *((bad, None, "the request body is not JSON", None) for bad in ("{bad", '{"parts": ' + "[" * 100_000)),
         ('{"top_k": NaN}', None, "NaN is not a JSON number", None),
         (r'{"stop": "\ud800"}', None, "the request body is not JSON", None),
         ('{"penalty": 2}', "penalty", "is 2, which cannot be honoured here; leave it out, or set it to 0", VALUE),
@@ -132,6 +132,10 @@ async def test_every_path_but_probes_needs_the_key() -> None:
     async with served(api_key="secret") as client:
         with pytest.raises(ServerError, match="HTTP 401: Unauthorized; pass the api_key"):
             await client.ask("/text")
+        async with new_session() as session:
+            for key, status in (("Bearer wrong", 401), ("secret", 401), ("Bearer secret", 200)):
+                async with session.get(f"{client.url}/text", headers={"Authorization": key}) as answer:
+                    assert answer.status == status
         with pytest.raises(ServerFailedError, match="HTTP 500"):
             await client.ask("/health")
 

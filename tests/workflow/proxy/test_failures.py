@@ -62,18 +62,6 @@ async def sent(episode: Opened, body: bytes, **headers: str) -> tuple[int, dict[
     return await post(f"{episode.session.base_url}/chat/completions", body, headers)
 
 
-NESTED = b"[" * 100_000
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", NESTED, b'{"messages": ' + NESTED])
-async def test_a_body_that_cannot_be_read_is_refused(body: bytes) -> None:
-    engine = saying("never")
-    async with opened(engine) as episode:
-        status, answer = await sent(episode, body)
-    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-    assert (engine.requests, episode.session.counts.refused) == ([], 1)
-
-
 async def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_BODY_BYTES", 1000)
     async with opened(saying("fine")) as episode:

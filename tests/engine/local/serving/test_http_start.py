@@ -3,19 +3,17 @@
 import asyncio
 import json
 import os
-import select
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
-from embedded_server import command, environment, server_here, server_process
+from embedded_server import command, environment, server_process
 from protocol_client import DEADLINE_S, Client
 from weight_trainer import joining as joining_body
 
@@ -33,20 +31,6 @@ ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 async def connected(url: str, **options: object) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(url, **options) as session:  # pyright: ignore[reportArgumentType]
         yield Client(session)
-
-
-async def test_a_key_is_asked_for_everywhere_but_at_health(model_a: str, tmp_path: Path) -> None:
-    key_file = tmp_path / "key"
-    key_file.write_text("secret\n")
-    with server_here(model_a, "--api-key-file", str(key_file)) as url:
-        async with connected(url) as stranger:
-            assert (await stranger.get("/health")).status == 200
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-                assert (await stranger.get("/model_info", headers=headers)).status == 401
-                assert (await stranger.post("/generate", {"input_ids": PROMPT}, headers=headers)).status == 401
-        async with connected(url, headers={"Authorization": "Bearer secret"}) as client:
-            assert await client.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 1})
-            assert "secret" not in str((await client.get("/server_info")).body)
 
 
 @asynccontextmanager
@@ -98,31 +82,6 @@ async def test_it_ends_with_its_model_thread(model_a: str, monkeypatch: pytest.M
         answer = await client.post("/generate", {"input_ids": PROMPT, "sampling_params": ENDLESS})
         assert answer.body["meta_info"]["finish_reason"]["type"] == "abort"
     assert await serving == 1
-
-
-PARENT = """
-import os, subprocess, sys
-child = subprocess.Popen([*sys.argv[1:], "--parent-pid", str(os.getpid())], stdout=subprocess.PIPE, text=True)
-print(child.pid, child.stdout.readline(), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_it_ends_with_its_parent_however_that_ended(model_a: str) -> None:
-    arguments = [sys.executable, "-c", PARENT, *command(model_a)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    parent = subprocess.Popen(arguments, **pipes, text=True, env=environment())
-    assert parent.stdout is not None
-    pid, _, ready = parent.stdout.readline().partition(" ")
-    assert json.loads(ready)["event"] == "ready"
-    server = os.pidfd_open(int(pid))
-    try:
-        assert select.select([server], [], [], 0)[0] == []
-        parent.kill()
-        parent.communicate()
-        assert select.select([server], [], [], DEADLINE_S)[0] == [server]
-    finally:
-        os.close(server)
 
 
 def test_a_broken_model_directory_is_one_sentence_and_code_2(
