@@ -137,7 +137,7 @@ def local_directory(name: str) -> str:
         return name
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"])
-    except Exception as error:
+    except Exception as error:  # the hub, its HTTP client and the disk each raise their own
         raise ModelError(f"{name} is not a directory here, and cannot be downloaded: {_first_line(error)}") from error
 
 
@@ -170,7 +170,7 @@ def model_digest(name: str) -> str | None:
 def _load(auto_class: Any, name: str | Path, what: str, **options: object) -> Any:
     try:
         return auto_class.from_pretrained(str(name), **options)
-    except Exception as error:
+    except Exception as error:  # a broken model directory makes transformers raise almost anything
         raise ModelError(
             f"cannot load {what} from {name}: {_first_line(error)}. Name a directory that save_pretrained "
             "wrote (config.json, *.safetensors and the tokenizer's files), or a model on the hub"
@@ -369,7 +369,7 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         yield aside
         aside.chmod(0o755)
         replace_directory(aside, directory)
-    except BaseException as error:
+    except BaseException as error:  # also if the caller is interrupted
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):

@@ -76,7 +76,7 @@ class RayLease(Lease):
                 object_store_memory=self._store_bytes,
                 _temp_dir=str(directory.path),
             )
-        except BaseException as error:
+        except BaseException as error:  # also if interrupted: daemons that have started must not stay
             self._end()
             if isinstance(error, Exception):
                 raise TrainingError(f"Ray could not be started on this machine: {error}") from error
@@ -111,7 +111,7 @@ class RayLease(Lease):
             if port.isdigit():  # Ray itself would try for minutes
                 socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHING_TIMEOUT_S).close()
             self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:
+        except Exception as error:  # Ray raises many kinds, its own and Python's
             self._ray.shutdown()
             what = f"there is no Ray cluster at train.ray_address={address}: {error}; start one by `ray start --head`"
             raise ConfigError(f"{what}, or leave ray_address unset to use this machine alone") from error
@@ -242,7 +242,7 @@ class Placement:
         try:
             if group.wait(max(deadline - time.monotonic(), 0)):
                 return group
-        except BaseException:
+        except BaseException:  # also if interrupted: the group would hold its resources
             self._ray.util.remove_placement_group(group)
             raise
         self._ray.util.remove_placement_group(group)

@@ -1,10 +1,10 @@
-"""Weights copied aside between two steps, and gathered, written and sent beside the steps that follow.
+"""Weights are copied between two steps, and gathered, written and sent during the steps that follow.
 
-    training's thread    every rank: copy its own shards to the CPU, in the dtype that servers hold
-    arl-gather           rank 0: assemble whole tensors, chunk by chunk, from all ranks' shards
-    the publisher's      rank 0: write them, or send each range as soon as its chunks are there
+    training's thread     each rank copies its shards to the CPU, in the dtype that servers hold
+    arl-gather            rank 0 assembles whole tensors from all ranks' shards, chunk by chunk
+    publishing threads    rank 0 writes them, or sends each range as soon as its chunks are there
 
-Later steps do not change the copy, and its collectives have a process group of their own.
+Later steps do not change the copy. Its collectives have their own process group.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from arl.engine.fsdp.parallel import whole_tensor
 from arl.engine.weights.sender import WeightSender, byte_size, ranges, rows_of, torch_dtype, views
 
 _CHUNK_BYTES = 256 << 20
-"""The size of a chunk: large enough to be quick, small enough that sending begins soon."""
+"""A chunk's size: large enough for full speed, small enough that sending begins soon."""
 _TIMEOUT = timedelta(minutes=10)
-"""The longest wait of a rank for another's shards."""
+"""The longest that a rank waits for another's shards."""
 
 logger = logging.getLogger(__name__)
 
 
 class RankSnapshot:
-    """One rank's SendableSnapshot. Rank 0's has the tensors (adapters merged); others only release their memory."""
+    """One rank's SendableSnapshot. Rank 0's holds the tensors, adapters merged; the others' only release memory."""
 
     def __init__(
         self, version: int, writer: ModelWriter, sender: WeightSender, chunks: Sequence[Future[torch.Tensor]]
     ) -> None:
-        """chunks: the gathered bytes of writer.own_specs, in order."""
+        """chunks: the bytes of writer.own_specs, in order."""
         self.version = version
         self.specs: tuple[TensorSpec, ...] = writer.specs
         self.num_bytes = sum(map(byte_size, self.specs))
-        # Groups outlive the snapshot.
+        # These are the sender's own: groups outlive the snapshot.
         self.backend, self.open_group, self.join, self.leave = sender.backend, sender.open, sender.join, sender.leave
         self._sender = sender
         self._rank = dist.get_rank()
@@ -61,7 +61,7 @@ class RankSnapshot:
         return 0 if self._rank else self._writer.write(directory, self._own_tensors())
 
     def wait(self) -> None:
-        """Wait until all tensors are there, as servers hold them. Raises TransportError."""
+        """Wait until all tensors are gathered and converted to the servers' form. Raises TransportError."""
         if self._writer.is_converted:
             self._served(self.specs[0].name)
         for chunk in self._held_chunks():
@@ -75,7 +75,7 @@ class RankSnapshot:
         self._converted = {}
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by the model's own names. Waits until they are gathered."""
+        """Wait until all tensors are gathered; returns them by the model's own names."""
         specs = self._writer.own_specs
         flats = [chunk.result() for chunk in self._held_chunks()]
         parts = zip(ranges(specs, _CHUNK_BYTES), flats, strict=True)
@@ -83,7 +83,7 @@ class RankSnapshot:
         return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
 
     def _bytes(self, start: int, stop: int) -> torch.Tensor:
-        """specs[start:stop] end to end. Nothing is copied if they lie in one chunk."""
+        """The bytes of specs[start:stop], end to end; not copied if they lie in one chunk."""
         if self._writer.is_converted:
             return torch.cat([self._served(spec.name) for spec in self.specs[start:stop]])
         chunks, pieces = self._held_chunks(), []
@@ -95,7 +95,7 @@ class RankSnapshot:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _served(self, name: str) -> torch.Tensor:
-        """The bytes of a converted tensor. The first call converts them all."""
+        """The bytes of a converted tensor. The first call converts all tensors."""
         with self._converting:
             converted = self._converted  # `release` may replace it at any time
             if not converted:
@@ -118,18 +118,18 @@ class SnapshotTaker:
         self._gatherer = ShardGatherer(writer.own_specs, _CHUNK_BYTES, device)
 
     def take(self, version: int) -> RankSnapshot:
-        """Copy this rank's shards aside; a collective. They are gathered during the next step."""
+        """Copy this rank's shards; a collective. They are gathered during the next step."""
         weights = self._writer.model.state_dict() if self._adapters is None else self._adapters.merged()
         return RankSnapshot(version, self._writer, self._sender, self._gatherer.begin(weights))
 
     def take_adapter(self, version: int) -> RankAdapter:
-        """Copy the whole adapters aside; a collective. Raises ConfigError without train.lora."""
+        """Copy the whole adapters; a collective. Raises ConfigError without train.lora."""
         if self._adapters is None:
             raise ConfigError("there are no adapters to publish: the engine trains the whole model; set train.lora")
         return self._adapters.copy(version)
 
     def close(self) -> None:
-        """Finish what is being gathered. Idempotent."""
+        """Finish gatherings under way. Idempotent."""
         self._sender.close()
         self._gatherer.close()
 
@@ -138,10 +138,10 @@ class SnapshotTaker:
 class _Chunk:
     specs: Sequence[TensorSpec]
     is_sharded: Sequence[bool]
-    """For each tensor whether every rank has rows of it; if not, rank 0 has all."""
+    """For each tensor: whether the ranks share its rows. If not, rank 0 has them all."""
 
     def rows(self, rank: int) -> list[range]:
-        """The rank's rows of each tensor. A tensor without dimensions is one row."""
+        """The rank's rows of each tensor. A scalar is one row."""
         num_ranks, sizes = dist.get_world_size(), [spec.shape[0] if spec.shape else 1 for spec in self.specs]
         return [
             rows_of(size, rank, num_ranks) if sharded else range(0 if rank else size)
@@ -149,7 +149,7 @@ class _Chunk:
         ]
 
     def part(self, rank: int) -> list[TensorSpec]:
-        """The rank's rows, as tensors of their own."""
+        """The specs of the rank's rows."""
         return [
             replace(spec, shape=(len(rows), *spec.shape[1:]))
             for spec, rows in zip(self.specs, self.rows(rank), strict=True)
@@ -157,14 +157,14 @@ class _Chunk:
 
 
 class ShardGatherer:
-    """Copies shards aside, and gathers them on rank 0 with a thread and a gloo group of its own.
+    """Copies shards and gathers them on rank 0, over its own gloo group and on its own thread.
 
-    Tensors that all ranks share by rows, as FSDP2 does, are gathered during training. Others, such as those of tensor
-    parallelism, are gathered in `begin`, by torch on the devices.
+    Tensors whose rows all ranks share, as in FSDP2, are gathered during training. torch gathers others, such as those
+    of tensor parallelism, on the devices, within `begin`.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], chunk_bytes: int, device: torch.device) -> None:
-        """A collective. specs: the whole tensors, in the dtype that servers hold."""
+        """A collective. specs: of whole tensors, in the dtype that servers hold."""
         self._specs = specs
         self._ranges = ranges(specs, chunk_bytes)
         self._is_cuda = device.type == "cuda"
@@ -174,11 +174,11 @@ class ShardGatherer:
         self._meet()
 
     def begin(self, tensors: Mapping[str, torch.Tensor] | MergedWeights) -> list[Future[torch.Tensor]]:
-        """Copy this rank's part of each tensor aside; a collective. tensors: by the names of the specs.
+        """Copy this rank's part of each tensor; a collective. tensors: by the names of the specs.
 
-        Returns a future for each chunk: its tensors end to end as bytes on rank 0, nothing on others. It raises
-        TransportError if a rank failed. The next gathering then has a group and a thread of its own, since a rank may
-        still wait in the failed one, or mistake what others still send for its own.
+        Returns a future for each chunk: on rank 0 its tensors end to end as bytes, on others an empty tensor. It raises
+        TransportError if a rank failed. The next gathering then gets a new group and thread: a rank may still wait in
+        the failed one, or could take late parts of the old gathering for parts of the new one.
         """
         if self._any_failed():
             self._thread.shutdown(wait=False)
@@ -197,22 +197,22 @@ class ShardGatherer:
         return futures
 
     def close(self) -> None:
-        """Finish the gatherings under way. Idempotent."""
+        """Finish gatherings under way, and leave the group. Idempotent."""
         self._thread.shutdown()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def _meet(self) -> None:
-        """A group of all ranks, and a thread for it; a collective."""
+        """Form a group of all ranks and start its thread; a collective."""
         self._failed = threading.Event()
         if self._num_ranks > 1:
             self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=_TIMEOUT))
-        # torch's thread count is a property of the thread; the other cores are training's.
+        # torch counts threads for each calling thread; the other cores belong to training.
         self._thread = ThreadPoolExecutor(1, "arl-gather", initializer=torch.set_num_threads, initargs=(1,))
 
     def _any_failed(self) -> bool:
-        """Whether a gathering failed on any rank since they met; a collective."""
+        """Whether a gathering has failed on any rank since `_meet`; a collective."""
         if self._num_ranks == 1:
             return False
         flag = torch.tensor(self._failed.is_set(), dtype=torch.uint8)  # on the CPU, so that no GPU waits for it
@@ -243,7 +243,7 @@ class ShardGatherer:
         group: dist.ProcessGroup | None,
         failed: threading.Event,
     ) -> None:
-        """group, failed: of the ranks' meeting that this gathering belongs to."""
+        """group, failed: of the `_meet` that this gathering belongs to."""
         try:
             if failed.is_set() and self._num_ranks > 1:
                 raise RuntimeError("an earlier gathering failed")
@@ -251,8 +251,8 @@ class ShardGatherer:
                 copied.synchronize()
             for chunk, future in zip(chunks, futures, strict=True):
                 future.set_result(self._whole(chunk, parts.pop(0), group))
-        except Exception as error:
-            if self._rank:  # nobody reads this rank's futures
+        except Exception as error:  # of any kind: rank 0 raises it where it waits for a chunk
+            if self._rank:  # nobody reads the futures of this rank
                 logger.error("cannot send this rank's weights to rank 0", exc_info=error)
             failure = TransportError(f"cannot gather the weights of all ranks: {error}")
             failure.__cause__ = error
@@ -262,7 +262,7 @@ class ShardGatherer:
                     future.set_exception(failure)
 
     def _whole(self, chunk: _Chunk, mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """The chunk's whole tensors on rank 0; an empty tensor on others."""
+        """On rank 0 the chunk's whole tensors, on others an empty tensor."""
         if self._num_ranks == 1:
             return mine
         if self._rank:
@@ -290,7 +290,7 @@ class ShardGatherer:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the ranks share it by rows and in no other way."""
+    """Whether all ranks share its rows, and it is not split in any other way."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() != dist.get_world_size():
         return False
     (placement, *others) = tensor.placements
@@ -298,7 +298,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows; the whole tensor if it is not sharded by rows."""
+    """This rank's rows, or the whole tensor if it is not sharded by rows."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local() if _is_sharded(tensor) else whole_tensor(tensor)

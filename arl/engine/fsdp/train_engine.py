@@ -92,7 +92,7 @@ class FSDPTrainEngine:
             self._adapters = adapters
             self._checkpoints = CheckpointWriter(adapters)
             self._snapshots = SnapshotTaker(writer, self._device, adapters)
-        except BaseException:
+        except BaseException:  # also if interrupted: nobody else can release it
             self._lease.release()
             raise
 
@@ -204,7 +204,7 @@ class FSDPTrainEngine:
                 tally.add(batch, weighted.detach(), losses)
             tally.reduce(self._device, self._group)
             self._update(tally)
-        except BaseException:
+        except BaseException:  # also if interrupted: a caller may go on with this engine
             self._release_weights()
             raise
         finally:

@@ -1,4 +1,4 @@
-"""DiskTransport: weights travel to the servers as directories, by default in memory and not on a disk.
+"""DiskTransport: weights reach the servers as directories, which lie in memory unless that is full.
 
 snapshot --written--> model directory --update_weights_from_disk--> paused server
          --written--> adapter directory --load_lora_adapter NAME-vT--> server, beside what it generates
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class AdapterEngine(Protocol):
-    """A train engine that can copy its adapters without the model. The model is large and does not change."""
+    """A train engine that can copy its adapters without the large model, which does not change."""
 
     def snapshot_adapter(self) -> Snapshot:
         """A snapshot that writes a directory in peft's format. Raises ConfigError without train.lora."""
@@ -57,18 +57,17 @@ class RemoteEngine(Protocol):
 class DiskTransport:
     """Writes each snapshot to a directory of its own, beside training, and lets the servers load it from there.
 
-    The place is config.directory if it is given, else the RAM-backed /dev/shm while it has room and the process that
-    writes shares it, else run_dir/weights.
-    The process has one directory there, locked while it lives. The next process removes the directories of killed ones.
-    A snapshot appears whole or not at all. It stays until arl has delivered a newer one, or tried to: servers that come
-    back after a failure load it.
+    Snapshots go to config.directory if it is set. Else they go to /dev/shm, which is memory, as long as it has room and
+    the process that writes them shares it; else to run_dir/weights. Each process has one directory there and locks it
+    while it lives. The next process removes the directories of processes that were killed. A snapshot appears whole or
+    not at all. It stays until arl has delivered a newer one, or has tried to: a server that recovers loads it.
 
-    With AdapterWeightsConfig it writes adapters in place of models. Each version of each run has a name of its own, so
-    no server, cache or former run can take one adapter for another. Version 0 is an adapter too (B is 0).
+    With AdapterWeightsConfig the snapshots are adapters. Each version of each run has a unique name, so nothing can
+    mistake one adapter for another. Version 0 is an adapter too (B is 0).
     """
 
     def __init__(self, config: WeightFilesConfig, run_dir: Path, engine: TrainEngine | None = None) -> None:
-        """engine: the one whose snapshots will come. Raises TransportError if there is no place that it can share."""
+        """engine: it takes the snapshots. Raises TransportError if it shares none of these places with this process."""
         directory = config.directory
         self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
         choices = (directory, None if directory else _ram_directory(), self._fallback)
@@ -80,7 +79,7 @@ class DiskTransport:
 
     @property
     def directory(self) -> Path:
-        """Where this process's snapshots are."""
+        """The parent of new snapshots."""
         return self._homes[-1].path
 
     def snapshot(self, engine: TrainEngine) -> WrittenWeights:
@@ -98,23 +97,23 @@ class DiskTransport:
         return update
 
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
-        """Bring the servers to `update`. The snapshots before it are removed then, which nobody waits for.
+        """Bring the servers to `update`; then remove older snapshots, without waiting for that.
 
-        Raises TransportError if it cannot be written, before any server is touched; none before it is removed then.
+        Raises TransportError if the update cannot be written. Servers and older snapshots stay as they are then.
         """
         if isinstance(update, WrittenWeights):
             await update.on_disk()
         try:
             return await engine.update_weights(update)
         finally:
-            with suppress(TransportError):  # closed meanwhile, and everything is removed
+            with suppress(TransportError):  # `close` came first, and has removed everything
                 self.submit(self._prune, update.version)
 
     def discard(self, update: WeightUpdate) -> None:
         """Release a snapshot that will not be delivered. Idempotent."""
         if isinstance(update, WrittenWeights):
             update.discard()
-            with suppress(ValueError):  # it was released before
+            with suppress(ValueError):  # already released
                 self._updates.remove(update)
 
     def close(self) -> None:
@@ -127,7 +126,7 @@ class DiskTransport:
             home.remove()
 
     def submit(self, work: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
-        """Run it on the thread that writes snapshots. Raises TransportError once closed."""
+        """Run `work` on the thread that writes snapshots. Raises TransportError after `close`."""
         return submitted(self._writer, work, *args)
 
     def write(self, snapshot: Snapshot, adapter: str | None) -> DiskWeights:
@@ -136,7 +135,7 @@ class DiskTransport:
             self._leave_ram()
         try:
             return self._write_here(snapshot, adapter)
-        except Exception as error:
+        except Exception as error:  # whoever writes has an error of its own for a full disk
             if not _is_full(error):
                 raise
             if not self._in_ram:
@@ -152,7 +151,7 @@ class DiskTransport:
         return self._fallback is not None and self.directory.parent == _RAM
 
     def _leave_ram(self) -> None:
-        """Later snapshots go to the run directory. Those in memory stay until close: servers may still need them."""
+        """Write later snapshots to the run directory. Servers may still need those in memory: they stay until close."""
         logger.warning("no room in %s: weights go to %s from now on", _RAM, self._fallback)
         if self._fallback is not None:
             self._homes.append(_home_in(self._fallback))
@@ -161,7 +160,7 @@ class DiskTransport:
         target = self.directory / f"version-{snapshot.version}-{new_id()[:12]}"
         try:
             self._num_bytes = snapshot.write(target)
-        except BaseException:
+        except BaseException:  # half of it must not fill the memory
             shutil.rmtree(target, ignore_errors=True)
             raise
         return DiskWeights(version=snapshot.version, directory=target, num_bytes=self._num_bytes, adapter=adapter)
@@ -191,7 +190,7 @@ class WrittenWeights:
 
     @property
     def written(self) -> DiskWeights:
-        """Raises TransportError before it is on the disk."""
+        """Raises TransportError unless it has been written."""
         if (written := self._result()) is None:
             raise TransportError(f"version {self.version} was not written; prepare comes before load")
         return written
@@ -206,7 +205,7 @@ class WrittenWeights:
         return written.num_bytes if written else 0
 
     async def prepare(self, server: WeightServer) -> None:
-        """Wait until it is on the disk; a server loads an adapter at once. Raises ServerError, TransportError."""
+        """Wait until it is written. A server loads an adapter here already. Raises ServerError, TransportError."""
         written = await self.on_disk()
         try:
             await written.prepare(server)
@@ -214,10 +213,10 @@ class WrittenWeights:
             _explain(error, server, written.directory)
 
     async def on_disk(self) -> DiskWeights:
-        """Wait until it is written, which begins with the first call. Raises TransportError."""
+        """Wait until it is written. The first call begins to write. Raises TransportError."""
         if self._writing is None:
             self._writing = self._transport.submit(self._write_and_release)
-        # Shielded: one server that gives up must not keep the others from it.
+        # Shielded: a server that gives up must not cancel the write for the others.
         return await asyncio.shield(asyncio.wrap_future(self._writing))
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
@@ -245,7 +244,7 @@ class WrittenWeights:
 
 
 def _explain(error: ServerError, server: WeightServer, directory: Path) -> NoReturn:
-    """Raise the error again; one of a server that refused says what it has to see, as nobody else can check that."""
+    """Raise the error again. If the server refused, add which directory it must see: only the server can check that."""
     if isinstance(error, ServerFailedError):
         raise error
     raise ServerError(
@@ -255,7 +254,7 @@ def _explain(error: ServerError, server: WeightServer, directory: Path) -> NoRet
 
 
 def _home(engine: TrainEngine | None, choices: list[Path]) -> OwnDirectory:
-    """A directory at the first of these places that the engine shares with this process."""
+    """A directory in the first place that the engine shares with this process. Raises TransportError if none is."""
     sentence: str | None = None
     for place in choices:
         home = _home_in(place)
@@ -263,7 +262,7 @@ def _home(engine: TrainEngine | None, choices: list[Path]) -> OwnDirectory:
         if sentence is None:
             return home
         home.remove()
-    raise TransportError(f"{sentence}; set weights.directory to a place that this machine, it and the servers see")
+    raise TransportError(f"{sentence}; set weights.directory to a place that this machine, that one and servers see")
 
 
 def _home_in(base: Path) -> OwnDirectory:
@@ -276,20 +275,20 @@ def _home_in(base: Path) -> OwnDirectory:
 
 
 class OwnDirectory:
-    """This process's directory below `base`, marked by a lock that dies with the process.
+    """This process's directory below `base`, with a lock that ends with the process.
 
-    It removes those of processes that died. Raises OSError.
+    Making one removes the directories of processes that died. Raises OSError.
     """
 
     def __init__(self, base: Path, prefix: str, label: str = "") -> None:
-        """prefix: of the names of these directories, of this host alone. label: more of this one's name, as 123-."""
+        """prefix: of the names of this host's directories of this kind. label: follows it here, such as 123-."""
         base.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(base, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix + label, dir=base))
-        # Locked before it has its name: nobody ever sees a lock that is still to be taken.
+        # Lock the file before it gets its name, so that nobody sees it unlocked.
         unnamed = self.path / f"{_LOCK}.new"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o644)
-        with suppress(OSError):  # some file systems of several machines have no locks
+        with suppress(OSError):  # some shared file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             unnamed.rename(self.path / _LOCK)
 
@@ -301,19 +300,19 @@ class OwnDirectory:
 
 
 def _remove_leftovers(base: Path, prefix: str) -> None:
-    """Remove the directories of this host's processes that no longer hold their lock."""
+    """Remove directories of this host whose processes no longer hold the lock."""
     for path in base.glob(f"{prefix}*"):
         if not re.fullmatch(r"(\d+-)?\w+", path.name.removeprefix(prefix)):
-            continue  # of a host whose name begins with this one's, and whose locks may not be seen here
+            continue  # it belongs to a host whose name begins with this host's; its locks may be invisible here
         try:
             lock = os.open(path / _LOCK, os.O_RDWR)
         except OSError:
-            continue  # someone else's, or just being made: not ours to judge
+            continue  # it is another user's, or is being made
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         except OSError:
-            continue  # its process lives
+            continue  # its process is alive
         finally:
             os.close(lock)
 
@@ -323,7 +322,7 @@ def _ram_directory() -> Path | None:
 
 
 def _room(directory: Path) -> int:
-    """Bytes that fit into a RAM-backed directory: the smaller of its free space and the available memory."""
+    """Bytes that fit into a directory in memory: its free space or the available memory, whichever is smaller."""
     free = shutil.disk_usage(directory).free
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     available_kib = next((int(line.split()[1]) for line in meminfo if line.startswith("MemAvailable")), free // 1024)
@@ -331,5 +330,5 @@ def _room(directory: Path) -> int:
 
 
 def _is_full(error: Exception) -> bool:
-    """Safetensors reports a full disk as an error of its own, which quotes the system's."""
+    """Safetensors raises its own error for a full disk, which quotes the system's."""
     return (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)

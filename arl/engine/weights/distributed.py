@@ -196,7 +196,7 @@ class DistributedWeights:
             for start, stop in self._buckets:
                 await self._send(server, group, start, stop, flush_cache)
             await server.end_update()
-        except BaseException as error:
+        except BaseException as error:  # also if cancelled: the group may be in the middle of a broadcast
             self._break(server, group)
             if isinstance(error, ServerError) and server.address not in self._met:
                 # A group of an earlier update: the server may have been restarted since, which a new group mends.
@@ -221,7 +221,7 @@ class DistributedWeights:
             raise
         try:
             await _both(self._in_thread(self.snapshot.join, group), server.join_group(group))
-        except BaseException:
+        except BaseException:  # also if cancelled: the server may wait in a group that is half formed
             self._break(server, group)
             raise
         return group

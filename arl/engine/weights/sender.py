@@ -1,4 +1,4 @@
-"""The layout of tensors on their way, and the process groups through which a trainer sends them, one per server."""
+"""How a trainer sends weights over process groups, one for each server, and how tensors lie in what it sends."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from arl.engine.local.received_weights import first_line, form_group
 
 _JOIN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
-"""The longest broadcast. A stalled server holds up its own sending thread for this time, and nothing else."""
+"""The longest broadcast. A stalled server delays only its own sending thread, for this long."""
 
 _NEVER = timedelta(days=1)
-"""NCCL's own timeouts end the process, so a send over it is timed here."""
+"""NCCL's own timeout would end the process, so sends over NCCL are timed here."""
 
 _POLL_S = 0.002
 
@@ -37,7 +37,7 @@ ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
 
 
-# Tensors travel end to end, as bytes, in ranges of one dtype.
+# Tensors are sent end to end, as bytes, in ranges of one dtype.
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
@@ -53,7 +53,7 @@ def byte_size(spec: TensorSpec) -> int:
 
 
 def ranges(specs: Sequence[TensorSpec], max_bytes: int) -> list[tuple[int, int]]:
-    """Split `specs` into (start, stop) of one dtype and at most max_bytes each; a larger tensor has its own range."""
+    """Split `specs` into (start, stop) of one dtype and at most max_bytes; a larger tensor gets its own range."""
     found: list[tuple[int, int]] = []
     start, size = 0, 0
     for i, spec in enumerate(specs):
@@ -66,41 +66,41 @@ def ranges(specs: Sequence[TensorSpec], max_bytes: int) -> list[tuple[int, int]]
 
 
 def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that lie end to end in `flat` (uint8); nothing is copied."""
+    """The tensors that lie end to end in `flat` (uint8), without a copy."""
     parts = flat.split([byte_size(spec) for spec in specs])
     return [part.view(torch_dtype(spec)).view(spec.shape) for spec, part in zip(specs, parts, strict=True)]
 
 
 def rows_of(num_rows: int, rank: int, num_ranks: int) -> range:
-    """A rank's rows of a tensor that is sharded over its first dimension, by torch.chunk's rule."""
+    """A rank's rows of a tensor sharded over its first dimension, by torch.chunk's rule."""
     each = -(-num_rows // num_ranks)
     return range(min(rank * each, num_rows), min((rank + 1) * each, num_rows))
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One group: first a store that waits for the server's ranks, then the group that they form."""
+    """One group: at first a store that waits for the server's ranks, then also the group that they form."""
 
     store: TCPStore
     num_keys: int
     is_nccl: bool
     left: threading.Event = field(default_factory=threading.Event)
     sending: threading.Lock = field(default_factory=threading.Lock)
-    """Held during a send over nccl, which ends soon after `left` is set."""
+    """Held during a send over NCCL, which ends soon after `left` is set."""
     group: dist.ProcessGroup | None = None
 
 
 class WeightSender:
-    """Broadcasts to servers as rank 0, from any thread. One group each: a slow or dead server costs others nothing."""
+    """Broadcasts to servers as rank 0, from any thread. Each server has its own group, so none delays another."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: where the weights are computed, and where nccl sends from."""
+        """device: computes the weights; NCCL sends from it."""
         self._device = device
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[str, _Link] = {}
 
     def open(self, server: str, num_ranks: int, backend: str, address: str | None = None) -> WeightGroup:
-        """Listen for `num_ranks` ranks of the server at this base URL; see SendableSnapshot.open_group."""
+        """Listen for num_ranks ranks of the server with this base URL; see SendableSnapshot.open_group."""
         if not dist.is_backend_available(backend):
             raise TransportError(f"this torch was built without {backend}, which weights.transport=distributed needs")
         name = f"arl-{new_id()}"
@@ -112,7 +112,7 @@ class WeightSender:
     def join(self, group: WeightGroup) -> None:
         """Wait until the server's ranks have joined. Raises ServerFailedError if they do not in time."""
         link = self._link(group.name)
-        if not link.is_nccl:  # whose ranks meet with the first broadcast
+        if not link.is_nccl:  # NCCL's ranks meet at the first broadcast
             _await_arrival(link, group)
         try:
             timeout = _NEVER if link.is_nccl else timedelta(seconds=_SEND_TIMEOUT_S)
@@ -123,7 +123,7 @@ class WeightSender:
             _destroy(link)
 
     def send(self, name: str, data: torch.Tensor) -> None:
-        """Broadcast `data` (uint8, on the CPU); returns when it was sent. Raises ServerFailedError."""
+        """Broadcast `data` (uint8, on the CPU) and wait until it is sent. Raises ServerFailedError."""
         link = self._link(name)
         if (group := link.group) is None:
             raise ServerFailedError(f"the group {name} has not been joined")
@@ -137,10 +137,10 @@ class WeightSender:
             raise ServerFailedError(f"sending weights failed: {first_line(error)}") from error
 
     def leave(self, name: str) -> None:
-        """Leave a group; a call that waits for it to gather fails. Idempotent."""
+        """Leave a group; a `join` that waits for its ranks fails. Idempotent."""
         if (link := self._links.pop(name, None)) is not None:
             link.left.set()
-            with link.sending:  # until a send has seen it; NCCL's first one may not be destroyed under it
+            with link.sending:  # a send notices `left` first: its group must not be destroyed during NCCL's first one
                 _destroy(link)
 
     def close(self) -> None:
@@ -155,10 +155,10 @@ class WeightSender:
             raise ServerFailedError(f"the group {name} was left") from None
 
     def _send_from_gpu(self, link: _Link, group: dist.ProcessGroup, data: torch.Tensor) -> None:
-        """On a stream of its own, so that training and other servers' sends go on.
+        """Send on a separate stream, so that training and the sends to other servers go on.
 
-        The first broadcast of a group waits for all ranks within NCCL, for ever if one has died, and nothing ends that
-        wait. So it has a thread of its own, which is left behind then.
+        A group's first broadcast waits within NCCL for all ranks. If one has died it waits for ever, and nothing can
+        end that. So each broadcast runs on a separate thread, which is abandoned in that case.
         """
         begun: Future[torch.Event] = Future()
         threading.Thread(target=_run, args=(begun, self._broadcast_from_gpu, group, data), daemon=True).start()
@@ -168,11 +168,11 @@ class WeightSender:
                 if begun.done():
                     group.abort()
                 else:
-                    link.group = None  # to abort or destroy it would wait, too
+                    link.group = None  # aborting or destroying it would wait as well
                 raise ServerFailedError(f"the server did not take weights within {_SEND_TIMEOUT_S:g} s")
 
     def _broadcast_from_gpu(self, group: dist.ProcessGroup, data: torch.Tensor) -> torch.Event:
-        """Returns an event that comes when `data` was sent."""
+        """Returns an event that the GPU records once `data` is sent."""
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             on_gpu = data.to(self._device, non_blocking=True)
             dist.broadcast(on_gpu, group_src=0, group=group)
@@ -182,16 +182,16 @@ class WeightSender:
 def _run(future: Future[ResultT], call: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> None:
     try:
         future.set_result(call(*args))
-    except BaseException as error:  # noqa: BLE001 (whoever waits for it raises it)
+    except BaseException as error:  # noqa: BLE001 (result() raises it where it is awaited)
         future.set_exception(error)
 
 
 def _await_arrival(link: _Link, group: WeightGroup) -> None:
-    """Wait until the first of the server's ranks has written to the store. Gloo's own wait can't be ended."""
+    """Wait until a rank of the server has written to the store. Gloo's own wait could not be ended."""
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     while link.store.num_keys() == link.num_keys:
         if link.left.wait(_POLL_S):
-            raise ServerFailedError(f"the group {group.name} was left before it had gathered")
+            raise ServerFailedError(f"the group {group.name} was left before the server had joined it")
         if time.monotonic() > deadline:
             what = f"the server did not connect to {group.address}:{group.port} within {_JOIN_TIMEOUT_S:g} s"
             raise ServerFailedError(f"{what}; if it can't reach the trainer there, set weights.address")
@@ -202,13 +202,13 @@ def _destroy(link: _Link) -> None:
     if group is None:
         return
     if link.is_nccl:
-        group.abort()  # ends a broadcast that the other side no longer takes part in
-    with contextlib.suppress(ValueError):  # with the default group, all others were destroyed
+        group.abort()  # ends a broadcast that the server has abandoned
+    with contextlib.suppress(ValueError):  # it was destroyed together with the default group
         dist.destroy_process_group(group)
 
 
 def _own_address(server: str) -> str:
-    """The address from which this machine reaches the server. Nothing is sent to find out."""
+    """The address from which this machine reaches the server, found without sending anything."""
     host, port = URL(server).host or "127.0.0.1", URL(server).port or 80
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -220,7 +220,7 @@ def _own_address(server: str) -> str:
 
 
 def _open_store(address: str, world_size: int) -> TCPStore:
-    """A store at a free port that these ranks can meet through. Raises TransportError."""
+    """A store at a free port, through which world_size ranks can meet. Raises TransportError."""
     try:
         listening = _listen(address)
         return TCPStore(
@@ -232,13 +232,13 @@ def _open_store(address: str, world_size: int) -> TCPStore:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
-    except (OSError, RuntimeError) as error:  # it reaches itself under its address, or raises torch's RuntimeError
+    except (OSError, RuntimeError) as error:  # torch's RuntimeError: the store cannot reach itself at this address
         what = f"servers cannot meet the trainer at {address}: {first_line(error)}"
         raise TransportError(f"{what}; set weights.address to an address of the trainer's machine") from error
 
 
 def _listen(address: str) -> socket.socket:
-    """A listening socket at a free port: of the loopback interface for a loopback address, else of all interfaces."""
+    """Listen at a free port: on the loopback interface for a loopback address, else on all interfaces."""
     try:
         family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     except OSError as error:
