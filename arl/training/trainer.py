@@ -193,9 +193,10 @@ class Trainer:
     # Beside the loop --------------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
-        """Stop sampling for training. Wait for an open delivery and a due evaluation. Idempotent."""
+        """Stop sampling for training, and save. Wait for an open delivery and a due evaluation. Idempotent."""
         if self._rollout_task:
             self._rollout_task.cancel()
+            await self.save()  # first, as episodes may not heed their cancellation
             await asyncio.wait([self._rollout_task])
         self.totals.wall_s = self._wall_s()
         self._started_at = None
@@ -303,16 +304,24 @@ class Trainer:
         try:
             yield
         except asyncio.CancelledError:
-            await self.save()
+            await self._save_whatever_comes()
             raise
         except BaseException as error:
             try:
-                await self.save()
+                await self._save_whatever_comes()
             except (ArlError, OSError) as failure:
                 log.error("saving the run's end failed, too: %s", failure)
                 error.add_note(str(failure))
             raise
-        await self.save()
+        await self._save_whatever_comes()
+
+    async def _save_whatever_comes(self) -> None:
+        """Save, and then be cancelled: by a signal at the very end, or by a task that fails meanwhile."""
+        try:
+            await self.save()
+        except asyncio.CancelledError:
+            await self._save_whatever_comes()  # it goes on with what has begun
+            raise
 
     def _wall_s(self) -> float:
         return self.totals.wall_s + (0.0 if self._started_at is None else time.monotonic() - self._started_at)

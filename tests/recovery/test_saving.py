@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -269,31 +270,67 @@ async def test_a_step_that_is_cancelled_while_its_checkpoint_is_begun_leaves_it_
     assert (newest(tmp_path), written) == (2, [2])
 
 
+@pytest.mark.parametrize("fails", [False, True])
 async def test_the_end_of_a_run_saves_before_it_waits_for_episodes_that_do_not_heed_their_cancellation(
-    launch: Callable[..., Any], tmp_path: Path
+    launch: Callable[..., Any], tmp_path: Path, *, fails: bool
 ):
-    may_end, is_deaf = asyncio.Event(), asyncio.Event()
+    may_end, has_saved = asyncio.Event(), asyncio.Event()
 
     class Deaf(OneTurn):
         async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
             while data["number"] >= 2 and not may_end.is_set():
-                try:
+                with suppress(asyncio.CancelledError):
                     await may_end.wait()
-                except asyncio.CancelledError:
-                    is_deaf.set()
             return await super().arun_episode(engine, data)
 
     async def run() -> None:
-        async with launch(lambda _: None, every=100, shuffle=False, workflow=Deaf()) as trainer:
-            await anext(trainer)
-            raise ServerError("every server is gone")
+        async with launch(lambda _: None, every=100, shuffle=False, workflow=Deaf(), steps=1) as trainer:
+            save = trainer.save
+
+            async def noted() -> None:
+                await save()
+                has_saved.set()
+
+            trainer.save = noted
+            async for _ in trainer:
+                if fails:
+                    raise ServerError("every server is gone")
 
     task = asyncio.create_task(run())
-    await is_deaf.wait()
-    assert (newest(tmp_path), task.done()) == (1, False)
-    may_end.set()
-    with pytest.raises(ServerError, match="every server is gone"):
+    try:
+        await asyncio.wait_for(has_saved.wait(), 30)
+        assert (newest(tmp_path), task.done()) == (1, False)
+    finally:
+        may_end.set()
+        with pytest.raises(ServerError, match="every server is gone") if fails else nullcontext():
+            await task
+
+
+@pytest.mark.parametrize("cancelled", ["copies", "writes"])
+async def test_a_run_that_is_cancelled_while_its_end_saves_ends_once_it_has_saved(
+    launch: Callable[..., Any], tmp_path: Path, cancelled: str
+):
+    reached, may_go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def wait_if(now: str) -> None:
+        if now == cancelled:
+            loop.call_soon_threadsafe(reached.set)
+            may_go_on.wait(10)
+
+    async def run() -> None:
+        async with launch(lambda _: wait_if("writes"), every=100) as trainer:
+            begin = trainer.checkpoints.begin
+            trainer.checkpoints.begin = lambda *state: (wait_if("copies"), begin(*state))[1]
+            await anext(trainer)
+
+    task = asyncio.create_task(run())
+    await reached.wait()
+    task.cancel()
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
         await task
+    assert newest(tmp_path) == 1
 
 
 async def test_a_run_with_a_full_default_executor_trains_saves_and_publishes_to_its_end(
