@@ -100,13 +100,16 @@ class ServerWatch:
         """Ask all servers in service for a sign of life, for ever. silent, suspect: told of those without."""
 
         async def ask(server: Server) -> None:
-            try:
-                async with asyncio.timeout(_SILENCE_S):
-                    await server.client.model_info()
-            except TimeoutError:
-                silent(server)
-            except ServerError as error:
-                suspect(server, str(error))
+            for _ in range(2):  # one connection may have been dropped without a word, which says nothing of the server
+                try:
+                    async with asyncio.timeout(_SILENCE_S / 2):
+                        await server.client.model_info()
+                except TimeoutError:
+                    continue
+                except ServerError as error:
+                    suspect(server, str(error))
+                return
+            silent(server)
 
         while True:
             await asyncio.sleep(_LISTEN_EVERY_S)

@@ -73,6 +73,7 @@ class Server:
     Requests are answered at once if `is_automatic`, else as the test calls `advance`.
     `distortions` are taken by the next answers, in order, and change them.
     `info` is what /model_info says, `tells` what other paths do (dicts are JSON, strings text, numbers a status).
+    `lost` are names of calls, each of which is left without an answer once.
     `adapters` are those that it has loaded, with their directories; it samples the same under each.
     `requests` holds every /generate body, `calls` every other call, `aborted` the rids told to /abort_request.
     """
@@ -86,6 +87,7 @@ class Server:
         self.error_body: dict[str, Any] = {"error": {"message": "it broke"}}
         self.is_healthy = True
         self.is_silent = False
+        self.lost: list[str] = []
         self.load_works = True
         self.adapters: dict[str, str] = {}
         self.info: dict[str, Any] = {"model_path": "m"}
@@ -230,7 +232,10 @@ class Server:
         self.calls.append((name, body))
         self._notify()
         act = getattr(self, f"_on_{name.replace('/', '_')}", None)
-        if self.is_silent:
+        is_lost = name in self.lost
+        if is_lost:
+            self.lost.remove(name)
+        if self.is_silent or is_lost:
             await asyncio.Event().wait()
         if not self.is_healthy:
             return web.json_response({"error": {"message": "unwell"}}, status=503)

@@ -86,6 +86,21 @@ async def test_a_server_that_falls_silent_is_fenced_and_what_it_runs_goes_elsewh
         await server.until(lambda: "continue_generation" in server.names())
 
 
+async def test_a_server_whose_sign_of_life_was_lost_on_the_way_is_asked_again_and_keeps_its_requests(
+    server: Server, other: Server, quick: None
+):
+    async with over(server, other) as engine, asyncio.TaskGroup() as group:
+        server.is_automatic = False
+        call = await server.begin(group, engine.agenerate(ask(session="s")))
+        server.lost.append("model_info")
+        await server.until(lambda: not server.lost)
+        await server.until(lambda: server.names(without=()).count("model_info") > 20)
+        server.advance(4)
+        await call
+        assert engine.counters()["servers/fences"] == 0
+        assert len(other.requests) == 0
+
+
 async def test_too_few_servers_for_too_long_end_the_run_with_each_servers_reason(server: Server, other: Server):
     async def run() -> None:
         async with over(server, other, update_timeout_s=0.2, min_servers=2) as engine:
