@@ -83,7 +83,8 @@ class Watchdog:
         self._end = end
         self._is_over = threading.Event()
         self._seen: object = None
-        self._moved_at = self._beat_at = time.monotonic()
+        self._now = self._moved_at = self._beat_at = 0.0
+        """Seconds in which this process ran: they stand still while it is stopped, or its machine sleeps."""
         self._warn_at_s = config.warn_after_s
         self._has_ended_run = False
 
@@ -96,7 +97,6 @@ class Watchdog:
             name="arl-watchdog",
             daemon=True,
         )
-        self._moved_at = self._beat_at = time.monotonic()
         thread.start()
         try:
             yield
@@ -106,11 +106,12 @@ class Watchdog:
 
     def _run(self, loop: asyncio.AbstractEventLoop, loop_thread: int) -> None:
         shortest_s = min(self._config.warn_after_s, self._config.end_after_s or self._config.warn_after_s)
-        blocked_warning_s = self._config.warn_after_s
-        while not self._is_over.wait(shortest_s / _TICKS):
+        period_s, blocked_warning_s, looked_at = shortest_s / _TICKS, self._config.warn_after_s, time.monotonic()
+        while not self._is_over.wait(period_s):
+            looked_at, before = time.monotonic(), looked_at
+            self._now += min(looked_at - before, 2 * period_s)
             loop.call_soon_threadsafe(self._beat)
-            now = time.monotonic()
-            blocked_s, still_s = now - self._beat_at, now - self._moved_at
+            blocked_s, still_s = self._now - self._beat_at, self._now - self._moved_at
             if blocked_s < self._config.warn_after_s:
                 blocked_warning_s = self._config.warn_after_s
             elif blocked_s >= blocked_warning_s:
@@ -121,7 +122,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         """On the loop: has anything moved since the last time?"""
-        self._beat_at = now = time.monotonic()
+        self._beat_at = now = self._now
         progress = self._progress()
         if progress is None or progress != self._seen:
             self._seen, self._moved_at, self._warn_at_s = progress, now, self._config.warn_after_s

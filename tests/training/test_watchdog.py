@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -59,7 +60,8 @@ async def test_a_run_whose_script_takes_its_time_between_two_steps_has_not_stall
 async def test_a_run_ends_once_and_only_while_it_is_asked_to_move(progress: object, times: int) -> None:
     ended: list[StalledError] = []
     watchdog = Watchdog(StallConfig(end_after_s=1e-9), lambda: progress, ended.append)
-    for _ in range(3):
+    for second in range(3):
+        watchdog._now = float(second)
         watchdog._beat()
         await asyncio.sleep(0)
     assert len(ended) == times
@@ -86,6 +88,30 @@ asyncio.run(main())
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 1
     assert "its process ends now" in ended.stderr
+
+
+def test_a_process_that_was_stopped_for_long_has_not_stalled() -> None:
+    script = """
+import asyncio, itertools, os, sys
+from arl.api.config import StallConfig
+from arl.training.watchdog import Watchdog
+async def main():
+    counter, ended = itertools.count(), []
+    with Watchdog(StallConfig(warn_after_s=1, end_after_s=1), lambda: next(counter), ended.append).watching():
+        print(os.getpid(), flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        await asyncio.sleep(0.5)
+    print(len(ended), flush=True)
+asyncio.run(main())
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate("go on\n", timeout=50) == ("0\n", "")
 
 
 def test_each_wait_is_of_a_coroutine_that_exists() -> None:
