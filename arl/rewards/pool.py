@@ -24,6 +24,7 @@ from pebble import ProcessExpired, ProcessPool
 from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.workflow import Shared
 from arl.offload import offload
+from arl.rewards.fork_server import load_into_fork_server
 from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long
 
 log = logging.getLogger(__name__)
@@ -202,16 +203,18 @@ class RewardPool(Shared, Generic[P, ResultT]):
             self._calls.discard(call)
 
     def _start(self) -> ProcessPool:
+        load_into_fork_server()
         context = context_for(self._function, self._prepare)
         pool = ProcessPool(max_workers=self._workers, initializer=begin, initargs=(self._prepare,), context=context)
         try:
             pool.schedule(_nothing, args=(self._function,)).result(STARTUP_TIMEOUT_S)
         except Exception as error:
             _stop(pool)
-            raise RewardError(
-                f"no worker for reward function {self._name} could start; its module must be importable, and a script "
-                'that makes a RewardPool must do so under `if __name__ == "__main__":`'
-            ) from error
+            why = "its module must be importable, and a script that makes a RewardPool must do so under "
+            why += '`if __name__ == "__main__":`'
+            if isinstance(error.__cause__, (EOFError, OSError)):
+                why = "the fork server of multiprocessing, which starts workers, was killed; perhaps memory ran out"
+            raise RewardError(f"no worker for reward function {self._name} could start; {why}") from error
         return pool
 
     async def _replace(self, broken: ProcessPool) -> None:

@@ -127,7 +127,8 @@ class Run:
             if self._until_the_end() == 0:
                 break
         promised(newest_checkpoint(self._run_dir)[0] == steps, f"the run did not get to its {steps} steps")
-        check_files(self._run_dir, self.temporary, self.trainer_pids)
+        had_killed = "worker: SIGKILL" in self.times
+        check_files(self._run_dir, self.temporary, self.trainer_pids, had_fork_server_killed=had_killed)
         lost = self.outcomes["d"]
         promised(self.has_proxies or not lost, f"{lost} examples were dropped, and every request was answered")
 

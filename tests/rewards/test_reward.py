@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker ends when its call does")
-async def test_a_worker_in_a_long_call_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+async def test_a_worker_in_a_long_call_ends_with_a_process_that_is_killed_and_no_file_is_left(tmp_path: Path) -> None:
     script = f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -106,12 +107,36 @@ async def main() -> None:
 asyncio.run(main())
 """
     os.mkfifo(tmp_path / "held")
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, str(tmp_path / "held"))
+    (temporary := tmp_path / "temporary").mkdir()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, str(tmp_path / "held")), env={**os.environ, "TMPDIR": str(temporary)}
+    )
     with await asyncio.to_thread(open, tmp_path / "held", "rb", 0) as held:
         assert await asyncio.to_thread(held.read, 1) == b"x"  # the call has begun
+        assert [path.name[:5] for path in temporary.iterdir()] == ["pymp-"]
         process.kill()
         assert await asyncio.to_thread(held.read, 1) == b""  # nobody holds it any more
     await process.wait()
+    async with asyncio.timeout(60):
+        while os.listdir(temporary):  # noqa: ASYNC110 - the fork server removes it as it ends
+            await asyncio.sleep(0.01)
+
+
+async def test_a_fork_server_that_is_killed_as_the_first_worker_starts_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forkserver.ensure_running()
+    server: int = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
+    os.kill(server, signal.SIGSTOP)
+    read = forkserver.read_signed
+
+    def killed(answer: int) -> int:
+        os.kill(server, signal.SIGKILL)
+        return read(answer)
+
+    monkeypatch.setattr(forkserver, "read_signed", killed)
+    with pytest.raises(RewardError, match="the fork server of multiprocessing, which starts workers, was killed"):
+        await RewardPool(behaves, workers=1).__aenter__()
 
 
 async def test_a_worker_is_another_process_and_is_replaced_if_it_dies_while_idle() -> None:
