@@ -197,6 +197,8 @@ class Upkeep:
         """Give the server no more requests until its probe finds it well. Requests in flight on it may go on."""
         if not self._is_closed and self._pool.fence(server, reason):
             self._watch.note_fence(server)
+            if probe := self._probes.get(server):
+                probe.cancel()  # an update brought the server back before the probe did
             self._probes[server] = self._spawn(self._probe(server))
 
     def suspect(self, server: Server, reason: str) -> None:

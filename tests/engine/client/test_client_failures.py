@@ -284,6 +284,26 @@ async def test_a_probe_that_is_answered_with_nonsense_ends_no_engine(
         assert_seamless(await engine.agenerate(ask()), 4)
 
 
+async def test_a_server_that_is_fenced_again_and_again_in_updates_has_one_probe_and_after_its_removal_none(
+    server: Server, other: Server
+):
+    async with over(server, other) as engine:
+        for version in (1, 2, 3):
+            server.load_gate.clear()
+            updating = asyncio.create_task(engine.update_weights(weights(version)))
+            await server.until(lambda version=version: server.names().count("update_weights_from_disk") == version)
+            engine._upkeep.fence(engine._pool.servers[0], "a test")
+            server.load_gate.set()
+            await updating
+        server.is_healthy = False
+        engine._upkeep.fence(engine._pool.servers[0], "a test")
+        await engine.remove_server(server.address)
+        await asyncio.sleep(0.1)  # the answers under way come
+        server.calls.clear()
+        await asyncio.sleep(0.5)
+        assert server.calls == []
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request takes too long after 0.1 s."""
