@@ -120,7 +120,7 @@ class Trainer:
 
         It saves before it waits for the tasks to end: an episode that does not heed its cancellation cannot prevent it.
         """
-        watchdog = Watchdog(self.config.stall, self._progress, lambda error: self._tasks.create_task(_raise(error)))
+        watchdog = Watchdog(self.config.stall, self._progress, self._end)
         try:
             with watchdog.watching():
                 async with self._tasks:
@@ -244,22 +244,24 @@ class Trainer:
         Any task may call it. A batch in training is finished before. Writes nothing if nothing was trained since the
         last checkpoint, or after a failed optimizer step, as it may have changed the weights. Raises CheckpointError.
         """
-        async with self._training:
-            saving = await self._begin_saving()
-        if saving:
-            await _written(saving)
+        with self._in_hand():
+            async with self._training:
+                saving = await self._begin_saving()
+            if saving:
+                await _written(saving)
 
     async def export(self, directory: Path) -> None:
         """Write the model, adapters merged, as a Hugging Face directory. Raises TransportError.
 
         Any task may call it. A batch in training is finished before.
         """
-        async with self._training:
-            snapshot = await self.thread(self.learner.engine.snapshot)
-        try:
-            await offload(snapshot.write, directory)
-        finally:
-            snapshot.release()
+        with self._in_hand():
+            async with self._training:
+                snapshot = await self.thread(self.learner.engine.snapshot)
+            try:
+                await offload(snapshot.write, directory)
+            finally:
+                snapshot.release()
 
     async def _begin_saving(self) -> asyncio.Future[None] | None:
         """Begin to write a checkpoint, once the previous one is written; None if there is nothing to write.
@@ -334,6 +336,14 @@ class Trainer:
             return None
         published = self._delivery.published and self._delivery.published.version
         return self.learner.version, self.version, published, self.rollout.pulse.beats, self._num_in_hand
+
+    def _end(self, error: Exception) -> None:
+        """End the run with this error, unless it ends already."""
+        ending = _raise(error)
+        try:
+            self._tasks.create_task(ending)
+        except RuntimeError:  # the group takes no more tasks
+            ending.close()
 
     @contextmanager
     def _in_hand(self, change: int = 1) -> Generator[None]:

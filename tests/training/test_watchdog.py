@@ -56,6 +56,24 @@ async def test_a_run_whose_script_takes_its_time_between_two_steps_has_not_stall
     assert None not in during
 
 
+async def test_a_save_between_two_steps_is_watched(tmp_path: Path) -> None:
+    during: list[object] = []
+    async with running(tmp_path, steps=1) as trainer:
+        save = trainer.learner.save
+        trainer.learner.save = lambda directory: (during.append(trainer._progress()), save(directory))[1]
+        await anext(trainer)
+        assert trainer._progress() is None
+        await trainer.save()
+    assert len(during) == 1
+    assert during[0] is not None
+
+
+async def test_a_stall_that_is_found_while_the_run_ends_already_changes_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=1) as trainer:
+        await anext(trainer)
+    trainer._end(StalledError("nothing moves"))
+
+
 @pytest.mark.parametrize(("progress", "times"), [(None, 0), (1, 1)])
 async def test_a_run_ends_once_and_only_while_it_is_asked_to_move(progress: object, times: int) -> None:
     ended: list[StalledError] = []
