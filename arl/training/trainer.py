@@ -9,13 +9,17 @@
 |-----------|--------------------|---------------------|--------------------------|--------------------------------|
 | rollout   | examples           | finished groups     | room in the buffer       | `published`, a group rejected  |
 | step      | a batch of groups  | weights, StepStats  | a batch that may be taken| a group finished or dropped    |
+|           |                    |                     | `save`, `export`         | their copies are made          |
+|           |                    |                     | the thread arl-train     | the end of its call            |
 | delivery  | newest snapshot    | published version   | the servers              | their answers, update_timeout_s|
 | evaluation| held-out examples  | Evaluation          | the delivery, its episodes| the step where it is due      |
 | saving    | copies, RunState   | a checkpoint        | the disk                 | the step where it is due       |
 | `save`, `export` in other tasks | | a checkpoint, a model | the end of the step  | the step, which holds `_training` |
+| `stop`    |                    | the run's totals    | rollout, delivery, evaluation | their ends                |
 
-`step` runs in the task that iterates the trainer. The others are tasks of the run's TaskGroup. Blocking work (training,
-snapshots, checkpoints, file writes) crosses to threads in `TrainThread` and `offload`, and only in this file.
+`step` and then `stop` run in the task that iterates the trainer; with max_staleness 0, `step` waits for its delivery,
+too. The others are tasks of the run's TaskGroup. Blocking work (training, snapshots, checkpoints, file writes) crosses
+to threads in `TrainThread` and `offload`, here and in delivery.py. The watchdog looks on from a thread of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -39,37 +43,12 @@ from arl.rollout.controller import RolloutController
 from arl.training.checkpoint import Checkpoints, RunState
 from arl.training.delivery import Delivery
 from arl.training.learner import Learner, TrainThread
-from arl.training.metrics import (
-    Evaluation,
-    Evaluator,
-    RunTotals,
-    batch_metrics,
-    episode_rewards,
-    publish_metrics,
-    reward_metrics,
-)
+from arl.training.metrics import Evaluation, Evaluator, RunTotals, publish_metrics
 from arl.training.run_files import RunLog
+from arl.training.step import Step, log_step
 from arl.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Step:
-    """A batch from the start of its training until its log line. Times are of the monotonic clock."""
-
-    groups: Sequence[Group]
-    replayed: Sequence[Group]
-    """Groups of earlier batches, trained with the new ones."""
-    advantages: Sequence[float | None]
-    """See PreparedBatch."""
-    began: float
-    """When the wait for the batch began."""
-    taken: float
-    """When the wait ended."""
-    call: asyncio.Future[dict[str, float]]
-    trained: float | None = None
-    """When training ended."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,7 +89,7 @@ class Trainer:
         self._saving: asyncio.Future[None] | None = None
         self._saved_at = time.monotonic()
         self._is_evaluation_due = False
-        self._open_step: _Step | None = None
+        self._open_step: Step | None = None
         self._started_at: float | None = None
         self._recorded_at = 0.0
 
@@ -161,7 +140,7 @@ class Trainer:
             await self._record()
         replayed, taken = self.replay.take(self.version), time.monotonic()
         batch = await self.thread(self.learner.prepare, groups, replayed)
-        self._open_step = _Step(
+        self._open_step = Step(
             groups=groups,
             replayed=replayed,
             advantages=batch.advantages,
@@ -377,7 +356,7 @@ class Trainer:
             **self.inference_engine.counters(),
         }
         is_masked = self.config.algorithm.overlong.mask_truncated
-        stats = await self.thread(_logged, self.log, self.totals, step, self.version, known, is_masked)
+        stats = await self.thread(log_step, self.log, self.totals, step, self.version, known, is_masked)
         self._open_step, self._recorded_at = None, now
         return stats
 
@@ -392,31 +371,6 @@ class Trainer:
             "max_staleness_seen": self.totals.max_staleness_seen,
             **{name: counters[name] for name in ("episodes_trained", "episodes_rejected", "episodes_dropped")},
         }
-
-
-def _logged(
-    log: RunLog, totals: RunTotals, step: _Step, version: int, known: Mapping[str, float], is_masked: bool
-) -> StepStats:
-    """Log the step that led to `version`. It touches its arguments alone, as the event loop goes on.
-
-    known: metrics computed before. is_masked: truncated trajectories were not trained.
-    """
-    rewards = episode_rewards(step.groups)
-    numbers = batch_metrics(step.groups, version - 1, step.replayed, mask_truncated=is_masked)
-    metrics = {"version": version, **reward_metrics(rewards), **numbers, **known}
-    stats = StepStats(
-        version=version,
-        reward=metrics["reward"],
-        num_episodes=len(rewards),
-        mean_staleness=numbers["staleness/mean"],
-        max_staleness_seen=int(numbers["staleness/max"]),
-        wait_s=known["time/wait_s"],
-        train_s=known["time/train_s"],
-        metrics=metrics,
-    )
-    totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # also of a cancelled step
-    log.step(stats, step.groups, step.advantages)
-    return stats
 
 
 async def _written(saving: asyncio.Future[None]) -> None:

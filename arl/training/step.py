@@ -1,0 +1,54 @@
+"""A step of the trainer: what is known of it while it is open, and its log line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from arl.api.types import Group, StepStats
+from arl.training.metrics import RunTotals, batch_metrics, episode_rewards, reward_metrics
+from arl.training.run_files import RunLog
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Step:
+    """A batch from the start of its training until its log line. Times are of the monotonic clock."""
+
+    groups: Sequence[Group]
+    replayed: Sequence[Group]
+    """Groups of earlier batches, trained with the new ones."""
+    advantages: Sequence[float | None]
+    """See PreparedBatch."""
+    began: float
+    """When the wait for the batch began."""
+    taken: float
+    """When the wait ended."""
+    call: asyncio.Future[dict[str, float]]
+    trained: float | None = None
+    """When training ended."""
+
+
+def log_step(
+    log: RunLog, totals: RunTotals, step: Step, version: int, known: Mapping[str, float], is_masked: bool
+) -> StepStats:
+    """Log the step that led to `version`. It touches its arguments alone, as the event loop goes on.
+
+    known: metrics computed before. is_masked: truncated trajectories were not trained.
+    """
+    rewards = episode_rewards(step.groups)
+    numbers = batch_metrics(step.groups, version - 1, step.replayed, mask_truncated=is_masked)
+    metrics = {"version": version, **reward_metrics(rewards), **numbers, **known}
+    stats = StepStats(
+        version=version,
+        reward=metrics["reward"],
+        num_episodes=len(rewards),
+        mean_staleness=numbers["staleness/mean"],
+        max_staleness_seen=int(numbers["staleness/max"]),
+        wait_s=known["time/wait_s"],
+        train_s=known["time/train_s"],
+        metrics=metrics,
+    )
+    totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # also of a cancelled step
+    log.step(stats, step.groups, step.advantages)
+    return stats
