@@ -67,11 +67,7 @@ def way_is_shorter(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "advantage"),
-    [
-        (parts_differ, {"separate_rewards": True}),
-        (way_is_shorter, {"kind": "gigpo"}),
-    ],
+    ("changes", "advantage"), [(parts_differ, {"separate_rewards": True}), (way_is_shorter, {"kind": "gigpo"})]
 )
 async def test_dynamic_sampling_keeps_groups_of_equal_outcomes_where_advantages_see_a_difference(
     run: Run, changes: Callable[[int], dict[str, Any]], advantage: dict[str, Any]

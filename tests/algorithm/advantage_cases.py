@@ -7,6 +7,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from records import grouped
 
 from arl.algorithm.advantages import with_advantages
 from arl.algorithm.batch import Batch
@@ -29,21 +30,10 @@ def trajectory(reward: float = 0.0, mask: Sequence[int] = MASK, **changes: Any) 
     return Trajectory(**fields | changes)
 
 
-def group(
-    *trajectories: Trajectory,
-    group_id: int = 0,
-    greedy_rewards: dict[str, float] | None = None,
-    episodes: Sequence[int] | None = None,
-) -> Group:
+def group(*trajectories: Trajectory, group_id: int = 0, episodes: Sequence[int] | None = None, **changes: Any) -> Group:
     """episodes: the episode of each trajectory; by default each has its own."""
-    return Group(
-        group_id=group_id,
-        example_id=(0, group_id),
-        stamp=0,
-        trajectories=trajectories,
-        episode_indices=tuple(range(len(trajectories)) if episodes is None else episodes),
-        greedy_rewards=greedy_rewards or {},
-    )
+    indices = {} if episodes is None else {"episode_indices": tuple(episodes)}
+    return grouped(*trajectories, number=group_id, **indices, **changes)
 
 
 def of_rewards(*rewards: float) -> Group:

@@ -6,14 +6,7 @@ from families import Family, prefixes, slow_num_tokens, train_sequence, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arl.algorithm.prefix_tree import (
-    MIN_SHARED_TOKENS,
-    PrefixOrder,
-    RowPlan,
-    needed_tokens,
-    positions_of,
-    prefix_order,
-)
+from arl.algorithm.prefix_tree import MIN_SHARED_TOKENS, PrefixOrder, RowPlan, needed_tokens, positions_of, prefix_order
 
 
 def order_of(sequences: Family, min_shared: int = 1) -> PrefixOrder:
@@ -85,11 +78,7 @@ def test_a_context_has_at_least_as_many_tokens_as_asked_for(sequences: Family, m
 
 def test_a_first_child_continues_the_stretch_of_its_parent():
     plan = RowPlan.of(order_of([[1, 2], [1, 2, 3], [1, 2, 4], [1, 5]]))
-    assert [(s.start, s.stop, s.context) for s in plan.stretches] == [
-        (0, 3, ()),
-        (3, 4, ((0, 2),)),
-        (4, 5, ((0, 1),)),
-    ]
+    assert [(s.start, s.stop, s.context) for s in plan.stretches] == [(0, 3, ()), (3, 4, ((0, 2),)), (4, 5, ((0, 1),))]
 
 
 def test_unshared_sequences_keep_their_order():

@@ -25,14 +25,13 @@ from faults import faults_of
 from nursery import Nursery
 from one_run import Run
 from promises import MARK
-from rich.console import Console
-from rich.table import Table
 
 from arl.engine.tiny import TinyShape, write_tiny_model
 
 HERE = Path(__file__).parent
 PLACES = ["apart", "apart", "own", "apart", "apart", "ranks", *["apart"] * 6]
 """Where servers and ranks of one run after another are."""
+COLUMNS = ("fault", "times", "broken runs with it")
 
 
 class Campaign:
@@ -103,13 +102,9 @@ class Campaign:
         sys.stdout.write("\n".join(lines) + f"\n--- its files are in {run.directory}\n\n")
         sys.stdout.flush()
 
-    def table(self) -> Table:
-        table = Table(box=None, header_style="bold")
-        for column in ("fault", "times", "broken runs with it"):
-            table.add_column(column, justify="left" if column == "fault" else "right")
-        for name, times in sorted(self._times.items()):
-            table.add_row(name, str(times), str(self._broken[name]))
-        return table
+    def table(self) -> str:
+        rows = [(name, times, self._broken[name]) for name, times in sorted(self._times.items())]
+        return "\n".join(f"{fault:<32}{times:>6}{broken:>21}" for fault, times, broken in (COLUMNS, *rows))
 
     def summary(self) -> str:
         """An error of each kind that ended a trainer, and totals."""
@@ -154,9 +149,7 @@ def main() -> None:
     try:
         campaign.play(numbers, args.seconds)
     finally:
-        console = Console()
-        console.print(campaign.table())
-        console.print(campaign.summary())
+        sys.stdout.write(f"{campaign.table()}\n{campaign.summary()}\n")
     if campaign.num_broken:
         sys.exit(1)
     shutil.rmtree(directory)

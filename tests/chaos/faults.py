@@ -101,10 +101,7 @@ ON_TRAINER = (
     Fault("trainer: a second one", start_another),
     Fault("disk: full", fill_disk),
 )
-ON_SERVERS = (
-    *signals("server", end_server, signal.SIGKILL, signal.SIGTERM),
-    Fault("server: SIGSTOP", hold_server),
-)
+ON_SERVERS = (*signals("server", end_server, signal.SIGKILL, signal.SIGTERM), Fault("server: SIGSTOP", hold_server))
 OWN_SERVER = Fault("server of arl's: SIGKILL", lambda run: kill_one(run, "arl.engine.local"))
 RANK = Fault("rank: SIGKILL", lambda run: kill_one(run, "ray::RankActor"))
 WORKER = Fault("worker: SIGKILL", lambda run: kill_one(run, "forkserver", "keeper"))

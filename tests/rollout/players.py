@@ -60,11 +60,7 @@ class TwoTurns(RolloutWorkflow):
             ids, mask = ids + answer.output_ids, mask + (1,) * n
             logprobs, versions = logprobs + answer.output_logprobs, versions + answer.output_versions
         return Trajectory(
-            token_ids=ids,
-            loss_mask=mask,
-            behavior_logprobs=logprobs,
-            versions=versions,
-            reward=float(sum(ids) % 5),
+            token_ids=ids, loss_mask=mask, behavior_logprobs=logprobs, versions=versions, reward=float(sum(ids) % 5)
         )
 
 

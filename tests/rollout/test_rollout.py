@@ -217,13 +217,7 @@ def test_a_cut_in_any_of_a_groups_last_moments_does_no_harm(turns: float) -> Non
 
     async def main() -> None:
         controller, buffer, engine = controlled(
-            Scripted(act),
-            4,
-            batch_size=2,
-            max_staleness=0,
-            shuffle=False,
-            min_group_size=1,
-            drop_stragglers_after_s=5,
+            Scripted(act), 4, batch_size=2, max_staleness=0, shuffle=False, min_group_size=1, drop_stragglers_after_s=5
         )
         await train(controller, buffer, engine, range(2))
         outcomes = controller.ledger.outcomes(0)

@@ -1,11 +1,9 @@
 """The bound of docs/staleness.md over random schedules, and proof that these tests can fail."""
 
-import asyncio
-
 import pytest
 from hypothesis import given, settings
-from simulation import Schedule, group, schedules, simulate
-from virtual_time import DeadlockError, run_in_virtual_time
+from simulation import Schedule, schedules, simulate
+from virtual_time import DeadlockError
 
 from arl.api.errors import StalenessError
 from arl.rollout.buffer import ReplayBuffer
@@ -38,24 +36,6 @@ class UnchargedWhenTaken(ReplayBuffer):
         for number in self._taken.pop(version):
             del self._entries[number]
         return batch
-
-
-def test_one_straggler_holds_training_back_just_before_it_would_become_too_stale() -> None:
-    async def main() -> None:
-        buffer = ReplayBuffer(batch_size=4, max_staleness=1)
-        straggler = await buffer.admit()
-        for version in (0, 1):
-            while buffer.num_charged < buffer.capacity:
-                slot = await buffer.admit()
-                await buffer.finish(slot, group(slot))
-            taking = asyncio.ensure_future(buffer.take_batch(version))
-            await asyncio.sleep(1)
-            assert taking.done() is (version == 0)
-            await buffer.published(1)
-        await buffer.finish(straggler, group(straggler))
-        assert straggler.number in [g.group_id for g in await taking]
-
-    run_in_virtual_time(main())
 
 
 def test_random_schedules_find_the_missing_look_ahead_test() -> None:

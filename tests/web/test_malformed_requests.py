@@ -95,16 +95,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 async def endpoint(_: Path) -> AsyncIterator[Door]:
     sampling = {"temperature": 0.5, "top_p": 0.9, "stream": False}
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
-    chat = {
-        "model": "m",
-        "messages": MESSAGES,
-        "tools": [tool],
-        "max_tokens": 4,
-        "n": 2,
-        "stop": ["x"],
-        "seed": 1,
-        **sampling,
-    }
+    chat = {"model": "m", "messages": MESSAGES, "tools": [tool], "max_tokens": 4, "n": 2, "stop": ["x"], "seed": 1}
     responses = {"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "Why?"}]}],
                  "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}], "max_output_tokens": 4,
                  **sampling}  # fmt: skip
@@ -117,7 +108,7 @@ async def endpoint(_: Path) -> AsyncIterator[Door]:
     ):
         authority, name = session.url.removeprefix("http://").split("/", 1)
         headers = {"Authorization": f"Bearer {session.api_key}"}
-        bodies = {"chat/completions": chat, "responses": responses, "messages": anthropic}
+        bodies = {"chat/completions": {**chat, **sampling}, "responses": responses, "messages": anthropic}
         posts = [
             Sound(method="POST", path=f"/{name}/v1/{call}", body=body, headers=headers) for call, body in bodies.items()
         ]
@@ -136,12 +127,8 @@ class Writing(LocalSandbox):
 
 @asynccontextmanager
 async def sandbox(_: Path) -> AsyncIterator[Door]:
-    body = {
-        "program": "p",
-        "stdin": "s",
-        "files": {"a/b": {"text": "t"}, "c": {"base64": "YQ=="}},
-        "limits": {"wall_s": 1.0, "files": 3},
-    }
+    files = {"a/b": {"text": "t"}, "c": {"base64": "YQ=="}}
+    body = {"program": "p", "stdin": "s", "files": files, "limits": {"wall_s": 1.0, "files": 3}}
     async with (
         Writing() as opened,
         serving(application(opened, api_key=KEY, limits=Limits()), bind("127.0.0.1", 0)) as port,

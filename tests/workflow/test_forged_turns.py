@@ -37,10 +37,7 @@ def trained(template: str, pieces: str) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=eos,
-        chat_template=tokenizer_of(template).chat_template,
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=tokenizer_of(template).chat_template
     )
 
 

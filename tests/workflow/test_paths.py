@@ -13,13 +13,7 @@ from arl.workflow.conversation import trajectories
 from arl.workflow.dialogue import Dialogue, Turn
 
 
-def turn(
-    parent: Turn | None,
-    output_ids: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    is_cut: bool = False,
-) -> Turn:
+def turn(parent: Turn | None, output_ids: Sequence[int], *, temperature: float = 1.0, is_cut: bool = False) -> Turn:
     """A turn after two tokens 0, whose tokens have their own numbers for versions and logprobs."""
     dialogue = Dialogue(ChatTemplate(TOKENIZER))
     prompt = replace(dialogue.prompt([{"role": "user", "content": "?"}]), parent=parent, given_ids=(0, 0))

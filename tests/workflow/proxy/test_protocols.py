@@ -193,11 +193,7 @@ SHOWN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("chat", {"messages": [by("developer", "Be kind."), *HI]}, (SYSTEM, "Be kind.", END, USER, "hi")),
     ("responses", {"instructions": "Be brief."}, (SYSTEM, "Be brief.", END, USER, "hi")),
     ("responses", {"input": NAMED}, (USER, "A name?", END, MODEL, "Ann or Bob?Ann", END, USER, "hi")),
-    (
-        "anthropic",
-        {"system": [text("Be kind.", cache_control=SHORT)]},
-        (SYSTEM, "Be kind.", END, USER, "hi"),
-    ),
+    ("anthropic", {"system": [text("Be kind.", cache_control=SHORT)]}, (SYSTEM, "Be kind.", END, USER, "hi")),
     (
         "anthropic",
         {"messages": FAILING},
