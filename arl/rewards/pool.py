@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -34,6 +35,11 @@ P = ParamSpec("P")
 STARTUP_TIMEOUT_S = 120.0
 """The longest that the first worker may take to start and to import the reward function's module."""
 
+_PAUSE_S = 0.2
+"""Before another start of the workers."""
+_LOOK_S = 1.0
+"""How often a call that waits looks whether its workers live."""
+
 _Outcome = tuple[object, str | None]
 """The result of a call, or the message of its failure."""
 
@@ -45,6 +51,21 @@ class _WithoutScript(str):
 
     __slots__ = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (str(self),)
+
+
+def _named(name: str) -> str:
+    """Runs in the worker, before anything else of it is read."""
+    sys.excepthook = _excuse
+    return name
+
+
+def _excuse(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A worker whose fork server was killed is given up while it starts. It ends without a traceback."""
+    if not isinstance(error, FileNotFoundError):  # arl has removed the pool's semaphores
+        sys.__excepthook__(kind, error, trace)
+
 
 def context_for(*functions: Callable[..., Any] | None) -> Any:
     if any(_module_of(function) == "__main__" for function in functions):
@@ -53,6 +74,7 @@ def context_for(*functions: Callable[..., Any] | None) -> Any:
 
 
 def begin(prepare: Callable[[], object] | None) -> None:
+    sys.excepthook = sys.__excepthook__
     if sys.platform == "linux":
         _end_with_parent()
     if prepare is not None:
@@ -185,7 +207,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         call = pool.schedule(_call, args=(self._function, arguments), timeout=self._timeout_s)
         self._calls.add(call)
         try:
-            return await asyncio.wrap_future(call)
+            return await _result(call, pool)
         except TimeoutError as timeout:
             raise ran_too_long(self._name, self._timeout_s) from timeout
         except ProcessExpired as death:
@@ -202,7 +224,8 @@ class RewardPool(Shared, Generic[P, ResultT]):
         finally:
             self._calls.discard(call)
 
-    def _start(self) -> ProcessPool:
+    def _start(self, attempts: int = 3) -> ProcessPool:
+        """Start the workers, again if they die meanwhile: somebody may have killed them, or their fork server."""
         load_into_fork_server()
         context = context_for(self._function, self._prepare)
         pool = ProcessPool(max_workers=self._workers, initializer=begin, initargs=(self._prepare,), context=context)
@@ -210,6 +233,9 @@ class RewardPool(Shared, Generic[P, ResultT]):
             pool.schedule(_nothing, args=(self._function,)).result(STARTUP_TIMEOUT_S)
         except Exception as error:
             _stop(pool)
+            if isinstance(error, BrokenProcessPool | ProcessExpired) and attempts > 1:
+                time.sleep(_PAUSE_S)  # until the fork server is known to be dead
+                return self._start(attempts - 1)
             why = "its module must be importable, and a script that makes a RewardPool must do so under "
             why += '`if __name__ == "__main__":`'
             if isinstance(error.__cause__, (EOFError, OSError)):
@@ -229,6 +255,22 @@ class RewardPool(Shared, Generic[P, ResultT]):
         for call in tuple(self._calls):
             call.cancel()
         await offload(_stop, pool)
+
+
+async def _result(call: concurrent.futures.Future[_Outcome], pool: ProcessPool) -> _Outcome:
+    """Wait for a call to end; the caller's cancellation ends it. Raises BrokenProcessPool if the pool ends before it.
+
+    A pool whose workers are all killed says so to the calls that it has begun, and forgets those in its queue.
+    """
+    waiting = asyncio.wrap_future(call)
+    try:
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=_LOOK_S)
+            if not (waiting.done() or pool.active):
+                raise BrokenProcessPool
+        return waiting.result()
+    finally:
+        waiting.cancel()
 
 
 def is_typed_in(function: Callable[..., Any]) -> bool:

@@ -1,6 +1,8 @@
 """Reward functions that worker processes import."""
 
+import contextlib
 import os
+import signal
 import sys
 import time
 
@@ -49,3 +51,12 @@ def two_parts(answer: str, _: object) -> Score:
 
 def length(answer: str, _: object) -> float:
     return len(answer)
+
+
+def kill_the_fork_server(kills: str) -> None:
+    """By the first two workers that prepare themselves so, and themselves."""
+    for number in range(2):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{kills}/{number}")
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)

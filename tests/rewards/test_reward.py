@@ -1,17 +1,19 @@
 """Reward functions: their time limits, their deaths, and their malformed results."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from scoring import behaves, worker_id
+from scoring import behaves, kill_the_fork_server, worker_id
 
 from arl.api.errors import RewardError, RewardTimeoutError
 from arl.rewards import RewardPool
@@ -63,7 +65,7 @@ async def test_workers_import_the_script_only_for_a_function_of_its_own(tmp_path
     script.write_text(f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from scoring import script_is_imported
+from scoring import script_is_imported, kill_the_fork_server
 from arl.rewards import RewardPool
 
 class Mine:
@@ -97,7 +99,7 @@ async def test_a_worker_in_a_long_call_ends_with_a_process_that_is_killed_and_no
     script = f"""
 import asyncio, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from scoring import holds
+from scoring import holds, kill_the_fork_server
 from arl.rewards import RewardPool
 
 async def main() -> None:
@@ -131,6 +133,8 @@ async def test_a_fork_server_that_is_killed_as_the_first_worker_starts_is_named(
     read = forkserver.read_signed
 
     def killed(answer: int) -> int:
+        if forkserver._forkserver._forkserver_pid != server:  # pyright: ignore[reportAttributeAccessIssue]
+            raise EOFError("and so are those that are started in its place")
         os.kill(server, signal.SIGKILL)
         return read(answer)
 
@@ -148,6 +152,35 @@ async def test_a_worker_is_another_process_and_is_replaced_if_it_dies_while_idle
             while reward._pool is not None and reward._pool.active:  # noqa: ASYNC110 - a thread notices it
                 await asyncio.sleep(0.01)
         assert len(set(await asyncio.gather(*(reward(None) for _ in range(3))))) == 1
+
+
+async def test_workers_that_are_killed_while_they_start_are_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare = functools.partial(kill_the_fork_server, str(tmp_path))
+    async with RewardPool(worker_id, workers=2, prepare=prepare) as reward:
+        assert await reward(None) > 0
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_call_that_was_in_the_queue_when_all_workers_died_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arl.rewards.pool._LOOK_S", 0.01)
+    async with RewardPool(worker_id, workers=1) as reward:
+        pool = reward._pool
+        assert pool
+        call = Future[float]()
+        monkeypatch.setattr(pool, "schedule", lambda *_, **__: call)
+        pool.stop()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(pool), "active", True)  # until the call is in the queue
+            calling = asyncio.create_task(reward(None))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            with pytest.raises(RewardError, match="died; others were started"):
+                await calling
+        assert call.cancelled()
+        assert await reward(None) > 0
 
 
 async def test_leaving_the_pool_ends_running_calls() -> None:
