@@ -106,7 +106,7 @@ class RemoteSGLangEngine:
             await self._membership.start([ServerClient(session, address) for address in self._addresses])
             await self._tasks.__aenter__()
             self._upkeep.watch()
-        except BaseException:
+        except BaseException:  # whatever it is: __aexit__ will not run
             await session.close()
             raise
         self._session = session

@@ -236,21 +236,28 @@ async def test_one_failed_request_is_tried_elsewhere_and_a_second_in_a_row_fence
             await engine.agenerate(ask())
             assert engine.counters()["servers/fences"] == expected
         assert engine.counters()["servers/failed_requests"] == 3
+        while len(engine._pool.in_service) < 2:
+            await engine._pool.changed()
+        server.faults.append(500)
+        await engine.agenerate(ask())  # its return forgives them too
+        assert engine.counters()["servers/fences"] == 1
 
 
-async def test_a_pause_that_fails_once_is_repeated_and_loses_no_request(server: Server):
+@pytest.mark.parametrize("call_name", ["pause_generation", "continue_generation"])
+async def test_a_pause_or_resume_that_fails_once_is_repeated_and_loses_no_request(server: Server, call_name: str):
     server.is_automatic = False
     failed: list[str] = []
 
     async def fail_once(body: dict[str, object]) -> dict[str, object]:
         if not failed:
-            failed.append("pause")
+            failed.append(call_name)
             raise web.HTTPInternalServerError
-        return await Server._on_pause_generation(server, {"mode": "in_place"})
+        return await act(body)
 
+    act = getattr(server, f"_on_{call_name}")
     async with over(server) as engine, asyncio.TaskGroup() as group:
         call = await server.begin(group, engine.agenerate(ask()))
-        server._on_pause_generation = fail_once
+        setattr(server, f"_on_{call_name}", fail_once)
         await engine.update_weights(weights(1))
         server.advance(4)
         assert_seamless(await call, 4)

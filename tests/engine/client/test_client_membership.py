@@ -128,12 +128,19 @@ async def test_the_last_server_that_serves_cannot_leave(server: Server, other: S
         assert_seamless(await engine.agenerate(ask()), 4)
 
 
+async def test_no_server_leaves_that_makes_too_few(server: Server, other: Server):
+    async with over(server, other, min_servers=2) as engine:
+        with pytest.raises(ServerError, match=r"engine\.min_servers is 2, and without .* there are 1"):
+            await engine.remove_server(other.address)
+
+
 async def test_a_fenced_server_that_left_is_probed_no_more(server: Server, other: Server):
     async with over(server, other) as engine:
         other.tells["update_weights_from_disk"] = 500
         await engine.update_weights(weights(1))
         await engine.remove_server(other.address)
         assert not engine._upkeep._tasks
+        assert engine.counters()["servers/fenced"] == 0
         assert other.pause_mode is None
 
 

@@ -73,8 +73,9 @@ async def test_a_fence_that_lasts_is_told_again_with_the_reason_and_the_time(
 
 
 async def test_a_server_that_falls_silent_is_fenced_and_what_it_runs_goes_elsewhere(
-    server: Server, other: Server, quick: None
+    server: Server, other: Server, quick: None, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("arl.engine.client.upkeep._PROBE_TIMEOUT_S", 600.0)  # it does not take failed probes
     server.faults.extend(["hang", "hang"])
     async with over(server, other, request_timeout_s=600.0) as engine, asyncio.TaskGroup() as group:
         calls = [await server.begin(group, engine.agenerate(ask(session="s"))) for _ in range(2)]
@@ -82,8 +83,6 @@ async def test_a_server_that_falls_silent_is_fenced_and_what_it_runs_goes_elsewh
         for call in calls:
             assert_seamless(await call, 4)
         assert "gives no sign of life" in engine._pool.report()
-        server.is_silent = False
-        await server.until(lambda: "continue_generation" in server.names())
 
 
 async def test_a_server_whose_sign_of_life_was_lost_on_the_way_is_asked_again_and_keeps_its_requests(
@@ -113,14 +112,14 @@ async def test_too_few_servers_for_too_long_end_the_run_with_each_servers_reason
     assert f"{server.address} is fenced (it burned; now: " in str(raised.value)
 
 
-async def test_a_short_loss_of_servers_ends_nothing(server: Server, other: Server):
-    async with over(server, other, update_timeout_s=0.5, min_servers=2) as engine:
-        for _ in range(3):
-            engine._upkeep.fence(engine._pool.servers[0], "it burned")
-            await asyncio.sleep(0.3)
-            assert len(engine._pool.in_service) == 2
-        with pytest.raises(ServerError, match=r"engine\.min_servers is 2, and without .* there are 1"):
-            await engine.remove_server(other.address)
+async def test_a_short_loss_of_servers_ends_nothing(server: Server, other: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("arl.engine.client.server_watch._GRACE_S", 0.0)
+    async with over(server, other, update_timeout_s=1.0, min_servers=2) as engine:
+        engine._upkeep.fence(engine._pool.servers[0], "it burned")
+        while len(engine._pool.in_service) < 2:
+            await engine._pool.changed()
+        await asyncio.sleep(1.2)  # longer than a loss may last
+        assert_seamless(await engine.agenerate(ask()), 4)
 
 
 SERVER = """
@@ -151,7 +150,12 @@ def play(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_local_command", command)
 
 
-async def test_a_started_server_that_hangs_is_killed_and_started_again(tmp_path: Path, play: None):
+@pytest.mark.parametrize("is_hung", [True, False])
+async def test_a_started_server_that_hangs_is_killed_and_started_again_unless_it_hangs_for_a_moment(
+    tmp_path: Path, play: None, monkeypatch: pytest.MonkeyPatch, is_hung: bool
+):
+    if not is_hung:
+        monkeypatch.setattr("arl.engine.client.server_watch._HUNG_S", 600.0)
     async with local_servers("m", LocalEngineConfig(num_servers=2), tmp_path) as servers:
         config = ClientConfig(min_servers=2)
         async with RemoteSGLangEngine(servers.addresses, config, processes=servers) as engine, asyncio.timeout(20):
@@ -160,11 +164,16 @@ async def test_a_started_server_that_hangs_is_killed_and_started_again(tmp_path:
             os.kill(process.pid, signal.SIGSTOP)
             while not engine.counters()["servers/fenced"]:
                 await engine._pool.changed()
+            if not is_hung:
+                while not engine._pool.servers[0].probed:  # noqa: ASYNC110 - a failed probe sets no event
+                    await asyncio.sleep(0.01)
+                os.kill(process.pid, signal.SIGCONT)
             while engine.counters()["servers/fenced"]:
                 await engine._pool.changed()
                 await asyncio.sleep(0)
-            assert await process.wait() == -signal.SIGKILL
-            assert engine.counters()["servers/restarts"] == 1
+            if is_hung:
+                assert await process.wait() == -signal.SIGKILL
+            assert engine.counters()["servers/restarts"] == is_hung
             assert engine.counters()["servers/serving"] == 2
 
 
