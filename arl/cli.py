@@ -105,6 +105,9 @@ def run(
         except ArlError as error:
             users_error = error.__cause__ if isinstance(error, FailureBudgetError) else None
             code, message = 1, f"error: {error}"
+        except Exception as error:  # Python prints it, but not before the threads have ended
+            threads.leave_hung_ones(1, error)
+            raise
         if code:
             _say(message, users_error)
         threads.leave_hung_ones(code)
@@ -178,10 +181,11 @@ class _UsersThreads(ThreadPoolExecutor):
         call.add_done_callback(self._calls.discard)
         return call
 
-    def leave_hung_ones(self, code: int) -> None:
-        """End the process if calls do not return in a while: Python would wait for them for ever."""
+    def leave_hung_ones(self, code: int, error: Exception | None = None) -> None:
+        """End the process if calls do not return in a while: Python would wait for ever. error: not printed yet."""
         if hung := wait({*self._calls}, timeout=_PATIENCE_S).not_done:
-            _say(f"{len(hung)} calls in threads (asyncio.to_thread) did not return: the process ends without them")
+            said = f"{len(hung)} calls in threads (asyncio.to_thread) did not return: the process ends without them"
+            _say(said, error)
             os._exit(code)
 
 

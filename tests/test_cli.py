@@ -152,7 +152,7 @@ async def main(config):
         arl.cli._PATIENCE_S = 0.1
         asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
     if config.model in ("fails", "hangs"):
-        raise ServerError("no server answers")
+        raise ServerError("no server answers") if config.seed else ValueError("the user's own")
     try:
         print("ready", flush=True)
         await asyncio.Event().wait()
@@ -201,14 +201,21 @@ def test_a_signal_lets_the_script_clean_up_for_as_long_as_its_notice_and_exit_wi
     ("flags", "code", "said"),
     [
         (["--model", "x", "--stpes", "3"], 2, "error: --stpes is not a setting; did you mean --steps\n"),
-        (["--model", "fails"], 1, "error: no server answers\n"),
-        (["--model", "hangs"], 1, f"error: no server answers\n{HUNG}\n"),
+        (["--model", "fails", "--seed", "1"], 1, "error: no server answers\n"),
+        (["--model", "hangs", "--seed", "1"], 1, f"error: no server answers\n{HUNG}\n"),
     ],
 )
 def test_an_error_ends_the_script_with_one_sentence_and_its_code(flags: list[str], code: int, said: str) -> None:
     with _script(*flags) as process:
         assert process.communicate(timeout=30) == ("", said)
     assert process.returncode == code
+
+
+def test_an_error_of_the_users_own_ends_the_script_too_if_calls_in_threads_hang() -> None:
+    with _script("--model", "hangs") as process:
+        _, err = process.communicate(timeout=30)
+    assert err.endswith(f"ValueError: the user's own\n{HUNG}\n")
+    assert process.returncode == 1
 
 
 def test_the_list_of_algorithms_names_every_preset_with_its_paper(capsys: pytest.CaptureFixture[str]) -> None:
