@@ -180,7 +180,7 @@ def _prepare_gym() -> None:
 def _check_example(scorer: Any, name: str, data: Example, error: Exception) -> None:
     try:
         scorer.score_answer(data["answer"], data)
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 - as above: a scorer may raise anything
         raise RewardError(
             f"the scorer of {name} cannot score the example's own answer either: {type(error).__name__}: {error}"
         ) from error

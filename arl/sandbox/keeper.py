@@ -1,6 +1,6 @@
 """The process beside arl's own that starts programs, watches them and ends them.
 
-Imports only cgroup.py and streams.py of arl: see START in bubblewrap.py.
+Imports only its neighbours of arl: see START in bubblewrap.py.
 
 It forks from a small memory, goes on watching while arl computes, and ends everything when arl ends, however arl ends.
 If root starts it, it first becomes nobody, because root's processes escape RLIMIT_NPROC.
@@ -27,9 +27,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 
 from arl.sandbox.cgroup import Cgroups, RunCgroups, remove_leftovers
+from arl.sandbox.namespace import Namespace
 from arl.sandbox.streams import Frames, Header, Output, feed, frame
 
 NOBODY = 65534
@@ -38,141 +38,8 @@ STAGE = "/mnt"
 WATCH_S = 0.01
 """Seconds between two checks of a running program. Between them it can exceed a limit unseen."""
 
-SET_UP_S = 20.0
-"""Longest that bubblewrap may take until the keeper can look into a program's namespace. It takes milliseconds."""
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
-_OWN_CPU, _CPU, _THREADS, _START, _RESIDENT = slice(11, 13), slice(11, 15), 17, 19, 21
-"""Fields of /proc/PID/stat after the name (proc(5)): user and system ticks of the process; the same and the ticks of
-children that it waited for; threads; start time; resident pages."""
-_SOCKET_BYTES = 212_992
-"""net.core.wmem_default, unless somebody has changed it."""
 _DEATH_SIGNAL, _SUBREAPER = 1, 36
 _MOUNTS, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
-
-
-class Namespace:
-    """The resources that all processes of one program use together, seen through the /proc of its pid namespace.
-
-    The kernel's other limits are per process, and not every user may make cgroups. pid 1 of the namespace is
-    bubblewrap's.
-    """
-
-    def __init__(self, pid: int, limits: Mapping[str, float]) -> None:
-        self._pid = pid
-        self._limits = limits
-        self._began = time.monotonic()
-        self._root: int | None = None
-        self._own_ticks: dict[tuple[str, bytes], int] = {}
-
-    def close(self) -> None:
-        if self._root is not None:
-            os.close(self._root)
-
-    def exceeded(self) -> str | None:
-        """The limit exceeded now, if any. Raises OSError if that cannot be seen: no program goes on unwatched."""
-        try:
-            return self._exceeded() if self._is_set_up() else None
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-
-    def _exceeded(self) -> str | None:
-        ticks, tasks, pages = 0, 0, 0
-        for pid in self._pids():
-            stat = self._read(f"{self._place(pid)}/stat").rpartition(b")")[2].split()
-            if not stat:
-                continue
-            ticks += sum(map(int, stat[_CPU]))
-            self._own_ticks[pid, stat[_START]] = sum(map(int, stat[_OWN_CPU]))
-            tasks += int(stat[_THREADS])
-            pages += int(stat[_RESIDENT])
-        # No other process's time includes children that nobody waited for: count as much as was seen of each.
-        if max(ticks, sum(self._own_ticks.values())) > self._limits["cpu_s"] * _TICKS:
-            return "cpu"
-        if tasks > self._limits["processes"] + 1:  # pid 1
-            return "processes"
-        sockets, most = self._socket_memory(), self._limits["memory_bytes"]
-        if sockets + pages * _PAGE > most and sockets + self._memory() > most:
-            return "memory"
-        return "disk" if self._files() > self._limits["files"] else None
-
-    def _is_set_up(self) -> bool:
-        """Whether pid 1 has moved from the host's root to the program's root."""
-        if self._root is None:
-            with contextlib.suppress(PermissionError):  # while pid 1 is changing
-                self._root = self._opened_root()
-            if self._root is None and time.monotonic() - self._began > SET_UP_S:
-                raise PermissionError(f"/proc/{self._pid}/root, a program's root, could not be opened for {SET_UP_S} s")
-        return self._root is not None
-
-    def _opened_root(self) -> int | None:
-        root, is_programs = os.open(f"/proc/{self._pid}/root", os.O_RDONLY | os.O_DIRECTORY), False
-        try:
-            is_hosts = os.path.samestat(os.fstat(root), os.stat("/"))
-            is_programs = not is_hosts and {"proc", "usr", "sandbox"} <= set(os.listdir(root))
-            return root if is_programs else None
-        finally:
-            if not is_programs:
-                os.close(root)
-
-    def _memory(self) -> int:
-        """Bytes of memory. Each page counts once however many processes share it, unlike in a sum of resident sets."""
-        return sum(self._share(self._place(pid)) for pid in self._pids())
-
-    def _socket_memory(self) -> int:
-        """Bytes that the program's sockets may hold: a buffer each, and what TCP has queued beyond, with its overhead.
-
-        The kernel lets TCP's buffers grow, and counts socket memory for no process.
-        """
-        counts = dict(line.split(b":", 1) for line in self._read(f"/proc/{self._pid}/net/sockstat").splitlines())
-        used = int(counts.get(b"sockets", b"used 0").split()[1])
-        if used and int(counts.get(b"TCP", b"inuse 0").split()[1]):
-            return used * _SOCKET_BYTES + 2 * sum(map(self._queued, ("tcp", "tcp6")))
-        return used * _SOCKET_BYTES
-
-    def _queued(self, protocol: str) -> int:
-        with contextlib.suppress(OSError), open(f"/proc/{self._pid}/net/{protocol}", "rb") as table:
-            queues = (row.split()[4].split(b":") for row in table.readlines()[1:])
-            return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
-        return 0
-
-    def _share(self, place: str) -> int:
-        for line in self._read(f"{place}/smaps_rollup").splitlines():
-            if line.startswith(b"Pss:"):
-                return int(line.split()[1]) << 10
-        resident = self._read(f"{place}/statm").split()
-        return int(resident[1]) * _PAGE if resident else 0
-
-    def _place(self, pid: str) -> str:
-        """The directory of a process; pid 1's in the host's own /proc, because the program's hides it."""
-        return f"/proc/{self._pid}" if pid == "1" else f"proc/{pid}"
-
-    def _pids(self) -> list[str]:
-        proc = os.open("proc", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
-        try:
-            return [name for name in os.listdir(proc) if name.isdigit()]
-        finally:
-            os.close(proc)
-
-    def _read(self, path: str) -> bytes:
-        """The file's text; b"" once its process has ended, or has closed its memory to others."""
-        try:
-            file = os.open(path, os.O_RDONLY, dir_fd=self._root)
-            try:
-                return os.read(file, 1 << 14)
-            finally:
-                os.close(file)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return b""
-
-    def _files(self) -> int:
-        work = os.open("sandbox", os.O_PATH, dir_fd=self._root)  # whatever rights the program left to it
-        try:
-            usage = os.fstatvfs(work)
-        finally:
-            os.close(work)
-        return usage.f_files - usage.f_ffree
 
 
 class BwrapRun:

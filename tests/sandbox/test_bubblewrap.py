@@ -19,7 +19,7 @@ from guides import python_blocks
 from sandbox.conftest import PATIENT, once_running, sleeper
 
 from arl.api.errors import SandboxError
-from arl.sandbox import BubblewrapSandbox, Limits, keeper
+from arl.sandbox import BubblewrapSandbox, Limits, namespace
 from arl.sandbox.bubblewrap import START
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,30 @@ def descendants(pid: int) -> set[int]:
     while level := {child for child, parent in parents.items() if parent in level} - found:
         found |= level
     return found
+
+
+@asynccontextmanager
+async def parent_to_kill(pipe: Path) -> AsyncIterator[set[int]]:
+    """A program's processes in a sandbox of another process, which is killed at the block's end; they end, too."""
+    script = f"""
+import asyncio
+from arl.sandbox import BubblewrapSandbox
+async def main():
+    async with BubblewrapSandbox(read_only=[{str(pipe.parent)!r}]) as sandbox:
+        await sandbox.run({sleeper(pipe)!r})
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    async with once_running(pipe) as reader:
+        pids = descendants(parent.pid)
+        ends = [os.pidfd_open(pid) for pid in pids]
+        yield pids
+        parent.kill()
+        assert await asyncio.to_thread(reader.read) == ""
+    await parent.wait()
+    for end in ends:
+        assert await asyncio.to_thread(select.select, [end], [], [], 30) == ([end], [], [])
+        os.close(end)
 
 
 @asynccontextmanager
@@ -218,32 +242,16 @@ async def test_a_program_that_cannot_be_watched_is_ended_and_its_place_is_free(
 
 
 async def test_a_namespace_that_is_never_set_up_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace = keeper.Namespace(os.getpid(), {})  # in no namespace of its own
-    assert namespace.exceeded() is None
-    monkeypatch.setattr(keeper, "SET_UP_S", 0.0)
+    seen = namespace.Namespace(os.getpid(), {})  # in no namespace of its own
+    assert seen.exceeded() is None
+    monkeypatch.setattr(namespace, "SET_UP_S", 0.0)
     with pytest.raises(PermissionError, match=f"/proc/{os.getpid()}/root, a program's root, could not be opened"):
-        namespace.exceeded()
+        seen.exceeded()
 
 
 async def test_everything_ends_with_a_parent_that_is_killed(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:
-    script = f"""
-import asyncio
-from arl.sandbox import BubblewrapSandbox
-async def main():
-    async with BubblewrapSandbox(read_only=[{str(pipe.parent)!r}]) as sandbox:
-        await sandbox.run({sleeper(pipe)!r})
-asyncio.run(main())
-"""
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
-    async with once_running(pipe) as reader:
-        ends = [os.pidfd_open(pid) for pid in descendants(parent.pid)]
-        assert len(ends) >= 4  # the keeper, bwrap, its pid 1, the program and its child
-        parent.kill()
-        assert await asyncio.to_thread(reader.read) == ""
-    await parent.wait()
-    for end in ends:
-        assert await asyncio.to_thread(select.select, [end], [], [], 30) == ([end], [], [])
-        os.close(end)
+    async with parent_to_kill(pipe) as pids:
+        assert len(pids) >= 4  # the keeper, bwrap, its pid 1, the program and its child
 
 
 async def test_programs_import_what_is_installed_for_the_python_they_are_given(bubblewrap: BubblewrapSandbox) -> None:

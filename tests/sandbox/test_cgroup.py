@@ -6,9 +6,7 @@ They run where this user may make cgroups, of v1 or of v2.
 import asyncio
 import logging
 import os
-import select
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from sandbox.conftest import PATIENT, once_running, sleeper
-from sandbox.test_bubblewrap import descendants
+from sandbox.test_bubblewrap import descendants, parent_to_kill
 
 from arl.sandbox import BubblewrapSandbox, ProgramOutcome, bubblewrap, cgroup
 from arl.sandbox.bubblewrap import START
@@ -149,32 +147,10 @@ async def test_nothing_is_left_of_a_keeper_that_was_killed(only_cgroups: Bubblew
 
 
 async def test_the_next_sandbox_removes_what_a_killed_arl_left(only_cgroups: BubblewrapSandbox, pipe: Path) -> None:
-    script = f"""
-import asyncio
-from arl.sandbox import BubblewrapSandbox
-async def main():
-    async with BubblewrapSandbox(read_only=[{str(pipe.parent)!r}]) as sandbox:
-        await sandbox.run({sleeper(pipe)!r})
-asyncio.run(main())
-"""
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
-    async with once_running(pipe) as reader:
-        pids = descendants(parent.pid)
-        ends = [os.pidfd_open(pid) for pid in pids]
+    async with parent_to_kill(pipe) as pids:
         assert sum(map(len, map(of_keeper, pids))) > 0
-        parent.kill()
-        assert await asyncio.to_thread(reader.read) == ""
-    await parent.wait()
-    for end in ends:
-        assert await asyncio.to_thread(gone, end)
     async with BubblewrapSandbox():
         assert list(map(of_keeper, pids)) == [[]] * len(pids)
-
-
-def gone(end: int) -> bool:
-    readable, _, _ = select.select([end], [], [], 30)
-    os.close(end)
-    return bool(readable)
 
 
 NOWHERE = "from arl.sandbox import cgroup\ncgroup.places = lambda: []\n"
