@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from agent_script import TOKENIZER, SayDigits
+from embedded_server import server_here, server_process
+from recovery.invariants import newest_checkpoint
 from scripted_launch import small
 from transformers import AutoTokenizer
 
@@ -141,6 +143,25 @@ async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) 
     engine = {"kind": "sglang", "addresses": ["http://127.0.0.1:9"]}
     with pytest.raises(ServerError, match=r"no inference server answers at http://127\.0\.0\.1:9"):
         await begin(tmp_path, model=str(model), engine=engine)
+
+
+@pytest.mark.slow
+async def test_a_run_with_fewer_servers_than_its_floor_ends_with_a_checkpoint_of_all_that_it_trained(
+    model: Path, tmp_path: Path
+) -> None:
+    with server_here(str(model)) as stays, server_process(str(model)) as dies:
+        engine = {"kind": "sglang", "addresses": [stays, dies.address], "min_servers": 2, "update_timeout_s": 2.0}
+        config = small(tmp_path, model=str(model), engine=engine, steps=100_000)
+        examples = [{"number": n} for n in range(200)]
+
+        async def train() -> None:
+            async with launch(config, workflow=SayDigits(), dataset=examples) as trainer:
+                async for _ in trainer:
+                    dies.kill()
+
+        with pytest.raises(ServerError, match=r"[01] of 2 servers serve, fewer than engine\.min_servers=2"):
+            await train()
+    assert newest_checkpoint(tmp_path)[0] == read_jsonl(tmp_path / "metrics.jsonl")[-1]["version"]
 
 
 @pytest.mark.parametrize(
