@@ -5,7 +5,7 @@
 Trains the tiny model of the tests' campaign twice for so long: in quiet, and with a share of all requests going wrong
 while every `--kill-every` seconds one server is killed and, `--down` seconds later, started again. Prints the episodes
 trained a second of both, their ratio, and the episodes that were lost. `--kinds hangs` lets requests hang in place of
-failing; they cost up to `--request-timeout`.
+failing; they cost a second or two each, so they weigh less the longer an episode takes: `--tool` lets each wait.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from arl.api.config import Config
+from arl.api.engine import Sampler
+from arl.api.types import Example, Trajectory
 from arl.assembly import launch
 from arl.engine.client.processes import reserved_ports
 from arl.engine.tiny import TinyShape, write_tiny_model
@@ -115,6 +117,18 @@ async def served(directory: Path, model: Path, rate: float, kinds: Sequence[str]
         yield servers
 
 
+class Unhurried(TwoTurns):
+    """Waits for a tool before it asks."""
+
+    def __init__(self, tool_s: float) -> None:
+        super().__init__(has_workers=False)
+        self._tool_s = tool_s
+
+    async def arun_episode(self, engine: Sampler, data: Example) -> Trajectory:
+        await asyncio.sleep(random.uniform(0, 2 * self._tool_s))
+        return await super().arun_episode(engine, data)
+
+
 async def train(servers: Servers, args: argparse.Namespace, *, kill: bool) -> Outcome:
     """From the first step on, for args.seconds."""
     config = Config.model_validate(
@@ -133,7 +147,7 @@ async def train(servers: Servers, args: argparse.Namespace, *, kill: bool) -> Ou
         }
     )
     examples = [{"number": n} for n in range(NUM_EXAMPLES)]
-    async with launch(config, workflow=TwoTurns(has_workers=False), dataset=examples) as trainer:
+    async with launch(config, workflow=Unhurried(args.tool), dataset=examples) as trainer:
         await anext(trainer)
         servers.begin_faults()
         killing = asyncio.create_task(servers.kill_in_turns(args.kill_every, args.down)) if kill else None
@@ -181,6 +195,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["fails", "is cut", "its answer is lost"], choices=ANY_REQUEST)
     parser.add_argument("--kill-every", type=float, default=20.0, help="seconds between two kills")
     parser.add_argument("--down", type=float, default=3.0, help="seconds until a killed server is started again")
+    parser.add_argument("--tool", type=float, default=0.0, help="mean seconds that an episode waits for a tool")
     parser.add_argument("--request-timeout", type=float, default=10.0, help="engine.request_timeout_s")
     random.seed(0)
     with tempfile.TemporaryDirectory(prefix="arl-faults-") as directory:
