@@ -130,9 +130,10 @@ class Stopped(BaseException):
 
 
 def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: float | None = None) -> T:
-    """The result of `main`, which the first of NOTICES cancels; a second one ends the process at once.
+    """The result of `main`, which the first of NOTICES cancels. A Ctrl-C after it ends the process at once.
 
-    notice_s: after this long the process ends, too, saved or not. Raises Stopped. For the main thread alone.
+    Other notices after it change nothing: Slurm sends SIGTERM after SIGUSR1, and a wrapper may pass on what its process
+    group got. notice_s: after this long the process ends, too, saved or not. Raises Stopped. For the main thread alone.
     """
     received: list[int] = []
     timers: list[threading.Timer] = []
@@ -141,8 +142,10 @@ def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: floa
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def stop(number: int) -> None:
-            if received:
+            if received and number == signal.SIGINT:
                 os._exit(128 + number)
+            if received:
+                return
             received.append(number)
             if notice_s is not None:
                 timers.append(threading.Timer(notice_s, give_up, [128 + number]))

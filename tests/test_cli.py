@@ -157,7 +157,7 @@ async def main(config):
         print("ready", flush=True)
         await asyncio.Event().wait()
     finally:
-        await asyncio.sleep(60 if config.model == "slow" else 0)
+        await asyncio.sleep({"slow": 60, "brisk": 1}.get(config.model, 0))
         print("saved", flush=True)
 
 run(main, Config)
