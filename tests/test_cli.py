@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,27 @@ def test_a_signal_lets_the_script_clean_up_for_as_long_as_its_notice_and_exit_wi
     assert (out, process.returncode) == (saved, code)
     assert err == said if said == LOST else said in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "end"),
+    [
+        (signal.SIGUSR1, signal.SIGTERM, ("saved\n", 138)),
+        (signal.SIGTERM, signal.SIGTERM, ("saved\n", 143)),
+        (signal.SIGTERM, signal.SIGINT, ("", 130)),
+    ],
+)
+def test_of_signals_after_the_first_only_ctrl_c_ends_the_script_unsaved(
+    first: signal.Signals, second: signal.Signals, end: tuple[str, int]
+) -> None:
+    with _script("--model", "brisk") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.kill(process.pid, first)
+        time.sleep(0.2)  # else the kernel may hand both over as one
+        os.kill(process.pid, second)
+        out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == end
 
 
 @pytest.mark.parametrize(
