@@ -128,7 +128,8 @@ class StallConfig(Section):
     warn_after_s: PositiveFloat = 600.0
     """Log what waits for what after this long, and again after twice as long each time."""
     end_after_s: PositiveFloat | None = None
-    """End the run, with a checkpoint, after this long; after twice as long the process itself. Unset: wait on."""
+    """End the run, with a checkpoint, after this long; after twice as long the process itself. Unset: wait on. Set it
+    far above the time that training a batch, or writing a checkpoint at the end, takes: within these nothing moves."""
 
 
 class Config(Section):
