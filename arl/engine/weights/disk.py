@@ -291,12 +291,22 @@ class OwnDirectory:
         with suppress(OSError):  # some shared file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             unnamed.rename(self.path / _LOCK)
+        _OWN.add(self)
 
     def remove(self) -> None:
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            self.forget()
+
+    def forget(self) -> None:
+        """Leave the lock to whoever else holds it: a forked process would keep it when this one is dead."""
+        os.close(self._lock)
+        self._lock = -1
+        _OWN.discard(self)
+
+
+_OWN: set[OwnDirectory] = set()
+os.register_at_fork(after_in_child=lambda: [directory.forget() for directory in list(_OWN)])
 
 
 def _remove_leftovers(base: Path, prefix: str) -> None:

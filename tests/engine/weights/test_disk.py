@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -279,23 +280,26 @@ def test_directories_of_a_host_with_a_longer_name_are_left_alone(tmp_path: Path)
     assert theirs.is_dir()
 
 
-def test_leftovers_of_a_killed_run_are_removed_and_a_living_ones_are_not(tmp_path: Path):
+def test_leftovers_of_a_killed_run_are_removed_though_its_child_lives_and_a_living_ones_are_not(tmp_path: Path):
     script = (
-        "import os, sys, pathlib; from arl.api.engine_config import DiskWeightsConfig; "
+        "import os, sys, time, pathlib; from arl.api.engine_config import DiskWeightsConfig; "
         "from arl.engine.weights.disk import DiskTransport; "
         "t = DiskTransport(DiskWeightsConfig(directory=pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[1])); "
-        "print(t.directory, flush=True); sys.stdin.read()"
+        "forked = os.fork() or (time.sleep(600), os._exit(0)); "
+        "print(t.directory, forked, flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with child:
         assert child.stdout is not None
-        theirs = Path(child.stdout.readline().strip())
+        theirs, forked = child.stdout.readline().split()
+        theirs = Path(theirs)
         DiskTransport(DiskWeightsConfig(directory=tmp_path), tmp_path).close()
         assert theirs.is_dir()
         child.kill()
     ours = DiskTransport(DiskWeightsConfig(directory=tmp_path), tmp_path)
+    os.kill(int(forked), signal.SIGKILL)
     assert not theirs.exists()
     assert ours.directory.is_dir()
     assert str(os.getpid()) in ours.directory.name
