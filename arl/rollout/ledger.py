@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 from arl.api.errors import CheckpointError, CurriculumError, DatasetError
 from arl.api.workflow import Curriculum, ExampleRecord
@@ -197,7 +197,6 @@ class ExampleLedger:
                     f"the checkpoint was written with {name} {state[name]}, this run has {value}; "
                     "continue with the same dataset and settings, or start in another run_dir"
                 )
-        state = self._of_today(state) if "outcomes" in state else state
         self._epochs = [self._unpacked_epoch(**saved) for saved in state["epochs"]]
         self._order = self._order_of(self.epoch) if self._epochs else []
         self._position = state["position"]
@@ -217,21 +216,6 @@ class ExampleLedger:
         places = None if order is None else array("q", _unpacked(order))
         length = self._num_examples if places is None else len(places)
         return _Epoch(places, bytearray(_unpacked(marks).ljust(length, b".")))
-
-    def _of_today(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state whose marks are by index: of a checkpoint of an earlier arl."""
-        epochs: list[dict[str, str | None]] = []
-        places: list[dict[int, int]] = []
-        for number, (indices, marks) in enumerate(zip(state["stages"], state["outcomes"], strict=True)):
-            is_current = number == state["epoch"]
-            order = None if indices is None else (state["order"] if is_current else None) or indices
-            mark_of = dict(zip(indices or range(self._num_examples), marks.encode("ascii"), strict=True))
-            whole = self._shuffled(number).finished() if order is None else order
-            places.append({index: place for place, index in enumerate(whole)})
-            epochs.append(_packed_epoch(order, bytes(mark_of[index] for index in whole)))
-        issued: list[tuple[int, int, int]] = state["pending"]
-        pending = [(e, index, group_id, places[e][index]) for e, index, group_id in issued]
-        return {**state, "epochs": epochs, "pending": pending}
 
     def _load_experience(self, experience: Experience, state: Any) -> None:
         """A run without a curriculum kept the outcomes, but no rewards."""
@@ -326,19 +310,11 @@ class Experience:
         copies = {name: column.tobytes() for name, column in self._columns().items()}
         return lambda: {name: _packed(column) for name, column in copies.items()}
 
-    def load(self, state: Any) -> None:
-        """From `saved`, or from rows of an earlier arl: index, letters of outcomes, number, sum and last of rewards."""
+    def load(self, state: Mapping[str, str]) -> None:
+        """From `saved`."""
         self._records = []
-        if isinstance(state, dict):
-            packed = cast("dict[str, str]", state)
-            for name, column in self._columns().items():
-                column[:] = array(column.typecode, _unpacked(packed[name]))
-            return
-        for index, marks, num_rewards, reward_sum, last_reward in state:
-            for letter, counts in self._counts.items():
-                counts[index] = marks.count(letter)
-            self._num_rewards[index], self._reward_sums[index] = num_rewards, reward_sum
-            self._last_rewards[index] = last_reward or 0.0
+        for name, column in self._columns().items():
+            column[:] = array(column.typecode, _unpacked(state[name]))
 
 
 def asked_for_stage(curriculum: Curriculum, stage: int, records: Sequence[ExampleRecord]) -> list[int]:

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+FORMAT = 1
+"""Of the files here and of the states in them. A change that this reader cannot read counts it up."""
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile)
 """The errors of the standard library and numpy for a damaged file."""
 
@@ -175,7 +177,8 @@ class RunState:
     """Forces to the disk what `values` refers to: RunLog.sync. Called before the checkpoint gets its name."""
 
     def text(self, identity: Mapping[str, Any]) -> str:
-        return json.dumps({"identity": identity, **self.values}, default=lambda value: value())
+        known = {"format": FORMAT, "identity": identity, **self.values}
+        return json.dumps(known, default=lambda value: value())
 
 
 class Checkpoints:
@@ -257,6 +260,11 @@ class Checkpoints:
             identity = values["identity"]
         except UNREADABLE as error:
             raise DamagedCheckpointError(f"{file} is unreadable: {type(error).__name__}: {error}") from error
+        if values.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {values.get('format')}, and this arl reads {FORMAT}; continue with the arl that "
+                "wrote it, or use another run_dir"
+            )
         for name, value in self._identity.items():
             if not (name.endswith("_digest") or self._is_same(name, identity)):
                 raise CheckpointError(

@@ -71,35 +71,6 @@ def test_a_long_past_of_many_examples_makes_a_small_checkpoint_and_no_work_of_an
     assert sizes[3] < 2000
 
 
-@pytest.mark.parametrize("name", ["epochs", "stages"])
-def test_a_checkpoint_of_an_earlier_arl_continues(name: str) -> None:
-    """Its marks are by index, and its records are rows."""
-    of_both = {"num_examples": 5, "shuffle": True, "seed": 0, "epoch": 1, "next_group_id": 8}
-    whole = {"order": None, "position": 2, "stages": [None, None], "experience": None}
-    chosen = {"order": [3, 0, 1], "position": 2, "stages": [None, [0, 1, 3]]}
-    rows = [[3, "tr", 2, 1.5, 0.5], [0, "r", 0, 0.0, None]]
-    first, second = (list(range(5)), list(range(5)))
-    random.Random("0-0").shuffle(first)
-    random.Random("0-1").shuffle(second)
-    late, current = first[4], second[0] if name == "epochs" else 3
-    marks = "".join("." if index == late else "t" for index in range(5))
-    now = {"epochs": "".join("r" if index == second[1] else "." for index in range(5)), "stages": "r.."}[name]
-    state = {**of_both, "outcomes": [marks, now], "pending": [[1, current, 6], [0, late, 4]]}
-    state |= whole if name == "epochs" else chosen | {"experience": rows}
-    told = Stages([], [], [2])
-    source = ledger(told if name == "stages" else None)
-    source.load_state_dict(json.loads(json.dumps(state)))
-    rest = [(1, index) for index in second[2:]] if name == "epochs" else [(1, 1), (2, 2)]
-    assert issued(source, 2 + len(rest)) == [(0, late), (1, current), *rest]
-    source.settle((0, late), GroupOutcome.DROPPED)
-    assert source.outcomes(0)[GroupOutcome.DROPPED] == [late]
-    assert source.outcomes(1)[GroupOutcome.REJECTED] == ([second[1]] if name == "epochs" else [0])
-    if name == "stages":
-        fared = ExampleRecord(index=3, num_trained=1, num_rejected=1, last_reward=0.5, mean_reward=0.75)
-        assert told.told[0][3] == fared
-        assert told.told[0][0] == ExampleRecord(index=0, num_rejected=1)
-
-
 def test_after_a_resume_an_example_that_runs_again_keeps_its_group_id_and_no_other_gets_one_of_before() -> None:
     source = ledger(num_examples=7)
     before = [source.issue() for _ in range(5)]

@@ -1,5 +1,6 @@
 """Checkpoints are whole or not there."""
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from arl.api.errors import CheckpointError, DamagedCheckpointError
 from arl.api.scripted import ScriptedTrainEngine
-from arl.training.checkpoint import Checkpoints, RunState
+from arl.training.checkpoint import FORMAT, Checkpoints, RunState
 
 IDENTITY = {"model": "m", "seed": 0}
 
@@ -46,7 +47,7 @@ def test_the_newest_are_kept_and_the_newest_of_them_is_loaded(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000003", "version-00000004"]
     state = checkpoints(tmp_path).load_newest(loaded.append)
     assert state is not None
-    assert state.values == {"identity": IDENTITY, "version": 4}
+    assert state.values == {"format": FORMAT, "identity": IDENTITY, "version": 4}
     assert loaded == [tmp_path / "version-00000004" / "engine"]
 
 
@@ -142,6 +143,14 @@ def test_a_model_is_the_same_by_its_name_or_its_digest(
     refusal = f"written with model='{written['model']}', this run has '{here['model']}'"
     with pytest.raises(CheckpointError, match=refusal):
         load()
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    file = tmp_path / "version-00000001" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": FORMAT - 1}))
+    with pytest.raises(CheckpointError, match=f"format {FORMAT - 1}, and this arl reads {FORMAT}; continue with"):
+        checkpoints(tmp_path).load_newest(lambda _: None)
 
 
 @pytest.mark.parametrize("content", ["", '{"identity": ', "[]", "{}", None])
