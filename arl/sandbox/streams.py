@@ -16,6 +16,8 @@ from typing import Any
 
 _CHUNK = 1 << 16
 """Bytes read at once."""
+_DRAIN_S = 2.0
+"""How long the pipes of a program that has ended may stay open: what it left behind may hold them."""
 
 Header = dict[str, Any]
 """The line of a frame; the diagram in keeper.py names the messages of both sides."""
@@ -133,23 +135,33 @@ async def finish(
     try:
         async with asyncio.TaskGroup() as group:
             reading = [group.create_task(output.read(stream)) for stream in (process.stdout, process.stderr)]
-            group.create_task(feed(process.stdin, stdin))
+            feeding = group.create_task(feed(process.stdin, stdin))
             watching = group.create_task(watch())
             await _end_of(process)
             if ended == "exit":
                 watching.cancel()
                 await kill(True)
-        drop(process.stdin.transport)
+            await asyncio.wait([*reading, feeding], timeout=_DRAIN_S)
+            _let_go(process)
         await process.wait()
     except BaseException:
-        # Processes that were left behind may hold the pipes open, and nothing public closes this end of them.
         with contextlib.closing(process._transport):  # pyright: ignore[reportAttributeAccessIssue]
-            drop(process.stdin.transport)
+            _let_go(process)
             await kill(False)
             await process.wait()
         raise
     stdout, stderr = (task.result() for task in reading)
     return "output" if ended == "exit" and output.overflowed else ended, stdout, stderr
+
+
+def _let_go(process: asyncio.subprocess.Process) -> None:
+    """Close this end of the pipes, as processes that the program left behind may hold the others open."""
+    transport: asyncio.SubprocessTransport = process._transport  # pyright: ignore[reportAttributeAccessIssue]
+    for file in (1, 2):
+        if pipe := transport.get_pipe_transport(file):
+            pipe.close()
+    assert process.stdin is not None
+    drop(process.stdin.transport)
 
 
 async def _end_of(process: asyncio.subprocess.Process) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from arl.sandbox import streams
 from arl.sandbox.streams import finish
 
 PROGRAMS = {
@@ -72,3 +73,21 @@ def test_a_call_that_is_cancelled_at_any_turn_of_the_loop_leaves_no_pipe_open(co
             was_cancelled = runner.run(is_cancelled(command, canceller))
         assert set(os.listdir("/proc/self/fd")) <= before, f"cancelled at turn {at}"
     assert at > 3
+
+
+async def test_a_program_that_has_ended_is_not_waited_for_because_of_what_it_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "_DRAIN_S", 0.05)
+    pipe, before = asyncio.subprocess.PIPE, set(os.listdir("/proc/self/fd"))
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", "setsid sleep 600 & echo $!"), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    )
+
+    async def nothing(_: bool) -> None: ...
+
+    ended_by, stdout, _ = await finish(process, b"x" * 1_000_000, output_bytes=99, wall_s=60, kill=nothing)
+    os.kill(int(stdout), signal.SIGKILL)
+    assert (ended_by, process.returncode) == ("exit", 0)
+    await asyncio.sleep(0)  # asyncio closes pipes at its next turn
+    assert set(os.listdir("/proc/self/fd")) <= before
