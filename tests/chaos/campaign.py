@@ -11,6 +11,7 @@ and keeps the run's directory.
 import argparse
 import itertools
 import random
+import shlex
 import shutil
 import sys
 import tempfile
@@ -37,11 +38,13 @@ COLUMNS = ("fault", "times", "broken runs with it")
 class Campaign:
     """Plays runs one after another in one directory, and counts."""
 
-    def __init__(self, directory: Path, seed: int, places: Sequence[str], num_faults: int) -> None:
+    def __init__(self, directory: Path, seed: int, places: Sequence[str], num_faults: int, only: str) -> None:
+        """only: what the names of faults must contain."""
         self._directory = directory
         self._seed = seed
         self._places = places
         self._num_faults = num_faults
+        self._only = only
         self._times: Counter[str] = Counter()
         self._broken: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
@@ -75,7 +78,7 @@ class Campaign:
         try:
             with run.served():
                 for _ in range(self._num_faults):
-                    hit(run)
+                    hit(run, self._only)
                 run.finish()
         except AssertionError as error:
             self.num_broken += 1
@@ -97,8 +100,8 @@ class Campaign:
     def _explain(self, run: Run, number: int, error: AssertionError) -> None:
         logs = [log for log in sorted(run.directory.glob("*.log")) if log.stat().st_size]
         ends = [f"--- the end of {log}:\n{tail(log)}" for log in logs]
-        again = f"python tests/chaos/campaign.py --seed {self._seed} --run {number}"
-        lines = [f"\nBROKEN in run {number}: {str(error) or repr(error)}", f"again: {again}", *run.history, *ends]
+        again = f"again: python {shlex.join(sys.argv)} --seed {self._seed} --run {number}"
+        lines = [f"\nBROKEN in run {number}: {str(error) or repr(error)}", again, *run.history, *ends]
         sys.stdout.write("\n".join(lines) + f"\n--- its files are in {run.directory}\n\n")
         sys.stdout.flush()
 
@@ -118,9 +121,9 @@ class Campaign:
         )
 
 
-def hit(run: Run) -> None:
+def hit(run: Run, only: str) -> None:
     """One fault, most often once the trainer trains, and else at its start."""
-    fault = run.rng.choice(faults_of(run))
+    fault = run.rng.choice([fault for fault in faults_of(run) if only in fault.name])
     if run.trainer is None:
         run.begin()
     if run.rng.random() < 0.8 or run.place == "ranks":
@@ -141,10 +144,11 @@ def main() -> None:
     parser.add_argument("--run", type=int, help="this run of the campaign alone")
     parser.add_argument("--faults", type=int, default=6, help="of each run")
     parser.add_argument("--places", nargs="+", default=PLACES, choices=sorted(set(PLACES)), help="in turns")
+    parser.add_argument("--only", default="", help="a part of the names of the faults, such as 'rank: SIGKILL'")
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else random.randrange(10**6)
     directory = Path(tempfile.mkdtemp(prefix="arl-chaos-"))
-    campaign = Campaign(directory, seed, args.places, args.faults)
+    campaign = Campaign(directory, seed, args.places, args.faults, args.only)
     numbers = itertools.count() if args.run is None else [args.run]
     try:
         campaign.play(numbers, args.seconds)
