@@ -250,7 +250,8 @@ class Checkpoints:
         except DamagedCheckpointError as error:
             earlier = sorted(self._versions())[:-1]
             where = f"version {earlier[-1]}" if earlier else "the beginning, as there is no earlier one"
-            raise CheckpointError(f"{error}; delete {path} to continue from {where}") from error
+            advice = f"if it cannot be read later either, delete {path} to continue from {where}"
+            raise CheckpointError(f"{error}; {advice}") from error
         return state
 
     def _read(self, path: Path) -> RunState:
