@@ -37,6 +37,8 @@ STARTUP_TIMEOUT_S = 120.0
 
 _PAUSE_S = 0.2
 """Before another start of the workers."""
+_ASK_S = 5.0
+"""How long a worker that starts may take to answer before it is asked again."""
 _LOOK_S = 1.0
 """How often a call that waits looks whether its workers live."""
 
@@ -230,7 +232,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         context = context_for(self._function, self._prepare)
         pool = ProcessPool(max_workers=self._workers, initializer=begin, initargs=(self._prepare,), context=context)
         try:
-            pool.schedule(_nothing, args=(self._function,)).result(STARTUP_TIMEOUT_S)
+            self._until_it_works(pool)
         except Exception as error:
             _stop(pool)
             if isinstance(error, BrokenProcessPool | ProcessExpired) and attempts > 1:
@@ -242,6 +244,19 @@ class RewardPool(Shared, Generic[P, ResultT]):
                 why = "the fork server of multiprocessing, which starts workers, was killed; perhaps memory ran out"
             raise RewardError(f"no worker for reward function {self._name} could start; {why}") from error
         return pool
+
+    def _until_it_works(self, pool: ProcessPool) -> None:
+        """Wait for the first answer of a worker. A worker that is killed may take a question with it, so ask again."""
+        questions: list[concurrent.futures.Future[None]] = []
+        deadline = time.monotonic() + STARTUP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not pool.active:
+                raise BrokenProcessPool
+            questions.append(pool.schedule(_nothing, args=(self._function,)))
+            done, _ = concurrent.futures.wait(questions, _ASK_S, concurrent.futures.FIRST_COMPLETED)
+            if done:
+                return done.pop().result()
+        raise TimeoutError(f"no worker answered within {STARTUP_TIMEOUT_S:g} s")
 
     async def _replace(self, broken: ProcessPool) -> None:
         """Start a new pool, unless another call already replaced the broken one. Calls wait meanwhile."""

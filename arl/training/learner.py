@@ -203,6 +203,8 @@ class TrainThread:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
             await asyncio.wait([call])
+            if not call.cancelled():
+                call.exception()  # seen: the cancelled caller does not ask for it, and asyncio would report it
             raise
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from pebble import ProcessPool
 from scoring import behaves, kill_the_fork_server, worker_id
 
 from arl.api.errors import RewardError, RewardTimeoutError
@@ -162,6 +163,20 @@ async def test_workers_that_are_killed_while_they_start_are_started_again(
         assert await reward(None) > 0
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
     assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_worker_that_took_the_first_question_with_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, lost = ProcessPool.schedule, Future[None]()
+
+    def loses_the_first(pool: ProcessPool, *args: object, **kwargs: object) -> object:
+        monkeypatch.setattr(ProcessPool, "schedule", schedule)
+        return lost
+
+    monkeypatch.setattr("arl.rewards.pool._ASK_S", 0.01)
+    monkeypatch.setattr(ProcessPool, "schedule", loses_the_first)
+    async with asyncio.timeout(60), RewardPool(worker_id, workers=1) as reward:
+        assert await reward(None) > 0
+    assert not lost.done()
 
 
 async def test_a_call_that_was_in_the_queue_when_all_workers_died_ends(monkeypatch: pytest.MonkeyPatch) -> None:
