@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -313,6 +314,12 @@ def _tree(texts: Sequence[str]) -> str:
     """One of these sorted texts. Beginnings that they share stand once: Gemma has 6,000 tokens that begin with `<`, and
     each `<` of a long page would be compared with them all."""
     groups = groupby(filter(None, texts), key=lambda text: text[0])
-    branches = [re.escape(first) + _tree([text[1:] for text in group]) for first, group in groups]
+    branches = [_branch(list(group)) for _, group in groups]
     joined = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})" if branches else ""
     return f"(?:{joined})?" if branches and "" in texts else joined
+
+
+def _branch(texts: Sequence[str]) -> str:
+    """One of these texts, which begin alike. What all share is taken at once: a token may have thousands of letters."""
+    shared = os.path.commonprefix(texts)  # noqa: RUF071 - by letters is what is meant
+    return re.escape(shared) + _tree([text[len(shared) :] for text in texts])
