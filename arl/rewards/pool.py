@@ -241,7 +241,8 @@ class RewardPool(Shared, Generic[P, ResultT]):
             why = "its module must be importable, and a script that makes a RewardPool must do so under "
             why += '`if __name__ == "__main__":`'
             if isinstance(error.__cause__, (EOFError, OSError)):
-                why = "the fork server of multiprocessing, which starts workers, was killed; perhaps memory ran out"
+                why = "the fork server of multiprocessing, which starts workers, was killed (perhaps memory ran out), "
+                why += f"or could not start: {error.__cause__!r}"
             raise RewardError(f"no worker for reward function {self._name} could start; {why}") from error
         return pool
 
