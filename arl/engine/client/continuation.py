@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,12 @@ class Attempt:
     """The call's timeout, which `lose` ends early."""
     lost: str | None = None
     """Why it was ended early."""
+    limit_s: float = math.inf
+    """How long it may take; see Patience, which alone writes this and what follows."""
+    due: float = math.inf
+    """When it takes too long, by the event loop's time."""
+    is_late: bool = False
+    """Its limit passed while its server was, or had been, paused; the next one counts."""
     is_cut: bool = False
     """It took long, and the server was told to return what it has."""
 

@@ -58,8 +58,8 @@ class Line:
         self._error: Exception | None = None
         pool.listen(self._look_again)
 
-    async def find(self, session_id: str | None, avoid: Server | None = None) -> Server:
-        """The session's server, else the one with the fewest requests. Waits for as long as the caller lets it.
+    async def find(self, session_id: str | None, deadline: float, avoid: Server | None = None) -> Server:
+        """The session's server, else the one with the fewest requests. Raises TimeoutError at the deadline.
 
         avoid: where the request has just failed; the last choice.
         """
@@ -69,6 +69,10 @@ class Line:
             raise self._error
         if not self._line and (server := self._choose(session_id, avoid)) is not None:
             return server
+        async with asyncio.timeout_at(deadline):
+            return await self._wait_in_line(session_id, avoid)
+
+    async def _wait_in_line(self, session_id: str | None, avoid: Server | None) -> Server:
         waiter = _Waiter(session_id, avoid, asyncio.get_running_loop().create_future())
         self._line.append(waiter)
         while True:

@@ -12,55 +12,63 @@ A request with a seed is left alone: continued elsewhere, its last bits could di
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from arl.engine.client.continuation import Attempt
-from arl.engine.client.server_pool import Server, ServerState
+from arl.engine.client.server_pool import Server, ServerPool, ServerState
 
 _NUM_RECENT, _ENOUGH = 256, 32
 """Of so many answers the longest counts; with fewer than _ENOUGH, no request is too long."""
 _LEAST_S = 1.0
 _GRACE_S = 1.0
 """How long a server may take to return what it has."""
+_LOOK_S = 0.25
+"""How often it looks for requests that are due: a timer for each would cost more than all else that a request does."""
 
 
 class Patience:
     """Limits the requests of one engine. abort: tells a server, in the background, that a request shall end."""
 
-    def __init__(self, abort: Callable[[Server, str], None]) -> None:
+    def __init__(self, pool: ServerPool, abort: Callable[[Server, str], None]) -> None:
+        self._pool = pool
         self._abort = abort
         self._recent_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._longest_s = 0.0
 
-    @contextmanager
-    def limit(self, server: Server, attempt: Attempt, *, may_cut: bool) -> Iterator[None]:
-        """Within the block the attempt is under way. It may be cut, or lost, if `may_cut`."""
-        loop = asyncio.get_running_loop()
-        timers: list[asyncio.TimerHandle] = []
-        limit_s = max(_LEAST_S, 2 * max(self._recent_s, default=0.0))
+    def begin(self, attempt: Attempt) -> None:
+        """Limit an attempt that was just sent, and that may be cut, or lost."""
+        if len(self._recent_s) >= _ENOUGH:
+            attempt.limit_s = max(_LEAST_S, 2 * self._longest_s)
+            attempt.due = attempt.sent_at + attempt.limit_s
 
-        def cut(is_late: bool) -> None:
-            is_serving = server.state is ServerState.SERVING
-            if not is_serving or (server.pauses != attempt.pauses and not is_late):
-                # A paused server cannot end it. Once it serves, the request gets as long again.
-                timers.append(loop.call_later(limit_s, cut, is_late or is_serving))
-                return
-            attempt.is_cut = True
+    def answered(self, attempt: Attempt) -> None:
+        took_s = asyncio.get_running_loop().time() - attempt.sent_at
+        self._recent_s.append(took_s)
+        self._longest_s = max(self._longest_s, took_s)
+
+    async def watch(self) -> None:
+        """Look for attempts that are due, for ever."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._longest_s = max(self._recent_s, default=0.0)
+            now = asyncio.get_running_loop().time()
+            for server in self._pool.servers:
+                for attempt in [attempt for attempt in server.attempts if attempt.due <= now]:
+                    self._end(server, attempt, now)
+
+    def _end(self, server: Server, attempt: Attempt, now: float) -> None:
+        """Cut an attempt that takes too long; lose one that its server does not return either."""
+        is_serving = server.state is ServerState.SERVING
+        if attempt.is_cut and server.is_paused:  # which cannot return it
+            attempt.due = now + _GRACE_S
+        elif attempt.is_cut:
+            attempt.due = math.inf
+            attempt.lose(f"{server.address} neither answered a request nor returned it when told to")
+        elif not is_serving or (server.pauses != attempt.pauses and not attempt.is_late):
+            # A paused server cannot end it. Once it serves, the request gets as long again.
+            attempt.due, attempt.is_late = now + attempt.limit_s, attempt.is_late or is_serving
+        else:
+            attempt.due, attempt.is_cut = now + _GRACE_S, True
             self._abort(server, attempt.rid)
-            timers.append(loop.call_later(_GRACE_S, give_up))
-
-        def give_up() -> None:
-            if server.is_paused:  # nor return it
-                timers.append(loop.call_later(_GRACE_S, give_up))
-            else:
-                attempt.lose(f"{server.address} neither answered a request nor returned it when told to")
-
-        if may_cut and len(self._recent_s) >= _ENOUGH:
-            timers.append(loop.call_later(limit_s, cut, False))
-        try:
-            yield
-            self._recent_s.append(loop.time() - attempt.sent_at)
-        finally:
-            for timer in timers:
-                timer.cancel()

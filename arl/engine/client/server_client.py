@@ -224,9 +224,10 @@ def _parse_answer(body: dict[str, Any]) -> Answer:
     ids, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
     if (entries or finish != "abort") and len(body.get("output_ids", ids)) != len(ids):
         raise ValueError(f"{len(ids)} logprobs for {len(body['output_ids'])} output_ids")
-    if not all(type(i) is int and i >= 0 for i in ids):
+    if set(map(type, ids)) - {int} or min(ids, default=0) < 0:
         raise ValueError(f"token id {next(i for i in ids if type(i) is not int or i < 0)!r}")
-    if not all(map(_is_logprob, logprobs)):
+    types = set(map(type, logprobs))
+    if not (types <= {float, int} and all(map(math.isfinite, logprobs)) and max(logprobs, default=0) <= _MAX_LOGPROB):
         raise ValueError(f"logprob {next(value for value in logprobs if not _is_logprob(value))!r}")
     spans = [(str(span["version"]), span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
     if wrong := [s for s in spans if not (0 <= s[1] <= s[2] and type(s[1]) is type(s[2]) is int)]:

@@ -95,7 +95,7 @@ class RemoteSGLangEngine:
         self._watch = ServerWatch(self._pool, config, processes)
         self._upkeep = Upkeep(self._pool, config, self._tasks, self._model, self._watch)
         self._membership = Membership(self._pool, config, self._upkeep)
-        self._patience = Patience(self._upkeep.abort)
+        self._patience = Patience(self._pool, self._upkeep.abort)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
@@ -105,7 +105,7 @@ class RemoteSGLangEngine:
         try:
             await self._membership.start([ServerClient(session, address) for address in self._addresses])
             await self._tasks.__aenter__()
-            self._upkeep.watch()
+            self._upkeep.watch(self._patience.watch())
         except BaseException:  # whatever it is: __aexit__ will not run
             await session.close()
             raise
@@ -230,8 +230,7 @@ class RemoteSGLangEngine:
         """A server that is serving, if possible not `avoid`; waits in line for one until the deadline."""
         self._check_open()
         try:
-            async with asyncio.timeout_at(deadline):
-                return await self._line.find(request.session_id, avoid)
+            return await self._line.find(request.session_id, deadline, avoid)
         except TimeoutError:
             raise self._no_server(request) from None
 
@@ -248,8 +247,10 @@ class RemoteSGLangEngine:
         payload = partial.payload(rid, cache_key=self._pool.cache_key(server), adapter=attempt.adapter)
         try:
             async with attempt.scope:
-                with self._patience.limit(server, attempt, may_cut=partial.may_cut):
-                    answer = await server.client.generate(payload)
+                if partial.may_cut:
+                    self._patience.begin(attempt)
+                answer = await server.client.generate(payload)
+                self._patience.answered(attempt)
         except ServerFailedError as failure:
             blame = self._upkeep.fence if isinstance(failure, UnfitServerError) else self._upkeep.suspect
             blame(server, str(failure))

@@ -35,7 +35,7 @@ class Upkeep:
     | probe of a fenced server | it is fenced | it holds the newest weights, is healthy and admitted; or it is removed |
     | abort of a request that nobody waits for | a few seconds at most | the server acknowledged, or could not |
     | unloading of adapters that nobody names | half a minute for each at most | the same |
-    | `ServerWatch.listen`, `ServerWatch.hold_floor` | the engine is open | too few servers are left |
+    | `Patience.watch`, `ServerWatch.listen`, `ServerWatch.hold_floor` | the engine is open | too few servers are left |
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Upkeep:
             probe.cancel()
         self._watch.forget(server)
 
-    def watch(self) -> None:
-        """Begin to watch over the servers, once the tasks' group is open."""
-        for watching in (self._watch.listen(self._is_silent, self.suspect), self._watch.hold_floor()):
+    def watch(self, requests: Coroutine[None, None, None]) -> None:
+        """Begin to watch over the servers and their requests, once the tasks' group is open."""
+        for watching in (requests, self._watch.listen(self._is_silent, self.suspect), self._watch.hold_floor()):
             self._watching.append(self._group.create_task(watching))
             self._watching[-1].add_done_callback(self._forget)
 

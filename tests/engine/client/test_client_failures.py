@@ -314,7 +314,7 @@ async def test_a_server_that_is_fenced_again_and_again_in_updates_has_one_probe_
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request takes too long after 0.1 s."""
-    for name, value in (("_LEAST_S", 0.1), ("_GRACE_S", 0.1), ("_ENOUGH", 2)):
+    for name, value in (("_LEAST_S", 0.1), ("_GRACE_S", 0.1), ("_ENOUGH", 2), ("_LOOK_S", 0.02)):
         monkeypatch.setattr(f"arl.engine.client.patience.{name}", value)
 
 

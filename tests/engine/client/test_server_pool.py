@@ -1,6 +1,7 @@
 """The states of a server: which calls lead where, and which are bugs."""
 
 import asyncio
+import math
 from typing import Any, cast
 
 import pytest
@@ -88,12 +89,12 @@ async def test_a_server_that_serves_again_wakes_waiting_requests(pool: ServerPoo
     await asyncio.sleep(0)
     getattr(pool, call)(server)
     await asyncio.wait_for(waiting, 1)
-    assert await asyncio.wait_for(Line(pool).find(None), 1) is server
+    assert await asyncio.wait_for(Line(pool).find(None, math.inf), 1) is server
 
 
 async def test_a_request_whose_server_fails_as_it_is_chosen_goes_to_another(pool: ServerPool):
     failing, other = brought(pool), brought(pool)
-    waiting = asyncio.create_task(Line(pool).find("s"))
+    waiting = asyncio.create_task(Line(pool).find("s", math.inf))
     await asyncio.sleep(0)
     pool.admit(failing)
     await asyncio.sleep(0)  # it is chosen, and the request not yet awake
