@@ -44,6 +44,9 @@ class Delivery:
     published: PublishStats | None = None
     """The newest weights that every serving server holds, and what bringing them there took."""
 
+    newest: int = -1
+    """The version of the newest snapshot."""
+
     def __post_init__(self) -> None:
         self._waiting: _Snapshot | None = None
         self._under_way: asyncio.Task[None] | None = None
@@ -62,6 +65,7 @@ class Delivery:
             self.transport.discard(self._waiting.update)
         now = time.monotonic()
         self._waiting = _Snapshot(update=update, taken=now, snapshot_s=now - began)
+        self.newest = update.version
 
     async def reached(self, version: int) -> None:
         """Wait until the servers hold `version` or a newer one. A delivery's end wakes this wait."""

@@ -130,14 +130,16 @@ class Trainer:
 
     async def _step(self) -> StepStats:
         """take_batch -> prepare (logprobs -> advantages -> minibatches) -> train (optimizer steps) -> publish."""
+        async with self._training:
+            await self._end_open_step()
+            if self._delivery.newest < self.version:
+                await self._publish()
         began = time.monotonic()
         groups = await self.buffer.take_batch(self.version)
         async with self._training:
             return await self._train(groups, began)
 
     async def _train(self, groups: Sequence[Group], began: float) -> StepStats:
-        if self._open_step and self._open_step.trained:  # what followed its training was cancelled
-            await self._record()
         replayed, taken = self.replay.take(self.version), time.monotonic()
         batch = await self.thread(self.learner.prepare, groups, replayed)
         self._open_step = Step(
@@ -162,6 +164,14 @@ class Trainer:
             self.rollout.trained(self._open_step.groups)
             self.replay.add(self._open_step.groups, self.version)
             self._open_step.trained = time.monotonic()
+
+    async def _end_open_step(self) -> None:
+        """Log a step that was trained, but cancelled before it was logged, or whose rows could not be written."""
+        if self._open_step:
+            await self.thread(lambda: None)  # a call whose waiter was cancelled may still run on the thread
+            self._settle()
+            if self._open_step.trained:
+                await self._record()
 
     async def _publish(self) -> None:
         """Snapshot the weights; the servers get them during the next step, or with max_staleness 0 before it."""
@@ -251,10 +261,7 @@ class Trainer:
             await asyncio.wait([self._saving])
             if error := self._saving.exception():  # raised where it was awaited, unless the run was ending
                 log.error("the checkpoint before this one: %s", error)
-        await self.thread(lambda: None)  # a call whose waiter was cancelled may still run on the thread
-        self._settle()
-        if self._open_step and self._open_step.trained:
-            await self._record()
+        await self._end_open_step()
         has_failed = self._open_step is not None
         if has_failed or self.version in (0, self.checkpoints.newest_version()):
             return None

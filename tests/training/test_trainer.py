@@ -182,6 +182,32 @@ async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tm
     assert not before & after
 
 
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_the_steps_after_one_that_was_cancelled_amid_training_are_as_if_it_was_not(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    is_training, may_end, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def block_in_second_batch(_: object) -> None:
+        if train_engine.version == 1:
+            loop.call_soon_threadsafe(is_training.set)
+            may_end.wait(10)
+
+    train_engine = ScriptedTrainEngine(on_train=block_in_second_batch)
+    async with running(tmp_path, train_engine, rollout={"max_staleness": max_staleness}) as trainer:
+        await anext(trainer)
+        step = asyncio.ensure_future(anext(trainer))
+        await is_training.wait()
+        step.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert [step.version async for step in trainer] == [3, 4]
+        assert trainer.inference_engine.version == 4
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [len(batch) for batch in trained_examples(train_engine)] == [4] * 4
+
+
 async def test_a_batch_that_failed_halfway_is_not_saved(tmp_path: Path) -> None:
     def fail_in_third(_: object) -> None:
         if train_engine.version == 2:
