@@ -115,8 +115,11 @@ asyncio.run(main())
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", script, str(tmp_path / "held")), env={**os.environ, "TMPDIR": temporary}
     )
-    with await asyncio.to_thread(open, tmp_path / "held", "rb", 0) as held:
-        assert await asyncio.to_thread(held.read, 1) == b"x"  # the call has begun
+    with os.fdopen(os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK), "rb", 0) as held:
+        while (begun := held.read(1)) != b"x":  # None, and b"" while nobody has opened it
+            assert process.returncode is None, f"the script ended: {begun}"
+            await asyncio.sleep(0.01)
+        os.set_blocking(held.fileno(), True)
         assert [name[:5] for name in os.listdir(temporary)] == ["pymp-"]
         process.kill()
         assert await asyncio.to_thread(held.read, 1) == b""  # nobody holds it any more
