@@ -147,13 +147,17 @@ class _Server:
         self._session = session
         self._startup_timeout_s = startup_timeout_s
         self._is_killed = False
-        self._hung = ""
-        """Why it was killed, if it hung."""
+        self._fault = ""
+        """What happened to it, if it did not end by itself."""
         self._log_start = 0
 
     async def start(self) -> None:
         """Returns when it is ready. Raises ServerError, with the end of its log, and leaves nothing running."""
-        process = await self._spawn()
+        try:
+            process = await self._spawn()
+        except OSError as error:  # the machine has no memory, or no process, left
+            self._fault = f"could not be started ({error})"
+            raise ServerError(f"a server did not start: {self.last_words()}") from error
         ending = asyncio.create_task(process.wait())
         try:
             async with asyncio.timeout(self._startup_timeout_s):
@@ -199,13 +203,13 @@ class _Server:
 
     def last_words(self) -> str:
         """How it ended, with the end of its log since it was last started."""
-        with self.program.log.open("rb") as log:
+        lines: list[str] = []
+        with suppress(OSError), self.program.log.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _LOG_END))
             lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
         code = self.process.returncode if self.process else None
         how = "still ran" if code is None else f"ended with exit code {code}"
-        how = f"hung, and was killed ({self._hung})" if self._hung else how
-        return f"it {how}; the end of {self.program.log}:\n" + "\n".join(lines or ["(it is empty)"])
+        return f"it {self._fault or how}; the end of {self.program.log}:\n" + "\n".join(lines or ["(it is empty)"])
 
     def terminate(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -215,7 +219,7 @@ class _Server:
         if self._up_since is None or self._is_killed:
             return False
         self._up_since += absent_s  # time without service earns no further restarts
-        self._hung = reason
+        self._fault = f"hung, and was killed ({reason})"
         self.kill()
         return True
 
@@ -229,8 +233,9 @@ class _Server:
     async def _spawn(self) -> asyncio.subprocess.Process:
         log = self.program.log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as stream:
-            stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
+        with log.open("ab", buffering=0) as stream:
+            with suppress(OSError):  # a server can do without a log on a full disk
+                stream.write(time.strftime("--- started at %Y-%m-%d %H:%M:%S\n").encode())
             self._log_start = stream.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *self.program.argv,
@@ -240,7 +245,7 @@ class _Server:
                 env=self.program.environment,
                 start_new_session=True,  # Ctrl-C reaches us alone; and one signal reaches all that it starts
             )
-        self._is_killed, self._hung = False, ""
+        self._is_killed, self._fault = False, ""
         return self.process
 
     async def _is_ready(self) -> bool:

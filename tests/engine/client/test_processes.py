@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +145,26 @@ async def test_a_server_that_dies_is_started_again_at_its_address_when_what_it_h
                 pass
     assert all(words in warning for words in ("restart 1 of 3 follows", "exit code -9", "life 1"))
     assert not any(map(is_running, pids(notes)))
+
+
+async def test_a_server_that_cannot_be_started_again_is_tried_again_without_its_log_too(
+    play: Play, tmp_path: Path, notes: Path, warnings: asyncio.Queue[str], monkeypatch: pytest.MonkeyPatch
+):
+    start, tries = asyncio.create_subprocess_exec, iter([OSError("Cannot allocate memory")])
+
+    async def started(*argv: Any, **options: Any) -> asyncio.subprocess.Process:
+        for error in tries:
+            raise error
+        return await start(*argv, **options)
+
+    play(SERVE)
+    async with local_servers("m", LocalEngineConfig(num_servers=1), tmp_path / "logs"):
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        shutil.rmtree(tmp_path / "logs")
+        os.kill(pids(notes)[0], signal.SIGKILL)
+        assert "restart 1 of 3 follows" in await warnings.get()
+        assert "it could not be started (Cannot allocate memory)" in await warnings.get()
+        await until(lambda: len(pids(notes)) == 2)
 
 
 async def test_when_all_servers_died_as_often_as_they_may_the_block_ends_with_their_last_words(
