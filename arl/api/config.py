@@ -103,12 +103,12 @@ class CheckpointConfig(Section):
     """Checkpoints, from which a rerun continues."""
 
     every: PositiveInt | None = None
-    """Save a checkpoint each time this many versions were trained. Unset: by time alone (every_s)."""
+    """Also save a checkpoint each time this many versions were trained. Unset: by time alone (every_s)."""
     every_s: PositiveFloat | None = 300.0
     """Save a checkpoint, beside training, after the first step that ends this long after the last one. null: never."""
     notice_s: PositiveFloat | None = None
-    """SIGTERM and SIGUSR1 come this long before a kill (Kubernetes' grace period, Slurm's --signal): the process ends
-    by then, even if the batch in training or the checkpoint is not done. Unset: it takes the time that it needs."""
+    """The process ends this long after a Ctrl-C, SIGTERM or SIGUSR1, even if the checkpoint is not done: less than the
+    time until the kill (Kubernetes' grace period, Slurm's --signal). Unset: it takes the time that it needs."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
 
@@ -128,8 +128,8 @@ class StallConfig(Section):
     warn_after_s: PositiveFloat = 600.0
     """Log what waits for what after this long, and again after twice as long each time."""
     end_after_s: PositiveFloat | None = None
-    """End the run, with a checkpoint, after this long; after twice as long the process itself. Unset: wait on. Set it
-    far above the time that training a batch, or writing a checkpoint at the end, takes: within these nothing moves."""
+    """End the run, with a checkpoint, after this long, and the process after twice as long. Unset: wait on. Set it
+    far above the time to train a batch, or to write the last checkpoint: meanwhile nothing moves."""
 
 
 class Config(Section):

@@ -37,7 +37,7 @@ class ClientConfig(Section):
     update_order: Literal["all", "rolling"] = "all"
     """all: a weight update reaches every server at once. rolling: one after another, while the others generate."""
     min_servers: PositiveInt = 1
-    """The run ends, with a checkpoint, when fewer servers than this have served for update_timeout_s (and
+    """The run ends, with a checkpoint, when fewer servers than this have served for update_timeout_s (plus
     startup_timeout_s, if arl starts the servers)."""
 
     @property
@@ -61,7 +61,7 @@ class StartedServersConfig(ClientConfig):
     num_servers: PositiveInt = 1
     """How many servers to start, each a process of its own on a free port."""
     max_restarts: NonNegativeInt = 3
-    """How often in a row a server that died or hangs is started again. Ten minutes of service end the row."""
+    """How often in a row a server that died or hangs is started again. Ten minutes of service reset the count."""
     startup_timeout_s: PositiveFloat = 600.0
     """Longest time a server may take until it answers /health."""
 
@@ -298,8 +298,7 @@ class TrainConfig(Section):
     """With several ranks: longest time until all have a place on the cluster, and then, for each rank, until it holds
     the model (the ranks of a machine load one after another)."""
     rank_timeout_s: PositiveFloat = 1800.0
-    """With several ranks: longest time in which none ends a call, or computes a microbatch of it, before the run ends
-    as hung."""
+    """With several ranks: the run ends as hung when none has ended a call, or a microbatch of it, for this long."""
     tensor_parallel: PositiveInt = 1
     """Split each layer of a Qwen or Llama over this many ranks. Divides num_ranks; the rest is data-parallel."""
     activation_checkpointing: bool = False
