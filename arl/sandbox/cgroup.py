@@ -78,7 +78,7 @@ class Cgroup:
     def is_removed(self) -> bool:
         """Kill what is in it and remove it; False while something is still there."""
         for pid in map(int, _read(f"{self.path}/cgroup.procs").split()):
-            if pid > 0:  # 0: of another pid namespace
+            if pid not in (0, os.getpid()):  # 0: of another pid namespace; this process, if its proof failed halfway
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         try:
@@ -132,12 +132,12 @@ class Cgroups:
     def prove(self) -> None:
         """Move this process into a run's cgroups and back, as the user that it now is."""
         run = self._made(_PROOF)
-        try:
-            run.enter()
-            for cgroup in self._cgroups if run else ():
-                cgroup.child("keeper").enter()
-        except OSError as error:
-            self._give_up(error)
+        back = [cgroup.child("keeper").enter for cgroup in self._cgroups]
+        for enter in (run.enter, *back):
+            try:
+                enter()
+            except OSError as error:
+                self._give_up(error)
         run.are_removed()
         if self._cgroups:
             self.names = " ".join(sorted(frozenset().union(*(cgroup.controllers for cgroup in self._cgroups))))

@@ -11,6 +11,7 @@ If root starts it, it first becomes nobody, because root's processes escape RLIM
 | wait | woken by |
 |---|---|
 | a program's place to run | a program that ended |
+| bwrap's report of pid 1 | bwrap, at once, or its exit |
 | a program's end | bwrap's exit; the watch, which kills it at a limit, or when told to stop it |
 | the keeper's end | the socket to arl, closed by arl or by its death |
 """
@@ -76,7 +77,10 @@ class BwrapRun:
             async with asyncio.TaskGroup() as group:
                 reading = [group.create_task(output.read(stream)) for stream in (process.stdout, process.stderr)]
                 group.create_task(feed(process.stdin, self._stdin))
-                watching = group.create_task(self._watch(status, output, started, cgroups))
+                # No limit ends this wait: a bwrap that is killed before it reports may leave pid 1 running, unwatched.
+                first = json.loads(await status.readline() or "{}").get("child-pid")  # none if bwrap failed
+                self._first = first and _pidfd(first)
+                watching = group.create_task(self._watch(first, output, started, cgroups))
                 watching.add_done_callback(lambda _: self._kill(process))  # also one that failed
                 await process.wait()
                 watching.cancel()
@@ -117,13 +121,12 @@ class BwrapRun:
                 preexec_fn=cgroups.enter if cgroups else None,  # before it can fork
             )
 
-    async def _watch(self, status: asyncio.StreamReader, output: Output, started: float, cgroups: RunCgroups) -> None:
+    async def _watch(self, first: int | None, output: Output, started: float, cgroups: RunCgroups) -> None:
+        if first is None:
+            return
         try:
             async with asyncio.timeout(started + self._limits["wall_s"] - time.monotonic()):
-                report = await status.readline()
-                if report:  # else it failed to start
-                    self._first = _pidfd(json.loads(report)["child-pid"])
-                    self._ended_by = await self._excess(json.loads(report)["child-pid"], output, cgroups)
+                self._ended_by = await self._excess(first, output, cgroups)
         except TimeoutError:
             self._ended_by = "timeout"
 

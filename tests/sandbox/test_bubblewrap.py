@@ -9,9 +9,10 @@ import select
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,19 +22,25 @@ from sandbox.conftest import PATIENT, once_running, sleeper
 from arl.api.errors import SandboxError
 from arl.sandbox import BubblewrapSandbox, Limits, namespace
 from arl.sandbox.bubblewrap import START
+from arl.sandbox.cgroup import Cgroups
+from arl.sandbox.keeper import BwrapRun
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+def stat_of(pid: int) -> list[str]:
+    """State, parent and so on; "Z" and no parent once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z", "0"]
+
+
 def descendants(pid: int) -> set[int]:
     """Every process below one."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    parents = {one: int(stat_of(one)[1]) for one in pids}
     found, level = set[int](), {pid}
     while level := {child for child, parent in parents.items() if parent in level} - found:
         found |= level
@@ -247,6 +254,40 @@ async def test_a_namespace_that_is_never_set_up_cannot_be_watched(monkeypatch: p
     monkeypatch.setattr(namespace, "SET_UP_S", 0.0)
     with pytest.raises(PermissionError, match=f"/proc/{os.getpid()}/root, a program's root, could not be opened"):
         seen.exceeded()
+
+
+async def test_a_program_is_ended_though_its_time_is_over_before_bwrap_reports_its_first_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That process is not bound to bwrap yet, and holds the program's output open."""
+    bwrap = 'sleep 30 & sleep 0.3; echo "{\\"child-pid\\": $!}" > /proc/self/fd/$1; wait'
+    monkeypatch.setattr("arl.sandbox.cgroup.places", list)
+    request = {"command": ["sh", "-c", bwrap], "program": [], "files": [], "limits": asdict(Limits(wall_s=0.1))}
+    async with asyncio.timeout(20):
+        header, _ = await BwrapRun(request, [b"", b""], Cgroups()).run()
+    assert header["ended_by"] == "timeout"
+
+
+def hold_up(keeper: int) -> None:
+    """Stop a keeper from when it starts a program until the program has ended."""
+    while not descendants(keeper):
+        pass
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        while any(stat_of(pid)[0] != "Z" for pid in descendants(keeper)):
+            time.sleep(0.01)
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+
+async def test_a_program_that_ends_while_the_keeper_is_held_up_leaves_no_process(
+    bubblewrap: BubblewrapSandbox, pipe: Path
+) -> None:
+    async with with_keeper(pipe) as (sandbox, pid):
+        for _ in range(5):
+            outcome, _ = await asyncio.gather(sandbox.run("print(1)"), asyncio.to_thread(hold_up, pid))
+            assert outcome.stdout == "1\n"
+            assert descendants(pid) == set()
 
 
 async def test_everything_ends_with_a_parent_that_is_killed(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:

@@ -113,6 +113,28 @@ def test_a_keeper_without_the_right_to_make_cgroups_leaves_none(tree: Tree, monk
     assert list((tree.root / "user").glob("arl-*")) == []
 
 
+def test_a_keeper_whose_proof_fails_halfway_goes_back_and_does_not_kill_itself(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.own = "/user/train"
+    tree.mkdir(str(tree.root / "user/train"))
+    (tree.root / "user/cgroup.subtree_control").write_text("memory")
+    cgroups, killed = cgroup.Cgroups(), list[int]()
+    (mine,) = (tree.root / "user").glob("arl-*")
+    (mine / "keeper/cgroup.procs").write_text("")
+
+    def halfway(self: cgroup.RunCgroups) -> None:
+        (mine / "0/cgroup.procs").write_text(f"0\n{os.getpid()}\n")
+        raise PermissionError(13, "the next hierarchy refuses it")
+
+    monkeypatch.setattr(cgroup.RunCgroups, "enter", halfway)
+    monkeypatch.setattr(cgroup.os, "kill", lambda pid, _: killed.append(pid))
+    cgroups.prove()
+    assert killed == []
+    assert (mine / "keeper/cgroup.procs").read_text() == "0"
+    assert "the next hierarchy refuses it" in cgroups.names
+
+
 def test_leftovers_of_keepers_that_are_gone_are_removed_also_of_one_with_our_number(tree: Tree) -> None:
     tree.own = "/user/train"
     tree.mkdir(str(tree.root / "user/train"))
