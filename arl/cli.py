@@ -99,7 +99,9 @@ def run(
         runner.get_loop().set_default_executor(threads)
         code, message, users_error = 0, "", None
         try:
-            run_until_stopped(runner, main(config), config.checkpoint.notice_s)
+            end = run_until_stopped(runner, _end_of(main(config)), config.checkpoint.notice_s)
+            if end is not None:
+                code, message = (end, "") if isinstance(end, int) else (1, str(end))
         except Stopped as stop:
             code, message = 128 + stop.number, f"stopped by {signal.Signals(stop.number).name}; {if_stopped}"
         except ArlError as error:
@@ -108,11 +110,20 @@ def run(
         except Exception as error:  # Python prints it, but not before the threads have ended
             threads.leave_hung_ones(1, error)
             raise
-        if code:
+        if message:
             _say(message, users_error)
         threads.leave_hung_ones(code)
     if code:
         raise SystemExit(code)
+
+
+async def _end_of(main: Awaitable[object]) -> object:
+    """What `main` passes to sys.exit(), which would leave the event loop and wait for threads that hang; else None."""
+    try:
+        await main
+    except SystemExit as end:
+        return end.code
+    return None
 
 
 NOTICES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

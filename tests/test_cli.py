@@ -142,16 +142,18 @@ def test_a_missing_setting_is_named() -> None:
 
 
 SCRIPT = """
-import asyncio, threading
+import asyncio, sys, threading
 import arl.cli
 from arl.api.config import Config
 from arl.api.errors import ServerError
 from arl.cli import run
 
 async def main(config):
-    if config.model == "hangs":
+    if config.model in ("hangs", "leaves"):
         arl.cli._PATIENCE_S = 0.1
         asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    if config.model == "leaves":
+        sys.exit("enough" if config.seed else 0)
     if config.model in ("fails", "hangs"):
         raise ServerError("no server answers") if config.seed else ValueError("the user's own")
     try:
@@ -225,6 +227,8 @@ def test_of_signals_after_the_first_only_ctrl_c_ends_the_script_unsaved(
         (["--model", "x", "--stpes", "3"], 2, "error: --stpes is not a setting; did you mean --steps\n"),
         (["--model", "fails", "--seed", "1"], 1, "error: no server answers\n"),
         (["--model", "hangs", "--seed", "1"], 1, f"error: no server answers\n{HUNG}\n"),
+        (["--model", "leaves", "--seed", "1"], 1, f"enough\n{HUNG}\n"),
+        (["--model", "leaves", "--seed", "0"], 0, f"{HUNG}\n"),
     ],
 )
 def test_an_error_ends_the_script_with_one_sentence_and_its_code(flags: list[str], code: int, said: str) -> None:
