@@ -1,8 +1,8 @@
-"""A watchdog over a run: when nothing moves for long, it says who waits for what, and it can end the run.
+"""A watchdog over a run: when nothing moves for long, it logs who waits for what, and may end the run.
 
     its thread --every period--> the event loop: has anything moved? If not: who waits for what, and who would wake it
                --no answer--> the loop is blocked: where?
-               --twice end_after_s--> the process ends: a run that cannot end by itself
+               --twice end_after_s--> the process ends, because the run could not end itself
 
 `WAITS` is the table of docs/architecture.md, "Who waits for whom", as the watchdog reads it from suspended tasks.
 """
@@ -49,21 +49,25 @@ WAITS = {
     "GroupRun._run_episodes": Wait("a free episode place", "an episode that ends"),
     "RolloutController.run": Wait("a free episode place, or the start of a group", "an episode that ends"),
     "Delivery.reached": Wait("the delivery of new weights", "the servers"),
-    "Delivery.finished": Wait("the delivery of the weights before", "the servers"),
-    "Trainer._begin_saving": Wait("the checkpoint before", "the disk"),
+    "Delivery.finished": Wait("the delivery of the previous weights", "the servers"),
+    "Trainer._step": Wait("a save or an export", "their copies, once they are made"),
+    "Trainer.save": Wait("the step in training", "its end"),
+    "Trainer.export": Wait("the step in training, or the model's files", "its end, the disk"),
+    "Trainer._begin_saving": Wait("the previous checkpoint", "the disk"),
     "TrainThread.finish": Wait("the train engine", "the end of its call on the thread arl-train"),
     "_written": Wait("a checkpoint", "the disk"),
-    "RemoteSGLangEngine._choose": Wait("a server that serves", "resume, a readmission, engine.request_timeout_s"),
+    "RemoteSGLangEngine._choose": Wait("a server with room", "a server, a request's end, engine.request_timeout_s"),
     "ServerClient.generate": Wait("a server's answer", "the server, engine.request_timeout_s"),
     "Upkeep._on_each": Wait("servers that take an update", "their answers, engine.update_timeout_s"),
     "Upkeep._wait_for_probes": Wait("a server that comes back", "its probe, engine.update_timeout_s"),
     "Upkeep._probe": Wait("a fenced server", "its health, the clock"),
-    "WrittenWeights.on_disk": Wait("weights that are written", "the thread arl-weights"),
-    "DistributedWeights.gathered": Wait("weights that all ranks put together", "the threads arl-gather"),
+    "WrittenWeights.on_disk": Wait("weights that are being written", "the thread arl-weights"),
+    "DistributedWeights.gathered": Wait("weights that the ranks gather", "the threads arl-gather"),
 }
 """Coroutine -> what it waits for while it is suspended, and who wakes it."""
 
-_AT_REST = frozenset(("LagMonitor.run", "_Server.keep_alive", "_watch"))
+_WATCHES = ("LagMonitor.run", "Patience.watch", "ServerWatch.listen", "ServerWatch.hold_floor", "_Server.keep_alive")
+_AT_REST = frozenset((*_WATCHES, "_watch"))
 """Coroutines that watch others, and wait as long as all is well."""
 _NOT_OURS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -71,8 +75,8 @@ _NOT_OURS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 class Watchdog:
     """Watches an event loop from a thread of its own, within `watching`.
 
-    progress: a value that changes whenever the run moves; None while nobody asks the run to move.
-    end: called on the loop, once, with the error that is to end the run.
+    progress: returns a value that changes whenever the run moves; None while nobody asks the run to move.
+    end: called once, on the loop, with the error that ends the run.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Watchdog:
         self._is_over = threading.Event()
         self._seen: object = None
         self._now = self._moved_at = self._beat_at = 0.0
-        """Seconds in which this process ran: they stand still while it is stopped, or its machine sleeps."""
+        """Seconds in which this process ran, without those in which it was stopped, or its machine slept."""
         self._warn_at_s = config.warn_after_s
         self._has_ended_run = False
 
@@ -142,7 +146,7 @@ def _report(still_s: float) -> str:
 
 
 def waits(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
-    """What the tasks wait for, in one line for all that wait alike; the most frequent first."""
+    """What the tasks wait for: one line for each kind of wait, the most frequent first."""
     counts = Counter(line for task in tasks if task is not asyncio.current_task() and (line := _line(task)))
     lines = [f"  {count} x {line}" for line, count in counts.most_common()]
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"  and {len(lines) - _SHOWN} other kinds of waits"]
@@ -168,7 +172,7 @@ def _outside_arl(frames: list[FrameType]) -> str:
 
 
 def _suspended(task: asyncio.Task[Any]) -> Iterator[FrameType]:
-    """The frames of a task that waits, from its coroutine to what it awaits last."""
+    """The frames of a suspended task, outermost first."""
     awaited: Any = task.get_coro()
     while awaited is not None:
         kind = next((k for k in ("cr", "gi", "ag") if hasattr(awaited, f"{k}_frame")), None)
@@ -184,7 +188,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _threads() -> list[str]:
-    """What arl's threads are doing, but for this one and those that wait for work."""
+    """What arl's threads are doing, except this one and those that wait for work."""
     lines: list[str] = []
     frames = sys._current_frames()
     for thread in threading.enumerate():

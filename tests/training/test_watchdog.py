@@ -19,7 +19,7 @@ from arl.api.errors import StalledError
 from arl.api.scripted import ScriptedTrainEngine
 from arl.api.types import Example, Trajectory
 from arl.training.checkpoint import Checkpoints
-from arl.training.watchdog import WAITS, Watchdog
+from arl.training.watchdog import _AT_REST, WAITS, Watchdog, waits
 
 ARL = Path(__file__).parents[2] / "arl"
 
@@ -66,6 +66,17 @@ async def test_a_save_between_two_steps_is_watched(tmp_path: Path) -> None:
         await trainer.save()
     assert len(during) == 1
     assert during[0] is not None
+
+
+async def test_a_save_and_an_export_during_a_step_wait_for_it_by_name(tmp_path: Path) -> None:
+    async with running(tmp_path, steps=1) as trainer:
+        async with trainer._training:
+            asking = [asyncio.create_task(trainer.save()), asyncio.create_task(trainer.export(tmp_path / "model"))]
+            await asyncio.sleep(0)
+            said = waits(asking)
+        await asyncio.gather(*asking)
+    assert len(said) == 2
+    assert all("the step in training" in line for line in said)
 
 
 async def test_a_stall_that_is_found_while_the_run_ends_already_changes_nothing(tmp_path: Path) -> None:
@@ -137,4 +148,4 @@ def test_each_wait_is_of_a_coroutine_that_exists() -> None:
     functions = {node.name for tree in trees for node in tree.body if isinstance(node, ast.AsyncFunctionDef)}
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     methods = {f"{c.name}.{m.name}" for c in classes for m in c.body if isinstance(m, ast.AsyncFunctionDef)}
-    assert WAITS.keys() - functions - methods == set()
+    assert (WAITS.keys() | _AT_REST) - functions - methods == set()
