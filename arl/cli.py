@@ -86,9 +86,9 @@ def run(
 ) -> None:
     """Load the configuration and run `main` on it: the last line of a script.
 
-    argv: as for load_config. if_stopped: said after Ctrl-C. An ArlError becomes one message on stderr and exit code 1
-    (2 for a wrong setting), after a traceback if the user's own code failed. Ctrl-C, SIGTERM and SIGUSR1 cancel main;
-    its `async with` blocks save and clean up, and the process ends with 130, 143 or 138.
+    argv: as for load_config. if_stopped: what to say after a signal. An ArlError becomes one message on stderr and exit
+    code 1 (2 for a wrong setting), after a traceback if the user's own code failed. Ctrl-C, SIGTERM and SIGUSR1 cancel
+    main; its `async with` blocks save and clean up, and the process ends with 130, 143 or 138.
     """
     try:
         config = load_config(config_class, argv)
@@ -127,9 +127,9 @@ async def _end_of(main: Awaitable[object]) -> object:
 
 
 NOTICES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What asks a run to end: Ctrl-C, and the notices of Kubernetes and Slurm before they kill it."""
+"""Signals that ask a run to end: Ctrl-C, and those that Kubernetes and Slurm send before they kill it."""
 _PATIENCE_S = 10.0
-"""How long a run that has ended waits for threads that users' code has started."""
+"""How long a run that has ended waits for threads that users' code started."""
 
 
 class Stopped(BaseException):
@@ -141,10 +141,10 @@ class Stopped(BaseException):
 
 
 def run_until_stopped(runner: asyncio.Runner, main: Awaitable[T], notice_s: float | None = None) -> T:
-    """The result of `main`, which the first of NOTICES cancels. A Ctrl-C after it ends the process at once.
+    """Returns the result of `main`. The first of NOTICES cancels it; a later Ctrl-C ends the process at once.
 
-    Other notices after it change nothing: Slurm sends SIGTERM after SIGUSR1, and a wrapper may pass on what its process
-    group got. notice_s: after this long the process ends, too, saved or not. Raises Stopped. For the main thread alone.
+    Other later notices change nothing: Slurm sends SIGTERM after SIGUSR1, and a wrapper may repeat what its process
+    group got. notice_s: the process ends this long after the first, saved or not. Raises Stopped. Main thread only.
     """
     received: list[int] = []
     timers: list[threading.Timer] = []
@@ -196,7 +196,7 @@ class _UsersThreads(ThreadPoolExecutor):
         return call
 
     def leave_hung_ones(self, code: int, error: Exception | None = None) -> None:
-        """End the process if calls do not return in a while: Python would wait for ever. error: not printed yet."""
+        """End the process if calls do not return soon: Python would wait for ever. error: not printed yet."""
         if hung := wait({*self._calls}, timeout=_PATIENCE_S).not_done:
             said = f"{len(hung)} calls in threads (asyncio.to_thread) did not return: the process ends without them"
             _say(said, error)

@@ -1,4 +1,4 @@
-"""What arl itself must get done off the event loop, such as files, in threads; and files that survive a power cut."""
+"""Runs arl's own blocking work, such as file access, in threads; and makes files survive a power cut."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ArgsT = TypeVarTuple("ArgsT")
 def offload(function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Future[ResultT]:
     """Begin `function(*args)` in a thread of its own, with this task's context variables; await its result.
 
-    asyncio's default executor is left to users' code: there, calls that hang would keep arl's from their turn. A caller
-    that is cancelled does not wait for the thread. The thread does not keep the process from ending.
+    arl leaves asyncio's default executor to users' code, because calls that hang there would hold up arl's own. A
+    cancelled caller does not wait for the thread. The thread does not keep the process from ending.
     """
     call: Future[ResultT] = Future()
     context = contextvars.copy_context()
@@ -29,7 +29,7 @@ def offload(function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Fut
             return
         try:
             call.set_result(context.run(function, *args))
-        except StopIteration as error:  # an asyncio future does not take it: its awaiter would wait for ever
+        except StopIteration as error:  # an asyncio future refuses it, and its awaiter would wait for ever
             call.set_exception(RuntimeError(f"{function} raised {error!r}"))
         except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
             call.set_exception(error)

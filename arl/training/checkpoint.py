@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 FORMAT = 1
-"""Of the files here and of the states in them. A change that this reader cannot read counts it up."""
+"""The format of the files here and of the states in them: +1 for each change that this reader cannot read."""
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile)
 """The errors of the standard library and numpy for a damaged file."""
 
@@ -168,7 +168,7 @@ class RunState:
     """The state of a run between two steps, without the train engine's."""
 
     values: dict[str, Any]
-    """JSON values. A function stands for the value that it returns; the thread that writes calls it."""
+    """JSON values. A function stands for the value that it returns; the writing thread calls it."""
     groups: Sequence[Group] = ()
     """Finished, untrained groups: ReplayBuffer.untrained."""
     replay: Sequence[Group] = ()
@@ -185,7 +185,7 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int, identity: dict[str, Any]) -> None:
         """keep: how many stay on the disk. identity: settings that must not change for a run to continue.
 
-        Beside NAME, NAME_digest may say what it names: with the same digest, it may have another name.
+        NAME_digest may describe the contents behind NAME: if the digest is the same, NAME may change.
         """
         self._directory = directory
         self._keep = keep
@@ -199,7 +199,7 @@ class Checkpoints:
     def begin(self, version: int, save_engine: Callable[[Path], Saving], state: RunState) -> CheckpointSaving:
         """Copy the train engine aside. The result's `wait` writes the checkpoint. Both raise CheckpointError.
 
-        Another checkpoint may begin before the first is written. Of two of one version, the first that is whole stays.
+        Another checkpoint may begin before the first is written. Of two of one version, the first complete one stays.
         """
         aside = self._directory / f"{_ASIDE}{version}-{next(self._begun)}"
         shutil.rmtree(aside, ignore_errors=True)

@@ -13,7 +13,7 @@ from arl.rollout.buffer import ReplayBuffer
 from arl.training.learner import TrainThread
 
 _PAUSES_S = (1.0, 10.0)
-"""After each failed delivery in a row, before another is tried. One failure more ends the run."""
+"""How long to wait after each failed delivery in a row before trying another. One more failure ends the run."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class _Snapshot:
 class Delivery:
     """One delivery is under way at a time. Of the snapshots that come meanwhile, only the newest is delivered.
 
-    A snapshot that could not be put together or written has touched no server: they go on with the weights that they
-    have, and another snapshot follows.
+    If a snapshot cannot be gathered or written, no server is touched: servers keep their weights, and another snapshot
+    follows.
     """
 
     transport: WeightTransport
@@ -42,7 +42,7 @@ class Delivery:
     tasks: asyncio.TaskGroup
     """Where deliveries run; what they raise ends the run."""
     published: PublishStats | None = None
-    """The newest weights that every serving server holds, and what bringing them there took."""
+    """The newest weights that every serving server holds, and what it cost to bring them there."""
 
     newest: int = -1
     """The version of the newest snapshot."""
@@ -101,12 +101,12 @@ class Delivery:
                 self._publication.notify_all()
 
     async def _follow(self, engine: TrainEngine, version: int, num_failures: int, error: TransportError) -> None:
-        """Have a newer snapshot waiting after the failed one: the next step's, or one taken now. Or raise the error."""
+        """Have a newer snapshot follow the failed one: the next step's, or one taken now. Or raise the error."""
         if num_failures > len(_PAUSES_S):
             raise TransportError(
                 f"the weights could not be published {num_failures} times in a row: {error}"
             ) from error
-        logger.error("version %d was not published, and servers keep the weights that they have: %s", version, error)
+        logger.error("version %d was not published; servers keep the weights that they have: %s", version, error)
         await asyncio.sleep(_PAUSES_S[num_failures - 1])
-        if not self._waiting:  # perhaps no step can come before a newer version is published
+        if not self._waiting:  # perhaps no step can follow before a newer version is published
             await self._take(engine)

@@ -204,7 +204,7 @@ class TrainThread:
         except asyncio.CancelledError:
             await asyncio.wait([call])
             if not call.cancelled():
-                call.exception()  # seen: the cancelled caller does not ask for it, and asyncio would report it
+                call.exception()  # else asyncio would report an error that nobody retrieved
             raise
 
     def close(self) -> None:

@@ -49,9 +49,9 @@ class RunLog:
         self._paths = {name: run_dir / f"{name}.jsonl" for name in ("metrics", "trajectories", "evaluations")}
         self._ends = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
         self._version = 0
-        """Of the last step whose rows are all there."""
+        """The last step whose rows are all there."""
         self._begun: dict[str, int] = {}
-        """Where the next rows begin in files that may hold some of them, after an error."""
+        """Where the next rows begin, in files in which an error may have left some of them."""
         self._config = config
         self._decode = decode
         self.display = display or Display(console=Console(quiet=True))
@@ -69,8 +69,8 @@ class RunLog:
     def resume(self, version: int, positions: Mapping[str, int]) -> None:
         """Delete rows of later versions, and torn lines.
 
-        positions: of the checkpoint of `version`; a file without one is read whole. Evaluations always are: they are
-        few, and may end after later checkpoints.
+        positions: from the checkpoint of `version`. A file without one is read whole, as evaluations always are: they
+        are few, and may end after later checkpoints.
         """
         self._version = version
         for name, path in self._paths.items():
@@ -86,7 +86,7 @@ class RunLog:
         return {row["version"]: Evaluation(**{name: row[name] for name in names}) for row in rows}
 
     def step(self, stats: StepStats, groups: Sequence[Group], advantages: Sequence[float | None]) -> None:
-        """Write the step's rows, once: again after an error that left only some, and never twice.
+        """Write the step's rows once. A call after an error that left only some of them replaces these.
 
         advantages: each trajectory's mean over its trained tokens; None without trained tokens.
         """
@@ -128,7 +128,7 @@ class RunLog:
             yield row | ({"text": self._decode(trajectory.token_ids)} if self._decode else {})
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
-        """Write rows at the end, in place of those that an error left there; returns where they end."""
+        """Write rows at the end, in place of any that an error left there; returns where they end."""
         with _usable(self._paths[name]), self._paths[name].open("ab") as file:
             file.truncate(min(self._begun.setdefault(name, file.tell()), file.tell()))
             file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
@@ -152,8 +152,8 @@ def make_run_dir(run_dir: Path) -> None:
 class RunLock:
     """Keeps a second run out of run_dir: a lock on run_dir/run.lock, whose text names the process that holds it.
 
-    The kernel ends the lock with its process, however that ends: processes that it started or forked do not keep it. On
-    NFS the server keeps it, for as long as the machine of the process answers. A file system without locks gets a
+    The kernel releases the lock when the process ends, however it ends: processes that it started or forked do not keep
+    it. On NFS the server keeps it while the machine of the process answers. On a file system without locks arl logs a
     warning, and the run goes on.
     """
 
@@ -163,7 +163,7 @@ class RunLock:
         _LOCKS.add(self)
 
     def take(self) -> None:
-        """Create run_dir if needed, and take the lock. Raises ConfigError (run_dir), RunFileError if a run has it."""
+        """Create run_dir if needed, and lock it. Raises ConfigError (run_dir), RunFileError if a run holds the lock."""
         make_run_dir(self._path.parent)
         with _usable(self._path):
             file = self._file = self._path.open("a+b", buffering=0)  # NFS locks only files that are open for writing
@@ -186,14 +186,14 @@ class RunLock:
             )
         else:
             if holder and f" on {socket.gethostname()}," not in holder:
-                log.warning("%s did not end in order in %s; if it still runs, stop it", holder, self._path.parent)
+                log.warning("%s did not end properly in %s; if it still runs, stop it", holder, self._path.parent)
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         with _usable(self._path):
             file.truncate(0)
             file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode())
 
     def release(self) -> None:
-        """Say that the run has ended, and give the lock back. Without effect if it was not taken."""
+        """Record that the run has ended, and release the lock. Does nothing if it was not taken."""
         if self._file:
             with suppress(OSError):
                 self._file.truncate(0)
@@ -209,7 +209,7 @@ _LOCKS: WeakSet[RunLock] = WeakSet()
 
 
 def _forget_locks() -> None:
-    """In a forked process: close what it inherited, or it would keep the locks when the run is dead."""
+    """In a forked process: close the inherited files, or it would keep the locks after the run is dead."""
     for lock in list(_LOCKS):
         lock.close()
 
@@ -218,7 +218,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _holder(record: bytes) -> str:
-    """Who wrote this record; nothing if none is there."""
+    """Who wrote this record; empty if there is none."""
     try:
         known = json.loads(record)
         is_this_one = (known["host"], known["pid"]) == (socket.gethostname(), os.getpid())
@@ -257,7 +257,7 @@ def _cut(path: Path, version: int, position: int | None) -> None:
 
 
 def _is_end_of(file: IO[bytes], version: int, position: int) -> bool:
-    """Whether a row ends at `position`, and none of `version` or before begins there."""
+    """Whether a row ends at `position`, and no row of `version` or an earlier one begins there."""
     if file.seek(0, os.SEEK_END) < position:
         return False
     file.seek(max(position - 1, 0))
@@ -278,7 +278,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _rows(path: Path, names: Sequence[str] = ()) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each line that is a JSON object with these names, and the object.
 
-    Warns of other lines, but for a last one that a kill cut short.
+    Warns of other lines, except a last one that a kill cut short.
     """
     bad: list[int] = []
     with path.open("rb") as file:
@@ -290,11 +290,11 @@ def _rows(path: Path, names: Sequence[str] = ()) -> Iterator[tuple[bytes, dict[s
                 bad.append(number)
     if bad:
         numbers = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        log.warning("%s: %d lines are no rows of it and were left out (lines %s)", path, len(bad), numbers)
+        log.warning("%s: %d lines are not rows of it and were left out (lines %s)", path, len(bad), numbers)
 
 
 def read_jsonl(path: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rows of `path`. A warning says which lines are none, or lack one of the names. A missing file has none."""
+    """The rows of `path`. A warning names lines that are not rows, or lack a name. A missing file has no rows."""
     return [row for _, row in _rows(path, names)] if path.exists() else []
 
 

@@ -32,7 +32,7 @@ class Step:
 def log_step(
     log: RunLog, totals: RunTotals, step: Step, version: int, known: Mapping[str, float], is_masked: bool
 ) -> StepStats:
-    """Log the step that led to `version`. It touches its arguments alone, as the event loop goes on.
+    """Log the step that led to `version`. It touches only its arguments, because the event loop goes on.
 
     known: metrics computed before. is_masked: truncated trajectories were not trained.
     """
@@ -49,6 +49,6 @@ def log_step(
         train_s=known["time/train_s"],
         metrics=metrics,
     )
-    totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # also of a cancelled step
+    totals.max_staleness_seen = max(totals.max_staleness_seen, stats.max_staleness_seen)  # a cancelled step counts, too
     log.step(stats, step.groups, step.advantages)
     return stats

@@ -19,7 +19,7 @@
 
 `step` and then `stop` run in the task that iterates the trainer; with max_staleness 0, `step` waits for its delivery,
 too. The others are tasks of the run's TaskGroup. Blocking work (training, snapshots, checkpoints, file writes) crosses
-to threads in `TrainThread` and `offload`, here and in delivery.py. The watchdog looks on from a thread of its own.
+to threads in `TrainThread` and `offload`, here and in delivery.py. The watchdog watches from a separate thread.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Trainer:
         )
         self._evaluation: asyncio.Task[None] | None = None
         self._num_in_hand = 1
-        """How many callers wait for arl. The run itself is one, but for the time that its block runs."""
+        """How many callers wait for arl. The run itself is one, except while its block runs."""
         self._training = asyncio.Lock()
-        """Held while a batch is trained, when no state may be saved."""
+        """Held while a batch is trained, or state is copied: never both at once."""
         self._saving: asyncio.Future[None] | None = None
         self._saved_at = time.monotonic()
         self._is_evaluation_due = False
@@ -97,7 +97,7 @@ class Trainer:
     async def running(self) -> AsyncGenerator[Self]:
         """Serve and train inside the block. Its end saves a checkpoint and raises the first error of any task.
 
-        It saves before it waits for the tasks to end: an episode that does not heed its cancellation cannot prevent it.
+        It saves before it waits for the tasks to end, so an episode that ignores its cancellation cannot prevent it.
         """
         watchdog = Watchdog(self.config.stall, self._progress, self._end)
         try:
@@ -166,7 +166,7 @@ class Trainer:
             self._open_step.trained = time.monotonic()
 
     async def _end_open_step(self) -> None:
-        """Log a step that was trained, but cancelled before it was logged, or whose rows could not be written."""
+        """Log a trained step that was cancelled before it was logged, or whose rows could not be written."""
         if self._open_step:
             await self.thread(lambda: None)  # a call whose waiter was cancelled may still run on the thread
             self._settle()
@@ -185,7 +185,7 @@ class Trainer:
         """Stop sampling for training, and save. Wait for an open delivery and a due evaluation. Idempotent."""
         if self._rollout_task:
             self._rollout_task.cancel()
-            await self.save()  # first, as episodes may not heed their cancellation
+            await self.save()  # first, because episodes may ignore their cancellation
             await asyncio.wait([self._rollout_task])
         self.totals.wall_s = self._wall_s()
         self._started_at = None
@@ -230,8 +230,8 @@ class Trainer:
     async def save(self) -> None:
         """Write a checkpoint of the last trained version. Episodes in flight will run again.
 
-        Any task may call it. A batch in training is finished before. Writes nothing if nothing was trained since the
-        last checkpoint, or after a failed optimizer step, as it may have changed the weights. Raises CheckpointError.
+        Any task may call it. It waits for a batch in training. Writes nothing if nothing was trained since the last
+        checkpoint, or after a failed optimizer step, which may have changed the weights. Raises CheckpointError.
         """
         with self._in_hand():
             async with self._training:
@@ -242,7 +242,7 @@ class Trainer:
     async def export(self, directory: Path) -> None:
         """Write the model, adapters merged, as a Hugging Face directory. Raises TransportError.
 
-        Any task may call it. A batch in training is finished before.
+        Any task may call it. It waits for a batch in training.
         """
         with self._in_hand():
             async with self._training:
@@ -253,14 +253,14 @@ class Trainer:
                 snapshot.release()
 
     async def _begin_saving(self) -> asyncio.Future[None] | None:
-        """Begin to write a checkpoint, once the previous one is written; None if there is nothing to write.
+        """Begin to write a checkpoint after the previous one is written; None if there is nothing to write.
 
-        The state is copied when this returns. The caller holds `_training`, and awaits `_written` on the result.
+        When this returns, the state has been copied. The caller holds `_training`, and awaits `_written` on the result.
         """
         if self._saving:
             await asyncio.wait([self._saving])
             if error := self._saving.exception():  # raised where it was awaited, unless the run was ending
-                log.error("the checkpoint before this one: %s", error)
+                log.error("the previous checkpoint failed: %s", error)
         await self._end_open_step()
         has_failed = self._open_step is not None
         if has_failed or self.version in (0, self.checkpoints.newest_version()):
@@ -270,7 +270,7 @@ class Trainer:
         try:
             saving = await self.thread.finish(begun)
         except asyncio.CancelledError:
-            if begun.exception() is None:  # what has begun is written, or the next one would collide with it
+            if begun.exception() is None:  # finish writing it, or the next one would collide with it
                 self._saving = offload(begun.result().wait)
             raise
         self._saving = offload(saving.wait)
@@ -288,7 +288,7 @@ class Trainer:
 
     @asynccontextmanager
     async def _saved_at_the_end(self) -> AsyncGenerator[None]:
-        """Save, whatever ends the block. Its error is raised, even if saving fails too."""
+        """Save, whatever ends the block. If saving fails too, the block's error is still the one raised."""
         try:
             yield
         except asyncio.CancelledError:
@@ -298,17 +298,17 @@ class Trainer:
             try:
                 await self._save_whatever_comes()
             except (ArlError, OSError) as failure:
-                log.error("saving the run's end failed, too: %s", failure)
+                log.error("saving at the end of the run failed, too: %s", failure)
                 error.add_note(str(failure))
             raise
         await self._save_whatever_comes()
 
     async def _save_whatever_comes(self) -> None:
-        """Save, and then be cancelled: by a signal at the very end, or by a task that fails meanwhile."""
+        """Save, and let a cancellation meanwhile (a late signal, a task that fails) take effect only then."""
         try:
             await self.save()
         except asyncio.CancelledError:
-            await self._save_whatever_comes()  # it goes on with what has begun
+            await self._save_whatever_comes()  # goes on with the checkpoint that has begun
             raise
 
     def _wall_s(self) -> float:
@@ -317,7 +317,7 @@ class Trainer:
     # What the watchdog sees --------------------------------------------------------------------------------------
 
     def _progress(self) -> object:
-        """Changes whenever the run moves; None while it is not arl's turn, as in the body of a script's loop."""
+        """Changes whenever the run moves; None while the script's own code runs, as in the body of its loop."""
         if not self._num_in_hand:
             return None
         published = self._delivery.published and self._delivery.published.version
@@ -333,7 +333,7 @@ class Trainer:
 
     @contextmanager
     def _in_hand(self, change: int = 1) -> Generator[None]:
-        """Somebody waits for arl within the block; with -1, one fewer."""
+        """Count one more caller that waits for arl within the block; with -1, one fewer."""
         self._num_in_hand += change
         try:
             yield
@@ -381,7 +381,7 @@ class Trainer:
 
 
 async def _written(saving: asyncio.Future[None]) -> None:
-    """Wait until the saving is on the disk. A cancelled wait goes on, too, so that no error is lost."""
+    """Wait until the saving is on the disk. A cancelled wait goes on until then, so that no error is lost."""
     try:
         await asyncio.shield(saving)
     except asyncio.CancelledError:
