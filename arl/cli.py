@@ -200,6 +200,7 @@ class _UsersThreads(ThreadPoolExecutor):
         if hung := wait({*self._calls}, timeout=_PATIENCE_S).not_done:
             said = f"{len(hung)} calls in threads (asyncio.to_thread) did not return: the process ends without them"
             _say(said, error)
+            sys.stdout.flush()  # a pipe or a file may not have everything yet
             os._exit(code)
 
 
