@@ -97,7 +97,7 @@ class RunLog:
             "trajectories": self._append("trajectories", self._trajectory_rows(stats.version, groups, advantages)),
         }
         self._ends |= ends
-        self._begun.clear()
+        self._begun = {name: begun for name, begun in self._begun.items() if name not in ends}
         self._version = stats.version
         self.display.step(stats)
 

@@ -178,6 +178,19 @@ def test_a_steps_rows_are_written_again_after_an_error_and_never_twice(
         assert len(rows) == 2 + 100 * (name == torn)
 
 
+def test_half_of_an_evaluations_row_is_replaced_also_after_a_step(
+    tmp_path: Path, disk_of: Callable[[int], None]
+) -> None:
+    log = RunLog(tmp_path, QUIET)
+    disk_of(10)
+    with pytest.raises(RunFileError, match="File too large"):
+        log.evaluation(evaluation(0))
+    disk_of(resource.RLIM_INFINITY)
+    write(log, 1, grouped(trajectory()))
+    log.evaluation(evaluation(1))
+    assert log.evaluations() == {1: evaluation(1)}
+
+
 ONE, CUT = trajectory(), trajectory((0, 0), is_truncated=True)
 BRANCHED = trajectory(), trajectory(), trajectory(role="checker"), trajectory()
 
