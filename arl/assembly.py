@@ -216,9 +216,9 @@ async def _engines(
     try:
         addresses, api_key, processes = await _addresses(config, stack, config.run_dir / "logs")
     except (ModelError, ServerError):
-        await loading  # a broken model raises the better error here
+        await thread.finish(loading)  # a broken model raises the better error here
         raise
-    learner = await loading
+    learner = await thread.finish(loading)  # a cancelled start waits, and closes what was loaded
     return learner, await stack.enter_async_context(await _client(config, addresses, api_key, processes))
 
 

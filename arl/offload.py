@@ -7,6 +7,7 @@ import contextvars
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar, TypeVarTuple
@@ -36,6 +37,19 @@ def offload(function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Fut
 
     Thread(target=work, name=f"arl-{getattr(function, '__name__', 'call')}", daemon=True).start()
     return asyncio.wrap_future(call)
+
+
+async def finished(call: asyncio.Future[ResultT]) -> ResultT:
+    """Wait for a call in a thread. A caller that is cancelled, even twice, waits too, so that it knows its effects."""
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        while not call.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([call])
+        if not call.cancelled():
+            call.exception()  # else asyncio would report an error that nobody retrieved
+        raise
 
 
 def force_to_disk(path: Path) -> None:

@@ -24,7 +24,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from arl.api.errors import ArlError, RewardError, RewardTimeoutError
 from arl.api.workflow import Shared
-from arl.offload import offload
+from arl.offload import finished, offload
 from arl.rewards.fork_server import load_into_fork_server
 from arl.rewards.score import ResultT, check_limits, checked, name_of, ran_too_long
 
@@ -173,8 +173,17 @@ class RewardPool(Shared, Generic[P, ResultT]):
         self._replacing = asyncio.Lock()
 
     async def _open(self, opened: AsyncExitStack) -> None:
-        self._pool = await offload(self._start)
         opened.push_async_callback(self._end)
+        await self._begin()
+
+    async def _begin(self) -> None:
+        """Start the workers. A cancelled caller waits for them, too: nobody else would stop them."""
+        starting = offload(self._start)
+        try:
+            await finished(starting)
+        finally:
+            if not starting.exception():
+                self._pool = starting.result()
 
     async def _end(self) -> None:
         pool, self._pool = self._pool, None
@@ -264,7 +273,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         async with self._replacing:
             if self._pool is broken:
                 await self._stop(broken)
-                self._pool = await offload(self._start)
+                await self._begin()
 
     async def _stop(self, pool: ProcessPool) -> None:
         """Kill the workers. Also end all calls, since a pool forgets the calls that it had not begun."""

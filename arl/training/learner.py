@@ -25,6 +25,7 @@ from arl.api.algorithm import AlgorithmConfig
 from arl.api.engine import Saving, TrainEngine
 from arl.api.errors import CheckpointError
 from arl.api.types import Group, TrainSequence
+from arl.offload import finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -198,14 +199,8 @@ class TrainThread:
         return await self.finish(self.submit(function, *args))
 
     async def finish(self, call: asyncio.Future[ResultT]) -> ResultT:
-        """Wait for a call from `submit`. A cancelled caller waits too, so that it knows the call's effects."""
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            await asyncio.wait([call])
-            if not call.cancelled():
-                call.exception()  # else asyncio would report an error that nobody retrieved
-            raise
+        """Wait for a call from `submit`."""
+        return await finished(call)
 
     def close(self) -> None:
         self._executor.shutdown()

@@ -306,10 +306,12 @@ async def test_the_end_of_a_run_saves_before_it_waits_for_episodes_that_do_not_h
             await task
 
 
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("cancelled", ["copies", "writes"])
 async def test_a_run_that_is_cancelled_while_its_end_saves_ends_once_it_has_saved(
-    launch: Callable[..., Any], tmp_path: Path, cancelled: str
+    launch: Callable[..., Any], tmp_path: Path, cancelled: str, times: int
 ):
+    """Cancelled by a signal, and by a task that fails after it."""
     reached, may_go_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -326,7 +328,9 @@ async def test_a_run_that_is_cancelled_while_its_end_saves_ends_once_it_has_save
 
     task = asyncio.create_task(run())
     await reached.wait()
-    task.cancel()
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0.01)
     may_go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -203,6 +203,40 @@ async def test_a_call_that_was_in_the_queue_when_all_workers_died_ends(monkeypat
         assert await reward(None) > 0
 
 
+async def test_a_cancelled_start_leaves_no_worker_and_a_cancelled_restart_leaves_its_workers_to_other_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(pool: RewardPool) -> ProcessPool:
+        loop.call_soon_threadsafe(is_starting.set)
+        started.append(whole(pool))
+        return started[-1]
+
+    async def cancelled(task: asyncio.Task[object]) -> None:
+        await is_starting.wait()
+        is_starting.clear()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    loop, is_starting, started, whole = (
+        asyncio.get_running_loop(),
+        asyncio.Event(),
+        list[ProcessPool](),
+        RewardPool._start,
+    )
+    monkeypatch.setattr(RewardPool, "_start", start)
+    reward = RewardPool(worker_id, workers=1)
+    await cancelled(asyncio.create_task(reward.__aenter__()))
+    assert not started[0].active
+    is_starting.clear()
+    async with reward:
+        is_starting.clear()
+        started[1].stop()
+        await cancelled(asyncio.create_task(reward(None)))
+        assert await reward(None) > 0
+    assert [pool.active for pool in started] == [False] * 3
+
+
 async def test_leaving_the_pool_ends_running_calls() -> None:
     async with RewardPool(behaves, workers=1) as reward:
         call = asyncio.create_task(reward("hangs"))
