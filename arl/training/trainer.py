@@ -89,6 +89,8 @@ class Trainer:
         self._saving: asyncio.Future[None] | None = None
         self._saved_at = time.monotonic()
         self._is_evaluation_due = False
+        self._batch: Sequence[Group] = ()
+        """Taken, and not yet trained: what a step that is cancelled before its training leaves to the next one."""
         self._open_step: Step | None = None
         self._started_at: float | None = None
         self._recorded_at = 0.0
@@ -120,6 +122,7 @@ class Trainer:
 
     async def __anext__(self) -> StepStats:
         with self._in_hand():
+            await self._catch_up()
             if self.version >= self.config.steps:
                 await self.stop()
                 raise StopAsyncIteration
@@ -130,14 +133,10 @@ class Trainer:
 
     async def _step(self) -> StepStats:
         """take_batch -> prepare (logprobs -> advantages -> minibatches) -> train (optimizer steps) -> publish."""
-        async with self._training:
-            await self._end_open_step()
-            if self._delivery.newest < self.version:
-                await self._publish()
         began = time.monotonic()
-        groups = await self.buffer.take_batch(self.version)
+        self._batch = self._batch or await self.buffer.take_batch(self.version)
         async with self._training:
-            return await self._train(groups, began)
+            return await self._train(self._batch, began)
 
     async def _train(self, groups: Sequence[Group], began: float) -> StepStats:
         replayed, taken = self.replay.take(self.version), time.monotonic()
@@ -150,6 +149,7 @@ class Trainer:
             taken=taken,
             call=self.thread.submit(self.learner.train, batch),
         )
+        self._batch = ()
         await self.thread.finish(self._open_step.call)
         self._settle()
         await self._publish()
@@ -164,6 +164,13 @@ class Trainer:
             self.rollout.trained(self._open_step.groups)
             self.replay.add(self._open_step.groups, self.version)
             self._open_step.trained = time.monotonic()
+
+    async def _catch_up(self) -> None:
+        """Log and publish a step that was cancelled after its training had begun."""
+        async with self._training:
+            await self._end_open_step()
+            if self._delivery.newest < self.version:
+                await self._publish()
 
     async def _end_open_step(self) -> None:
         """Log a trained step that was cancelled before it was logged, or whose rows could not be written."""
@@ -191,7 +198,7 @@ class Trainer:
         self._started_at = None
         await self._delivery.finished()
         if self._evaluation:
-            await self._evaluation
+            await asyncio.wait([self._evaluation])  # a cancelled waiter must not cancel it; its error ends the run
 
     async def _beside_training(self) -> None:
         if self.config.evaluation.every and self.version % self.config.evaluation.every == 0:
@@ -219,7 +226,7 @@ class Trainer:
         if self.evaluator is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         with self._in_hand():
-            await self._delivery.reached(self.version)
+            await self._delivery.reached(self._delivery.newest)  # of a cancelled step there may be no snapshot
             num_examples = self.evaluator.num_examples
             with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
                 evaluation = await self.evaluator.evaluate(advance)
@@ -351,12 +358,11 @@ class Trainer:
         if step is None:
             raise RuntimeError("there is no trained step to record")
         now = time.monotonic()
-        interval_s = now - self._recorded_at
         known = {
             "time_s": self._wall_s(),
             "time/wait_s": step.taken - step.began,
             "time/train_s": (step.trained or now) - step.taken,
-            "samples_per_s": sum(group.num_episodes for group in step.groups) / max(interval_s, 1e-9),
+            "samples_per_s": sum(group.num_episodes for group in step.groups) / max(now - self._recorded_at, 1e-9),
             **step.call.result(),
             **publish_metrics(self._delivery.published),
             **self.rollout.counters(),

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 from training.trainer_run import DirectTransport, run, running, trained_examples
 
+import arl.assembly
 from arl.api.engine import WeightUpdate
 from arl.api.errors import ConfigError, ServerError, TransportError
-from arl.api.scripted import ScriptedTrainEngine
+from arl.api.scripted import ScriptedEngine, ScriptedTrainEngine
 from arl.api.types import Group, StepStats
 from arl.rollout.ledger import GroupOutcome
 from arl.training import delivery
 from arl.training.checkpoint import Checkpoints
 from arl.training.learner import Learner, PreparedBatch
 from arl.training.run_files import read_jsonl
+from arl.training.trainer import Trainer
 
 
 async def test_each_step_trains_and_publishes_a_batch_within_the_bound_and_checkpoints_and_exports_are_of_their_version(
@@ -182,30 +184,101 @@ async def test_a_cancellation_amid_training_loses_nothing_and_repeats_nothing(tm
     assert not before & after
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-async def test_the_steps_after_one_that_was_cancelled_amid_training_are_as_if_it_was_not(
-    tmp_path: Path, max_staleness: int
-) -> None:
-    is_training, may_end, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+def held_up(monkeypatch: pytest.MonkeyPatch, phase: str, version: int) -> tuple[asyncio.Event, threading.Event]:
+    """Has the learner wait in this phase of the batch for `version`: set once it does, and to be set."""
+    is_there, may_end, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
-    def block_in_second_batch(_: object) -> None:
-        if train_engine.version == 1:
-            loop.call_soon_threadsafe(is_training.set)
+    def wait(learner: Learner, *arguments: Any) -> Any:
+        if learner.version == version:
+            loop.call_soon_threadsafe(is_there.set)
             may_end.wait(10)
+        return whole(learner, *arguments)
 
-    train_engine = ScriptedTrainEngine(on_train=block_in_second_batch)
+    whole = getattr(Learner, phase)
+    monkeypatch.setattr(Learner, phase, wait)
+    return is_there, may_end
+
+
+async def cancelled_step(trainer: Trainer, is_there: asyncio.Event, may_end: threading.Event) -> None:
+    step = asyncio.ensure_future(anext(trainer))
+    await is_there.wait()
+    step.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize(
+    ("phase", "version", "rest"), [("prepare", 1, [2, 3, 4]), ("train", 1, [3, 4]), ("train", 3, [])]
+)
+async def test_the_steps_after_one_that_was_cancelled_are_as_if_it_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, version: int, rest: list[int], max_staleness: int
+) -> None:
+    """One that had begun to train has trained, also the last one; any other goes on with the batch that it took."""
+    train_engine, events = ScriptedTrainEngine(), held_up(monkeypatch, phase, version)
     async with running(tmp_path, train_engine, rollout={"max_staleness": max_staleness}) as trainer:
-        await anext(trainer)
-        step = asyncio.ensure_future(anext(trainer))
-        await is_training.wait()
-        step.cancel()
-        may_end.set()
-        with pytest.raises(asyncio.CancelledError):
-            await step
-        assert [step.version async for step in trainer] == [3, 4]
+        for _ in range(version):
+            await anext(trainer)
+        await cancelled_step(trainer, *events)
+        assert [step.version async for step in trainer] == rest
         assert trainer.inference_engine.version == 4
     assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     assert [len(batch) for batch in trained_examples(train_engine)] == [4] * 4
+
+
+async def test_an_evaluation_does_not_wait_for_the_weights_of_a_cancelled_step_that_nobody_will_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = held_up(monkeypatch, "train", 1)
+    async with asyncio.timeout(10), running(tmp_path, evaluate=True) as trainer:
+        await anext(trainer)
+        await cancelled_step(trainer, *events)
+        await trainer.save()
+        assert trainer.version == 2
+        assert (await trainer.evaluate()).version == 1
+
+
+async def test_giving_up_on_the_end_of_a_run_does_not_cancel_the_evaluation_that_it_waited_for(tmp_path: Path) -> None:
+    may_answer, transport = asyncio.Event(), DirectTransport(held=1)
+    may_answer.set()
+
+    async def answer(_: object) -> tuple[int, ...]:
+        await may_answer.wait()
+        return (7, 8, 9)
+
+    due = {"steps": 1, "evaluate": True, "evaluation": {"every": 1}}
+    async with running(tmp_path, transport=transport, engine=ScriptedEngine(answer), **due) as trainer:
+        await anext(trainer)
+        may_answer.clear()
+        transport.may_deliver.set()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await anext(trainer)
+        may_answer.set()
+    assert [row["version"] for row in read_jsonl(tmp_path / "evaluations.jsonl")] == [1]
+
+
+async def test_a_start_that_is_cancelled_while_the_engine_loads_closes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_loading, may_end, loop, closed = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), list[Learner]()
+
+    def load(*_: object, **__: object) -> ScriptedTrainEngine:
+        loop.call_soon_threadsafe(is_loading.set)
+        may_end.wait(10)
+        return ScriptedTrainEngine()
+
+    monkeypatch.setattr(arl.assembly, "load_train_engine", load)
+    monkeypatch.setattr(Learner, "close", lambda learner: closed.append(learner))
+    start = asyncio.create_task(run(tmp_path))
+    await is_loading.wait()
+    start.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert len(closed) == 1
 
 
 async def test_a_batch_that_failed_halfway_is_not_saved(tmp_path: Path) -> None:
