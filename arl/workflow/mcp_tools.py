@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_END_S = 10.0
+"""The longest that a server may take to answer the end of a session."""
+
 
 class MCPTools(AbstractAsyncContextManager[Sequence[Tool]]):
     """The tools of one server, with its names and JSON schemas. Make it with `stdio` or `http`; `async with` connects.
@@ -128,21 +131,18 @@ class _Connection:
         try:
             await asyncio.wait([owner, is_open], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
+            owner.cancel()
             await _ended(owner)
             raise
         if self.client is None:
+            owner.cancel()
             await _ended(owner)
             raise self._failure(timeout_s)
 
     async def aclose(self) -> None:
         self._closing.set()
-        if self._owner is None:
-            return
-        try:
-            await asyncio.wait([self._owner])
-        except asyncio.CancelledError:
-            await asyncio.wait([self._owner])  # mcp bounds how long it takes to end a process
-            raise
+        if self._owner is not None:
+            await _ended(self._owner)
 
     async def acall(self, tool: str, arguments: Mapping[str, Any]) -> str:
         from mcp import MCPError
@@ -218,8 +218,19 @@ class _Connection:
 
 
 async def _ended(owner: asyncio.Task[None]) -> None:
-    owner.cancel()
-    await asyncio.wait([owner])
+    """Wait for the owner, however often this call is cancelled: mcp bounds how long it takes to end a process.
+
+    An owner left behind would be cancelled a second time, by the event loop's end. Then mcp leaves the process running
+    and waits for its output for ever.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not owner.done():
+        try:
+            await asyncio.wait([owner])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 class _LastWords(asyncio.Protocol):
@@ -247,11 +258,16 @@ async def _connect_http(url: str, headers: dict[str, str], _: _LastWords, stack:
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
+    async def limit(request: httpx2.Request) -> None:
+        if request.method == "DELETE":  # the end of the session, which nothing else limits
+            request.extensions["timeout"]["read"] = _END_S
+
     client = httpx2.AsyncClient(
         headers=headers,
         timeout=httpx2.Timeout(30.0, read=None),  # each call has its own limit
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
         follow_redirects=True,
+        event_hooks={"request": [limit]},
     )
     stack.push_async_callback(client.aclose)
     return streamable_http_client(url, http_client=client)

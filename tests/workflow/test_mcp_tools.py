@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import httpx2
 import pytest
 from scripted_answers import TOKENIZER, calling, exact, saying, seen_by
 
 from arl.api.errors import ConfigError, ServerError
+from arl.web.server import bind
+from arl.workflow import mcp_tools
 from arl.workflow.call_formats import ToolCall
 from arl.workflow.mcp_tools import MCPTools
 from arl.workflow.tool_agent import ToolAgentWorkflow
@@ -133,16 +137,38 @@ async def test_a_server_that_does_not_start_is_an_error_that_says_why(command: l
         await MCPTools.stdio(command[0], command[1:], start_timeout_s=timeout_s).__aenter__()
 
 
-async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_start_that_is_cancelled_leaves_no_process_and_no_task(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.1)
     path = tmp_path / "pid"
     os.mkfifo(path)
-    opening = asyncio.create_task(MCPTools.stdio("sh", ["-c", f"echo $$ > {path}; cat > /dev/null"]).__aenter__())
+    opening = asyncio.create_task(MCPTools.stdio("sh", ["-c", f"echo $$ > {path}; exec sleep 60"]).__aenter__())
     pid = int(await asyncio.to_thread(path.read_text))
-    opening.cancel()
+    for _ in range(times):
+        opening.cancel()
+        await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):
         await opening
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_the_end_of_a_session_waits_only_so_long_for_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client that mcp ends a session with."""
+    monkeypatch.setattr(mcp_tools, "_END_S", 0.05)
+    made: list[httpx2.AsyncClient] = []
+    monkeypatch.setattr(
+        "mcp.client.streamable_http.streamable_http_client", lambda _, http_client: made.append(http_client)
+    )
+    with bind("127.0.0.1", 0) as silent:
+        async with AsyncExitStack() as stack:
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            await mcp_tools._connect_http(url, {}, mcp_tools._LastWords(), stack)
+            with pytest.raises(httpx2.ReadTimeout):
+                await made[0].delete(url)
 
 
 def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
