@@ -66,6 +66,8 @@ def end_server(run: Run, number: signal.Signals) -> None:
     os.kill(server.pid, signal.SIGCONT)
 
     def start() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGCONT)  # it may be held again
         if server.code.result(60) is not None and run.servers[index] is server:
             run.start_server(index)
 
