@@ -4,13 +4,13 @@
     line            which server a request gets, and who waits for one
     patience        how long an answer may take
     continuation    one response made of several answers, with the version of each token
-    server_pool     what is known of each server, and the states that it goes through
+    server_pool     what is known about each server, and its states
     membership      servers join and leave
     upkeep          updates of all servers; fences and probes for those that fail
     server_update   the update of one server
     server_watch    signs of life, log lines, metrics, the least number of servers
     server_client   SGLang's protocol, spoken to one server
-    processes       servers that arl starts, and starts again
+    processes       servers that arl starts and restarts
 
 Everything here belongs to one event loop. It imports arl.api and arl.web, and no other part of the engine: new weights
 come as a `WeightUpdate`.

@@ -38,13 +38,13 @@ class Attempt:
     lost: str | None = None
     """Why it was ended early."""
     limit_s: float = math.inf
-    """How long it may take; see Patience, which alone writes this and what follows."""
+    """How long it may take. Only Patience writes this and the fields below."""
     due: float = math.inf
     """When it takes too long, by the event loop's time."""
     is_late: bool = False
-    """Its limit passed while its server was, or had been, paused; the next one counts."""
+    """It got a second limit because its server had been paused. That limit counts."""
     is_cut: bool = False
-    """It took long, and the server was told to return what it has."""
+    """It took too long, and the server was told to return what it has."""
 
     def lose(self, reason: str) -> None:
         """End the call; its caller sends it elsewhere."""
@@ -53,7 +53,7 @@ class Attempt:
             self.scope.reschedule(asyncio.get_running_loop().time())
 
     def foreign_label(self, answer: Answer, newest: int) -> str | None:
-        """A label that shows that the server was restarted, or given weights, behind this engine's back; else None.
+        """A label which shows that the server was restarted, or given weights, by somebody else; None without one.
 
         newest: the newest version that this engine has begun to send to any server.
         """
@@ -81,7 +81,7 @@ class Attempt:
 
 
 def version_of(label: str) -> int | None:
-    """The version that a server's label stands for; None for a label that stands for none."""
+    """The version that a server's label stands for; None if it is not a version."""
     return int(label) if label.isdecimal() and len(label) < _MAX_DIGITS else None
 
 
@@ -116,7 +116,7 @@ class PartialResponse:
         self._versions: list[int] = []
         self._asked = request.sampling.max_new_tokens
         self.may_cut = request.sampling.seed is None
-        """It was not cut yet, and may be continued elsewhere."""
+        """It was not cut before, and another server may continue it."""
         self._tail = ""  # the end of the text so far, long enough to hold a stop string
         self.stop_reason: StopReason | None = None
 
@@ -142,7 +142,7 @@ class PartialResponse:
         }
 
     def flaw(self, answer: Answer, vocab_size: int | None) -> str | None:
-        """What no working server answers to the last payload; None if nothing is wrong. vocab_size: of the model."""
+        """What is impossible in this answer to the last payload; None if nothing is. vocab_size: the model's."""
         if len(answer.output_ids) > self._asked:
             return f"answered with {len(answer.output_ids)} tokens, and was asked for at most {self._asked}"
         if vocab_size is not None and max(answer.output_ids, default=0) >= vocab_size:

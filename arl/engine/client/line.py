@@ -1,17 +1,17 @@
 """Which server gets the next request, and who waits for one.
 
-**The line.** A request that no server can take yet waits in line; requests leave it in the order of their coming. A
-server that is resumed or readmitted, a request that ends, and the end of a hold let the line look again.
+**The line.** A request that no server can take yet waits in line; requests leave it in the order of arrival. The line
+moves when a server is resumed or readmitted, when a request ends, and when a hold ends.
 
-**Shares.** When several servers are paused together, the first that is resumed would get all that waits, and keep its
-sessions. So each server gets a share. While others are expected back, it has at most as many requests as all there are,
-running and in line, divided by the servers that serve or are expected. What is left stays in line, for as long as the
-first pause took or _HOLD_S; then whoever serves takes it. A server that failed is expected no more, unless all failed:
-then the first to come back waits for the others, for _OUTAGE_HOLD_S. Nothing is held in an update that is rolling.
+**Shares.** When several servers are paused together, the first one resumed would get all waiting requests, and keep
+their sessions. So each server gets a share. While others are expected back, a server gets at most the number of
+running and waiting requests, divided by the number of servers that serve or are expected. The rest stay in line, for as
+long as the first pause took, but at least _HOLD_S. Then any serving server takes them. A failed server is no longer
+expected, unless all failed: then requests wait _OUTAGE_HOLD_S for the others. A rolling update holds no requests.
 
-**Sessions** are bound to a server and its weights, for the prefixes that are cached there. A session moves when either
-is gone, while the server is paused, and when the server is crowded: reading a prefix again costs less than to share the
-server with so many.
+**Sessions** are bound to a server and its weights, because prefixes are cached there. A session moves when either is
+gone, while the server is paused, and when the server is crowded: to read a prefix again costs less than to share a
+crowded server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arl.engine.client.server_pool import Server, ServerPool, ServerState
 
 _MAX_SESSIONS = 65_536
 _STARTS_PER_TURN = 16
-"""Requests that may start in one turn of the event loop: a thousand at once would hold it for a second."""
+"""Requests that may start in one turn of the event loop: a thousand at once would block it for a second."""
 _HOLD_S = 1.0
 """Requests are held for this long, or as long as the first server was paused, if that is longer."""
 _OUTAGE_HOLD_S = 2.5
@@ -50,10 +50,10 @@ class Line:
         self._line: deque[_Waiter] = deque()
         self._turns = asyncio.Semaphore(_STARTS_PER_TURN)
         self._coming: Counter[Server] = Counter()
-        """Requests that left the line for a server, and are not sent yet."""
+        """Requests that left the line for a server, but are not sent yet."""
         self._sessions: OrderedDict[str, tuple[Server, int]] = OrderedDict()
         self._hold: tuple[object, float] | None = None
-        """The expectation that requests are held for, and the time at which that ends."""
+        """The expectation for which requests are held, and when the hold ends."""
         self._looks_again = False
         self._error: Exception | None = None
         pool.listen(self._look_again)
@@ -61,7 +61,7 @@ class Line:
     async def find(self, session_id: str | None, deadline: float, avoid: Server | None = None) -> Server:
         """The session's server, else the one with the fewest requests. Raises TimeoutError at the deadline.
 
-        avoid: where the request has just failed; the last choice.
+        avoid: the server where the request has just failed; chosen only if there is no other.
         """
         await self._turns.acquire()
         asyncio.get_running_loop().call_soon(self._turns.release)
@@ -80,11 +80,11 @@ class Line:
             if server.state is ServerState.SERVING and not self._pool.is_held:
                 return server
             waiter.server = asyncio.get_running_loop().create_future()
-            self._line.appendleft(waiter)  # it was paused, or failed, in the same moment
-            self._look_again()  # others may serve, and nothing else may happen for long
+            self._line.appendleft(waiter)  # the server was paused, or failed, in the same moment
+            self._look_again()  # others may serve, and nothing else may move the line for long
 
     def turn_away(self, error: Exception) -> None:
-        """Raise this for all who wait, and for all who come."""
+        """Raise this for all requests that wait, and for all later ones."""
         self._error = error
         while self._line:
             waiter = self._line.popleft()
@@ -114,7 +114,7 @@ class Line:
             if not self._line:
                 return
             first = self._line[0]
-            if not first.server.done():  # else its caller has given up
+            if not first.server.done():  # if done, its caller has given up
                 if (server := self._choose(first.session_id, first.avoid)) is None:
                     return
                 self._coming[server] += 1
@@ -159,7 +159,7 @@ class Line:
         return math.ceil((max(len(self._line), 1) + sum(map(self._load, members))) / len(members))
 
     def _may_hold(self) -> bool:
-        """Whether requests may wait though a server serves: once in an update, from the first that does."""
+        """Whether requests may wait although a server serves: once per expectation, from the first that serves."""
         loop = asyncio.get_running_loop()
         expectation = self._pool.expectation
         if self._hold is None or self._hold[0] is not expectation:

@@ -1,6 +1,6 @@
-"""Joining and leaving: the servers of the start, those that are added to a run, and those that are taken away.
+"""Servers join and leave: those of the start, those added to a run, and those removed from it.
 
-None serves before it has been greeted, fits the others and holds the current weights. None leaves with a request.
+A server serves once it has been greeted, fits the others and holds the current weights. It leaves without requests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from arl.engine.client.server_update import leave_running
 from arl.engine.client.upkeep import Upkeep
 
 _GREETING_PAUSES_S = (0.0, 0.2, 1.0)
-"""Before each greeting of a server at the start."""
+"""How long to wait before each greeting of a server at the start."""
 _HANDOVER_TIMEOUT_S = 3.0
-"""How long a server that leaves may take to return what it has aborted, and to unload its adapters."""
+"""How long a leaving server may take to return aborted requests, and to unload its adapters."""
 
 
 class Membership:
-    """Takes servers into `pool`, and lets them go; `upkeep` brings them to the current weights."""
+    """Adds servers to `pool` and removes them; `upkeep` brings them to the current weights."""
 
     def __init__(self, pool: ServerPool, config: ClientConfig, upkeep: Upkeep) -> None:
         self._pool = pool
@@ -31,7 +31,7 @@ class Membership:
         self._upkeep = upkeep
 
     async def start(self, clients: Sequence[ServerClient]) -> None:
-        """Take in the first servers. Raises ServerError naming those that do not answer, or do not fit together."""
+        """Add the first servers. Raises ServerError naming those that do not answer, or do not fit together."""
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(_greet(client)) for client in clients]
         answers = {client: call.result() for client, call in zip(clients, calls, strict=True)}
@@ -65,7 +65,7 @@ class Membership:
                     await leave_running(server)
 
     async def remove(self, server: Server, drain_timeout_s: float) -> None:
-        """Let its requests end, hand on those that do not end in time, and drop it."""
+        """Let its requests end, give those that do not end in time to other servers, and drop it."""
         others = [other for other in self._pool.servers if other is not server and not other.is_leaving]
         if not others or (server.is_in_service and not any(other.is_in_service for other in others)):
             raise ServerError(f"{server.address} is the last server that serves; add another before removing it")
@@ -80,7 +80,7 @@ class Membership:
                         group.create_task(self._upkeep.abort_now(server, attempt.rid))
                 if not await self._drained(server, _HANDOVER_TIMEOUT_S):
                     self._pool.lose_attempts(server, f"{server.address} was removed")
-        except BaseException:  # cancelled, most of all: the server goes on as before
+        except BaseException:  # mostly a cancellation: the server goes on as before
             self._pool.stay(server)
             raise
         with suppress(TimeoutError):
@@ -103,7 +103,7 @@ class Membership:
 
 
 async def _greet(client: ServerClient) -> Greeting | ServerError:
-    """Greets again if a request failed: one bad answer among many servers' does not keep a run from starting."""
+    """Greets again if a request failed, so that one bad answer among many servers does not stop a run's start."""
     failure = ServerError("")
     for pause_s in _GREETING_PAUSES_S:
         await asyncio.sleep(pause_s)

@@ -32,7 +32,7 @@ _STOP_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 600.0
-"""A server that has served for this long may die max_restarts times again."""
+"""A server that has served for this long may again die max_restarts times."""
 _LOG_LINES = 20
 _LOG_END = 1 << 16
 
@@ -72,7 +72,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 async def running(
     program: Callable[[int, int], Program], config: LocalEngineConfig | SGLangProcessesConfig
 ) -> AsyncIterator[ServerProcesses]:
-    """Run the programs of config.num_servers indices and ports; gives them once all of them are ready.
+    """Run the programs of config.num_servers indices and ports; yields them once all are ready.
 
     A server that dies is started again on its port, at most config.max_restarts times in a row, with a warning that
     shows the end of its log; meanwhile the engine fences it. When the last server has died for good, the block is
@@ -128,9 +128,9 @@ class ServerProcesses:
         return sum(server.num_restarts for server in self._servers.values())
 
     def restart(self, address: str, reason: str, absent_s: float) -> bool:
-        """Kill a server that hangs; it is started again as one that died. False while it is not ready anyway.
+        """Kill a server that hangs; it is then started again as if it had died. False while it is not ready anyway.
 
-        absent_s: how long it has not served, though it may have been started again meanwhile.
+        absent_s: how long it has not served; it may have been started again meanwhile.
         """
         server = self._servers.get(address)
         return server is not None and server.end_hung(reason, absent_s)
@@ -177,7 +177,7 @@ class _Server:
         self._up_since = time.monotonic()
 
     async def keep_alive(self, max_restarts: int) -> str:
-        """Start it again whenever it has died; returns its last words once it has died too often in a row."""
+        """Start it again whenever it dies; returns its last words when it has died too often in a row."""
         restarts = 0
         while True:
             if self.process is not None:

@@ -1,8 +1,8 @@
 """One inference server that speaks SGLang's HTTP protocol: its calls, its answers, and what it says of itself.
 
-A call raises ServerFailedError if the server could not answer, so that another, or the same one later, may
-(UnfitServerError: it must not go on as it is); ServerError if it refused, and would again (NoSuchPathError: it has
-no such path); PromptTooLongError if the prompt does not fit.
+A call raises ServerFailedError if the server could not answer; another, or the same one later, may (UnfitServerError:
+it must not go on as it is). It raises ServerError if the server refused, and would refuse again (NoSuchPathError: it
+has no such path), and PromptTooLongError if the prompt does not fit.
 Timeouts are the caller's, by asyncio.timeout.
 """
 
@@ -40,11 +40,11 @@ _MAX_LOGPROB = 1e-4
 
 
 _NONSENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""What reading an answer raises that is not of the expected form."""
+"""The errors of reading an answer that does not have the expected form."""
 
 
 class UnfitServerError(ServerFailedError):
-    """An answer of /generate shows that its server must not go on as it is: it cannot be, or an adapter is gone."""
+    """An answer of /generate shows that its server must not go on as it is: it is impossible, or an adapter is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ class ServerClient(JsonClient):
 
 
 def _parse_answer(body: dict[str, Any]) -> Answer:
-    """Raises LookupError, TypeError and ValueError for an answer that cannot be."""
+    """Raises LookupError, TypeError or ValueError for an impossible answer."""
     meta = body["meta_info"]
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
@@ -256,7 +256,7 @@ class Greeting:
     num_late: int
     """Most tokens of a request that may still be on their way out of the model when a pause in place takes effect."""
     unreached: str | None = None
-    """The setting with which updates do not reach all of the server, and what to do instead."""
+    """The setting that keeps updates from reaching all of the server, and what to do instead."""
     traits: Mapping[str, Any]
     """Traits that servers of the same model share; absent or None if this server does not report it."""
 
@@ -309,7 +309,7 @@ _UNREACHED = {
     "pp_size": "split the model by tensor parallelism (--tp-size) instead",
     "tokenizer_worker_num": "a pause reaches one of them alone: leave the option out",
 }
-"""Settings of SGLang with which updates do not reach every process of a server; what to do instead."""
+"""Settings of SGLang that keep updates from reaching every process of a server; what to do instead."""
 
 
 def _unreached(settings: Mapping[str, Any]) -> str | None:
@@ -322,7 +322,7 @@ def _above_one(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def _shape(address: str, model_path: str) -> dict[str, Any]:
-    """The shape of a server's model, if server and model lie on this machine; else nothing."""
+    """The shape of a server's model, if server and model are on this machine; else empty."""
     if URL(address).host not in ("127.0.0.1", "localhost", "::1"):
         return {}
     try:
@@ -334,7 +334,7 @@ def _shape(address: str, model_path: str) -> dict[str, Any]:
 
 
 def expected_of(model: ServedModel) -> Greeting:
-    """The greeting of a server of this model, as far as it is known."""
+    """The greeting that a server of this model would give, as far as the model is known."""
     traits = {"model type": model.model_type, "vocabulary's size": model.vocab_size, **model.shape}
     return Greeting(address=f"{model.name} (the model to serve)", label="", num_late=0, traits=traits)
 

@@ -21,7 +21,7 @@ out of service, and keep their state while a task pauses, loads and resumes them
 changes a server's weights (to an adapter loaded beside what runs) and not its state. A load that is begun, ended or
 disturbed out of turn raises RuntimeError; any other call leaves the state as it is.
 
-All methods belong to one event loop. `changed` is the wait that is woken, and who `listen`s is called as well.
+All methods belong to one event loop. A wake ends the wait `changed`, and calls the functions given to `listen`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Server:
     is_leaving: bool = False
     """It gets no new requests and will be dropped."""
     num_failures: int = 0
-    """Requests in a row that it has failed."""
+    """How many requests in a row it has failed."""
     backoff_s: float = 0.0
     """How long its next probe waits."""
     pauses: int = 0
@@ -155,11 +155,11 @@ class Server:
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """Servers that are out together, and will serve again soon: they are paused, or about to be."""
+    """Servers that were taken out together, and will serve again soon: they are paused, or about to be."""
 
     servers: tuple[Server, ...] = ()
     is_outage: bool = False
-    """They were all fenced instead; some may not come back."""
+    """All servers were fenced instead; some may not come back."""
     began: float = math.inf
     """When the first of them was paused, by the event loop's clock."""
 
@@ -169,9 +169,9 @@ class ServerPool:
 
     def __init__(self, version: int) -> None:
         self.is_held = False
-        """Generation is paused as a whole: no server gets requests, not even one that serves."""
+        """All generation is paused: no server gets requests, not even one that serves."""
         self.newest_sent = version
-        """The newest version that any server was told to load. A token of a newer one is not this engine's."""
+        """The newest version that any server was told to load. A token of a newer version is not from this engine."""
         self.servers: list[Server] = []
         self.expectation = Expectation()
         self._listeners: list[Callable[[], None]] = []
@@ -296,7 +296,7 @@ class ServerPool:
         if was_in_service:
             server.reason, server.probed = reason, ""
         self._move(server, "fence")
-        if was_in_service and not self.in_service:  # what fails at once, as with a network, may come back at once
+        if was_in_service and not self.in_service:  # failed together, as with a network: may return together
             self.expectation = Expectation(tuple(self.servers), is_outage=True)
         return was_in_service
 

@@ -1,11 +1,11 @@
 """The update of one server: prepare while it generates, then pause, load, resume.
 
 It may fail, or be cut off, at any point. Until the pause the server holds its old weights, whole. From the first byte
-of a load until its end it may hold a mixture, whatever label it shows: it is not resumed then.
+of a load until its end it may hold a mixture, whatever label it shows. It is not resumed in that time.
 
 **An adapter** is loaded beside the others while the server generates, and new requests name it from then on. An adapter
-that no request names any more is unloaded in the background: SGLang first waits for the requests that it believes in
-flight, and loads no other adapter meanwhile.
+that no request names any more is unloaded in the background, because SGLang first waits for the requests that it
+believes in flight, and loads no other adapter meanwhile.
 
 The caller holds `server.busy`, and fences the server if a call raises.
 """
@@ -28,15 +28,15 @@ _UNLOAD_TIMEOUT_S = 30.0
 _RESUME_TIMEOUT_S = 3.0
 _RECENT_PAUSES, _ENOUGH_PAUSES = 256, 4
 _PATIENCE = 4.0
-"""A server that an update pauses for so many times the longest of the recent ones hangs, and is fenced."""
+"""A server is fenced as hung if an update pauses it this many times as long as the longest recent update did."""
 _LEAST_PAUSE_S = 5.0
-"""But no sooner than this."""
+"""No server is fenced for a shorter pause."""
 
 logger = logging.getLogger(__name__)
 
 
 class ServerUpdates:
-    """Brings servers of `pool` to new weights, each by itself. spawn: runs a coroutine in the background."""
+    """Brings single servers of `pool` to new weights. spawn: runs a coroutine in the background."""
 
     def __init__(
         self, pool: ServerPool, config: ClientConfig, spawn: Callable[[Coroutine[Any, Any, None]], object]
@@ -78,7 +78,7 @@ class ServerUpdates:
         return UpdateStats(pause_s=self._pauses_s[-1], load_s=loaded - paused)
 
     def longest_pause_s(self) -> float | None:
-        """How long a server may be paused for an update; None while only update_timeout_s says."""
+        """How long a server may be paused for an update; None while only update_timeout_s limits that."""
         is_known = len(self._pauses_s) >= _ENOUGH_PAUSES
         return max(_LEAST_PAUSE_S, _PATIENCE * max(self._pauses_s)) if is_known else None
 
@@ -91,7 +91,7 @@ class ServerUpdates:
         self._pool.resume(server)
 
     async def unload(self, server: Server, adapters: list[str]) -> None:
-        """Forget adapters that no request names any more. If that fails, the next load tries again."""
+        """Unload adapters that no request names any more. If that fails, the next load tries again."""
         for name in adapters:
             try:
                 async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
@@ -103,14 +103,14 @@ class ServerUpdates:
 
 
 async def leave_running(server: Server) -> None:
-    """Resume a server that this engine lets go. One that does not answer is left as it is."""
+    """Resume a server that this engine releases. If it does not answer, it is left as it is."""
     with suppress(ServerError, TimeoutError):
         async with asyncio.timeout(_RESUME_TIMEOUT_S):
             await server.client.resume()
 
 
 async def _twice(call: Callable[[], Awaitable[None]]) -> None:
-    """Repeat a call that may be repeated, if it fails: a fence in the middle of an update loses all that runs."""
+    """Make an idempotent call again if it fails: a fence in the middle of an update loses all running requests."""
     try:
         await call()
     except ServerFailedError:

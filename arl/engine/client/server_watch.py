@@ -1,12 +1,12 @@
-"""Watching over the servers of a pool, so that none is lost in silence.
+"""Watches over the servers of a pool, so that none is lost silently.
 
 | task | does | waits for |
 |---|---|---|
 | listen | asks each server in service for a sign of life; fences a silent one, and loses its requests | the clock |
-| hold the floor | ends the run when fewer than engine.min_servers have served for too long | a server's change |
+| hold_floor | ends the run when fewer than engine.min_servers have served for too long | a server's change |
 
-A server that is fenced is logged with the reason, and again when it serves: for each server one fence a minute, and one
-reminder after 1, 2, 4, ... minutes. One of arl's own that stays fenced and gives no proper answer is started again.
+The log tells when a server is fenced, and why, and when it serves again: for each server one fence a minute, and
+reminders after 1, 2, 4, ... minutes. A server of arl's own that stays fenced without a proper answer is started again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LISTEN_EVERY_S = 5.0
 _SILENCE_S = 30.0
 """A server that has not answered for this long is fenced."""
 _HUNG_S = 60.0
-"""One of arl's own that stays fenced for this long without a proper answer is killed, and started again."""
+"""A server of arl's own that stays fenced for this long without a proper answer is killed, and started again."""
 _GRACE_S = 1.0
-"""An update that waits for the same servers as the floor gives up this much sooner, and says what it was."""
+"""If an update waits for the same servers, it gives up this much earlier than the floor, and names its version."""
 _QUIET_S = 60.0
-"""The log tells of at most one fence of a server in this time."""
+"""The log tells of at most one fence of each server in this time."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _Absence:
     is_told: bool = False
     next_line: float = 0.0
     silent_since: float | None = None
-    """When it failed to answer for the first time, since it last did or was started again."""
+    """When it first failed to answer, since it last answered or was started again."""
 
 
 class ServerWatch:
@@ -97,10 +97,10 @@ class ServerWatch:
         self._last_lines.pop(server, None)
 
     async def listen(self, silent: Callable[[Server], None], suspect: Callable[[Server, str], None]) -> None:
-        """Ask all servers in service for a sign of life, for ever. silent, suspect: told of those without."""
+        """Ask all servers in service for a sign of life, for ever. silent, suspect: called for those without one."""
 
         async def ask(server: Server) -> None:
-            for _ in range(2):  # one connection may have been dropped without a word, which says nothing of the server
+            for _ in range(2):  # one connection may have been dropped silently, though the server is well
                 try:
                     async with asyncio.timeout(_SILENCE_S / 2):
                         await server.client.model_info()
@@ -130,8 +130,7 @@ class ServerWatch:
             except TimeoutError:
                 serve = f"{len(self._pool.in_service)} of {len(self._pool.servers)} servers serve"
                 raise ServerError(
-                    f"{serve}, fewer than engine.min_servers={least}, and that for {longest_s:g} s: "
-                    f"{self._pool.report()}"
+                    f"{serve}, fewer than engine.min_servers={least}, for {longest_s:g} s: {self._pool.report()}"
                 ) from None
 
     def _tell(self, server: Server, now: float) -> None:

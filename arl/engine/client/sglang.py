@@ -2,19 +2,19 @@
 
     agenerate --> wait for a server --> attempt --> tokens kept --> done? --> response
                         ^                  |                          |
-                        |          fault: fence the server            | no: cut short by a pause
+                        |          fault: check or fence the server   | no: cut short by a pause
                         +------------------+--------------------------+
 
 **Versions.** The server's spans give each token's version. A server that runs ahead of its results (SGLang on a GPU)
-may have sampled the first token after an update in place under the version before, so that token bears the version
-before. Without spans, all tokens bear the version that the server held before the request was sent; under an adapter,
+may have sampled the first token after an update in place under the previous version, so that token bears the previous
+version. Without spans, all tokens bear the version that the server held before the request was sent; under an adapter,
 the adapter's. Labels are str(version); the label that a server had before its first update stands for the engine's
-first version. Any other label, or one older than the request, means that the server was restarted behind our back; one
-newer than all that this engine has sent, that another training updates it. Such an answer is thrown away, like one
-with too many tokens or impossible ones, and the server is fenced until it holds the current weights.
+first version. Any other label, or one older than the request, means that somebody else restarted the server. A label
+newer than all that this engine has sent means that another training updates it. The engine throws such an answer away,
+like one with too many or impossible tokens, and fences the server until it holds the current weights.
 
-**Prefix caches.** Each request names its server's weights as `extra_key`, which SGLang makes part of the cache's key:
-else a later turn would silently be sampled on top of old weights' KV, and its logprobs would be of no version. Under
+**Prefix caches.** Each request names its server's weights as `extra_key`, which SGLang makes part of the cache's key.
+Otherwise a later turn would silently be sampled on old weights' KV, and its logprobs would have no version. Under
 retract and abort an update flushes the cache too: a retracted request keeps its key and would find its own old KV.
 """
 
@@ -80,7 +80,7 @@ class RemoteSGLangEngine:
     ) -> None:
         """model: what the servers should serve. Without it, token ids and the servers' model are not checked.
 
-        processes: those of the servers that arl started, so that one that hangs is started again.
+        processes: of the servers that arl started, to start one again that hangs.
         """
         if not addresses:
             raise ServerError("there is no server to ask: addresses is empty")
@@ -227,7 +227,7 @@ class RemoteSGLangEngine:
             block_error.add_note(f"at the same time: {failure!r}")
 
     async def _choose(self, request: ModelRequest, deadline: float, avoid: Server | None) -> Server:
-        """A server that is serving, if possible not `avoid`; waits in line for one until the deadline."""
+        """A serving server, if possible not `avoid`. Waits in line for one until the deadline."""
         self._check_open()
         try:
             return await self._line.find(request.session_id, deadline, avoid)
@@ -278,7 +278,7 @@ class RemoteSGLangEngine:
         return f"{server.address} aborted the request, and nobody asked for it"
 
     def _flaw(self, server: Server, attempt: Attempt, partial: PartialResponse, answer: Answer) -> str | None:
-        """Why the answer is not to be believed; None if it is."""
+        """Why the answer cannot be trusted; None if it can."""
         if (flaw := partial.flaw(answer, self._model.vocab_size)) is not None:
             return f"{server.address} {flaw}"
         newest = self._pool.newest_sent

@@ -1,7 +1,7 @@
-"""Keeping the servers of a pool fit to serve: weight updates of all of them, fences for those that fail, probes.
+"""Keeps the servers of a pool fit to serve: updates all of them, fences those that fail, and probes these.
 
 A server that fails is fenced: it gets no requests, and a probe runs until it is healthy and holds the newest weights.
-`ServerUpdates` knows how one server is updated, `Membership` how servers join and leave, `ServerWatch` what is told.
+`ServerUpdates` updates one server, `Membership` adds and removes servers, `ServerWatch` counts and logs what happens.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Upkeep:
             self._probes[server] = self._spawn(self._probe(server))
 
     def suspect(self, server: Server, reason: str) -> None:
-        """A call failed. Once may be chance, and a fence costs more than a request: the server is asked how it is.
+        """A call failed. One failure may be chance, and a fence costs more than a request: check the server first.
 
         A second failure without a success in between fences it.
         """
@@ -234,8 +234,8 @@ class Upkeep:
     async def _probe(self, server: Server) -> None:
         """Bring a fenced server back, however long it takes. After a second failure in a row its requests are lost.
 
-        The waits double until the server answers a request: one that is well in every probe and fails every request
-        is not readmitted all the time.
+        The waits double until the server answers a request, so that one which passes every probe and fails every
+        request is not readmitted all the time.
         """
         num_failures = 0
         while True:
@@ -271,7 +271,7 @@ class Upkeep:
                 # It may have been started again, as another than it was. It is not resumed: it may hold a mixture.
                 self.welcome(server, await greet(server.client, sets_going=False))
             if self._target is not target:
-                return False  # before a load of weights that may be gone, which would count as the server's fault
+                return False  # these weights may be gone, and a failed load would count as the server's fault
             if target is not None and not server.holds(target.version, told):
                 await self._bring_up_to_date(server, target)
             if not self._pool.is_held:
