@@ -130,10 +130,13 @@ class Experiment(Generic[ConfigT]):
         """The settings with the prepared model, and the setup. Raises ConfigError (run_dir), and as `prepare` does."""
         await offload(make_run_dir, config.run_dir)
         await offload(_hide_progress_bars)
+        preparing = offload(self._prepared, config)
         try:
-            prepared = await asyncio.to_thread(self._prepared, config)
+            prepared = await asyncio.shield(preparing)
         except asyncio.CancelledError:
             log.warning("the preparation goes on to its end, as a thread cannot be stopped; Ctrl-C once more ends it")
+            await asyncio.wait([preparing])  # with run_dir's lock held, as it may write there
+            preparing.exception()  # else asyncio would report an error that nobody retrieved
             raise
         setup = await prepared if inspect.isawaitable(prepared) else prepared
         return config.model_copy(update={"model": setup.model}), setup

@@ -17,12 +17,13 @@ from scripted_launch import small, use_fakes
 import arl.assembly
 from arl.api.config import Config
 from arl.api.engine import Sampler
-from arl.api.errors import ConfigError, EngineClosedError
+from arl.api.errors import ConfigError, EngineClosedError, RunFileError
 from arl.api.scripted import ScriptedEngine
 from arl.api.types import Example, Group, ModelRequest, Trajectory
 from arl.assembly import launch, serve
 from arl.cli import load_config
 from arl.experiment import Experiment, ExperimentConfig, Setup
+from arl.training.run_files import RunLock
 
 EXAMPLES = [{"number": number} for number in range(8)]
 
@@ -156,7 +157,7 @@ async def test_a_function_prepares_on_a_thread_and_a_coroutine_function_here_in_
     assert seen == [(False, True), (True, True)]
 
 
-async def test_a_preparation_that_is_stopped_goes_on_to_its_end_and_says_so(
+async def test_a_preparation_that_is_stopped_says_so_and_keeps_other_runs_out_until_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, go, ended = asyncio.Event(), threading.Event(), threading.Event()
@@ -168,14 +169,20 @@ async def test_a_preparation_that_is_stopped_goes_on_to_its_end_and_says_so(
         ended.set()
         return setup()
 
-    task = asyncio.create_task(Experiment(config=Config, prepare=prepare).aprepare(small(tmp_path)))
+    task = asyncio.create_task(Experiment(config=Config, prepare=prepare).train(small(tmp_path)))
     await begun.wait()
     task.cancel()
+    await asyncio.wait([task], timeout=0.1)
+    assert "Ctrl-C once more ends it" in caplog.text
+    with pytest.raises(RunFileError, match="another run trains"):
+        RunLock(tmp_path).take()
+    go.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert "Ctrl-C once more ends it" in caplog.text
-    go.set()
-    assert await asyncio.to_thread(ended.wait, 30)
+    assert ended.is_set()
+    lock = RunLock(tmp_path)
+    lock.take()
+    lock.release()
 
 
 async def test_an_unusable_run_dir_is_refused_before_anything_is_prepared(tmp_path: Path) -> None:
