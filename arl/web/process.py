@@ -73,9 +73,10 @@ class Watch:
         thread."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         self._stop = lambda: loop.call_soon_threadsafe(stop.set)
+        # Before the handlers, or a signal that came between would be lost.
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)  # the thread reads its number: the kernel's part cannot be blocked
-        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         return stop
 
     def _wait(self) -> None:

@@ -135,6 +135,25 @@ async def test_a_watch_ends_with_its_block_and_leaves_the_signals_as_they_were(
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
+async def test_a_signal_that_comes_while_the_watch_begins_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrange = signal.set_wakeup_fd
+
+    def interrupted(*args: int, **options: bool) -> int:
+        if args != (-1,):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return arrange(*args, **options)
+
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    monkeypatch.setattr(signal, "set_wakeup_fd", interrupted)
+    with Watch() as watch:
+        stop = watch.stop_event()
+        if not received:
+            async with asyncio.timeout(DEADLINE_S):
+                await stop.wait()
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_an_address_that_others_can_reach_needs_a_key() -> None:
     check_address("127.0.0.1", 0, None)
     check_address("0.0.0.0", 8000, "key")
