@@ -16,19 +16,19 @@ from arl.api.types import TrainSequence
 _TOLERANCE = 0.01
 """The relative precision of the search for the smallest budget."""
 _FEW = 16
-"""So many pieces of a node are packed anew rather than filled up."""
+"""Up to this many pieces of a node are packed from scratch instead of being filled up."""
 
 
 def pack(order: PrefixOrder, budget: int, units: Sequence[int] = ()) -> list[list[int]]:
     """Bins of the order's indices that forward at most `budget` tokens each; a larger sequence or unit gets its own.
 
-    units[i]: the unit of the order's index i. Sequences of one unit >= 0 are one piece; any other sequence is one.
+    units[i]: the unit of the order's index i. Sequences of one unit >= 0 are one piece, as is any other sequence.
 
     Packing goes from the leaves of the radix tree to its root. The pieces below a node are packed best-fit-decreasing
     (Johnson 1973: at most 11/9 of the fewest possible bins, plus one) into bins that hold the node's own prefix once.
     Pieces that fit into one bin stay together from there on. A family that does not fit is cut, and its smallest part
     is packed with others. Indices within a bin are ascending, and so are the bins by their first index.
-    The time is near linear in the sequences, however deep the tree is.
+    The time is nearly linear in the number of sequences, however deep the tree is.
     """
     if budget < 1:
         raise ValueError(f"the token budget is {budget}; it must be at least 1")
@@ -67,11 +67,11 @@ class _TooManyError(Exception):
 @dataclass(frozen=True, slots=True)
 class _Piece:
     num_tokens: int
-    """That they forward."""
+    """Tokens that its parts forward."""
     first: int
     """Its smallest index."""
     parts: tuple[_Piece | int, ...]
-    """Pieces and indices; collected at the end, as a piece of a deep tree is joined again and again."""
+    """Pieces and indices; flattened only at the end, because pieces of a deep tree are joined again and again."""
 
     def indices(self) -> Iterable[int]:
         left: list[_Piece | int] = [self]
@@ -110,7 +110,7 @@ class _Parts:
 
 
 def _bins(parts: _Parts, budget: float, most: float = inf) -> list[_Piece]:
-    """Raises _TooManyError for more than `most` bins, as soon as that is certain."""
+    """Raises _TooManyError as soon as more than `most` bins are certain."""
     return _best_fit_decreasing(
         [*([unit] for unit in parts.units), *_families(parts.others, budget, most)], 0, budget, most
     )
@@ -119,7 +119,7 @@ def _bins(parts: _Parts, budget: float, most: float = inf) -> list[_Piece]:
 def _families(order: PrefixOrder, budget: float, most: float) -> list[list[_Piece]]:
     """Families, cut to the budget: bottom up, pieces below a node (a shared prefix) are joined if they fit."""
     depths = [0]  # of the nodes on the path from the root to the current sequence
-    children: list[list[list[_Piece]]] = [[]]  # the pieces of each child of these nodes that is complete
+    children: list[list[list[_Piece]]] = [[]]  # for each of these nodes, the pieces of its complete children
     # A last entry that shares nothing closes all nodes.
     next_shared = (*order.shared[1:], 0)
     for index, length, shared in zip(order.indices, order.lengths, next_shared, strict=False):
@@ -138,8 +138,8 @@ def _best_fit_decreasing(
 ) -> list[_Piece]:
     """Join pieces that share their first `depth` tokens, as long as they fit into the budget; the fullest come last.
 
-    Of one child no two pieces fit together: they did not below, where they share more. So the pieces of a child with
-    many are filled up by the others' in place, and `most` pieces here are at least as many bins in the end.
+    No two pieces of one child fit together: they did not fit below, where they share more. So if a child has many, the
+    pieces of the others fill them up in place. The pieces here need at least as many bins in the end.
     """
     largest = max(range(len(children)), key=lambda i: len(children[i]), default=0)
     bins = children[largest] if children else []

@@ -1,4 +1,4 @@
-"""Process rewards: the trained token that each belongs to, and the discounted sums that earlier tokens get."""
+"""Process rewards: which trained token gets each of them, and the discounted sums for earlier tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from arl.api.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """A batch's M trained tokens among its T, those of masked-out trajectories included."""
+    """The M trained tokens among a batch's T tokens, including those of masked-out trajectories."""
 
     places: torch.Tensor
     """int64[M], ascending."""
@@ -64,12 +64,12 @@ def process_rewards(
 ) -> torch.Tensor:
     """float64[T]: process rewards, normalised among peers as `settings` say; 0 without process rewards.
 
-    Rewards of tokens are normalised among the peers' trained tokens, rewards of turns among their turns, both apart
-    from the outcome (PRIME, 2502.01456; GRPO's process supervision, 2402.03300, 4.1.3):
+    Rewards of tokens are normalised among the peers' trained tokens, and rewards of turns among their turns. The
+    outcome is not part of either (PRIME, 2502.01456; GRPO's process supervision, 2402.03300, 4.1.3):
 
-        none, greedy:                   as they are
-        group_mean, length_weighted:    less the mean over all of them
-        leave_one_out:                  less the mean of the other episodes' means
+        none, greedy:                   unchanged
+        group_mean, length_weighted:    minus the mean over all of them
+        leave_one_out:                  minus the mean of the other episodes' means
         group_std:                      divided by the standard deviation over all of them + 1e-6
 
     A trajectory without token_rewards or turns counts in no mean. If the baseline comes from peers, equal rewards
@@ -124,8 +124,8 @@ def returns_to_go(
 ) -> torch.Tensor:
     """float64[T]: for each trained token the discounted sum of its own and all later rewards of its trajectory.
 
-    A reward n trained tokens and m turns later counts token_discount^n turn_discount^m. A trained token outside every
-    turn belongs to the turn before it.
+    A reward n trained tokens and m turns later has the weight token_discount^n turn_discount^m. A trained token outside
+    every turn belongs to the turn before it.
     """
     kept = settings.token_discount * trained.goes_on.double()
     if settings.turn_discount < 1:
@@ -157,7 +157,7 @@ def gae_advantages(batch: Batch, outcomes: Sequence[float], settings: GAEAdvanta
         delta_t = r_t + discount V_{t+1} - V_t        A_t = delta_t + discount lam A_{t+1}
 
     Untrained tokens in between are skipped: the environment's answer is part of the transition. r_t are the process
-    rewards since t, less the KL in the reward; the last token has the outcome too. After it V is 0, even if a length
+    rewards since t, minus the KL in the reward; the last token gets the outcome too. After it V is 0, even if a length
     limit ended the trajectory (as in verl and TRL): the reward already values the cut.
     """
     trained = TrainedTokens.of(batch)

@@ -214,8 +214,8 @@ def masked_attention(
 ) -> torch.Tensor:
     """As block_attention, but a query sees only the last `sliding_window` tokens up to itself.
 
-    What pieces of a stretch need is freed after each: backward passes compute it again. Together it would be a multiple
-    of the row: in an episode that branches at every turn, each stretch sees all that came before it.
+    The memory of each piece is freed after it, and backward passes compute it again. Together the pieces would need a
+    multiple of the row: in an episode that branches at every turn, each stretch sees everything before it.
     """
     key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
     outputs: list[torch.Tensor] = []

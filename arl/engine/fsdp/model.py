@@ -42,7 +42,7 @@ from arl.engine.weights.sender import spec_of
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCORE = "score.weight"
 _SAMPLES = 64
-"""How many pages of a weights file tell it from others. Training changes most numbers of each tensor."""
+"""How many pages identify a weights file. Training changes most numbers of each tensor, so a few are enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,7 +142,7 @@ def local_directory(name: str) -> str:
 
 
 def model_digest(name: str) -> str | None:
-    """Tells models apart, wherever they lie: by config, vocabulary and samples of the weights, not whole files.
+    """A digest of a model, the same wherever it lies: of config, vocabulary and samples of the weights files.
 
     None if it is not here, or has no safetensors.
     """
@@ -358,7 +358,7 @@ def _specs(tensors: Mapping[str, torch.Tensor], loaded: LoadedModel) -> tuple[Te
 def whole_directory(directory: Path) -> Iterator[Path]:
     """A directory to write to. At the end it is renamed to `directory`; on an error it is deleted.
 
-    It may not survive a power cut, as forcing it to the disk would hold up a step. Checkpoints do. Raises
+    It may not survive a power cut, because forcing it to the disk would delay a step. Checkpoints survive. Raises
     TransportError if it cannot be written.
     """
     directory = Path(os.path.abspath(directory))

@@ -1,4 +1,4 @@
-"""One rank of a RayTrainEngine: an FSDPTrainEngine in a process of its own, which a driver calls through Ray.
+"""One rank of a RayTrainEngine: an FSDPTrainEngine in its own process, which a driver calls through Ray.
 
 training    one thread, as collectives need it
 beside      snapshots and savings
@@ -59,7 +59,7 @@ class CallOutcome:
     error: Exception | None = None
     traceback: str = ""
     messages: tuple[Message, ...] = ()
-    """Logged on the rank since its last call."""
+    """What the rank logged since its last call."""
     is_dead: bool = False
 
 
@@ -186,7 +186,7 @@ class RankActor:
 
 @contextlib.contextmanager
 def _gloo_at(address: str) -> Iterator[None]:
-    """Gloo groups made in this block listen at loopback if ranks meet there; later ones may go to other machines."""
+    """Gloo groups made in this block listen at loopback if ranks meet there; later groups may reach other machines."""
     is_local = address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ
     if is_local:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"

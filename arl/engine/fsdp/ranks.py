@@ -34,7 +34,7 @@ _CLOSING_S = 300.0
 
 
 class _Watch:
-    """Tells when ranks hang in a call: for timeout_s none computed a microbatch, or, beside training, none answered."""
+    """Finds ranks that hang in a call: none computed a microbatch for timeout_s or, beside training, none answered."""
 
     def __init__(self, timeout_s: float, *, is_training: bool) -> None:
         self._timeout_s = timeout_s
@@ -66,8 +66,8 @@ class Ranks:
 
     If a rank raises or dies in `train`, others may wait for it in a collective for ever. So `train` ends all of them,
     and raises TrainingError with the rank and the error; later calls raise EngineClosedError. If every rank raises the
-    same ArlError, none waits: `train` raises that error, and the ranks live on. A rank that hangs for timeout_s ends
-    all ranks, too, whatever was called.
+    same ArlError, none waits: `train` raises that error, and the ranks live on. If a rank hangs for timeout_s, in any
+    call, all ranks are ended, too.
     """
 
     def __init__(self, count: int, placement: Placement, *, num_threads: int, num_gpus: int, timeout_s: float) -> None:
@@ -208,7 +208,7 @@ class Ranks:
         return outcomes
 
     def _whereabouts(self, ranks: Iterable[int]) -> dict[int, tuple[int, str]]:
-        """See RankActor.whereabouts; without the ranks that do not answer."""
+        """RankActor.whereabouts of the ranks that answer."""
         refs = {self._submit(rank, "watching", "whereabouts", ()): rank for rank in ranks}
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=min(_ANSWER_S, self._timeout_s / 4))
         return {refs[ref]: outcome.value for ref in done if (outcome := _outcome(ref)).error is None}

@@ -27,8 +27,8 @@ from arl.engine.weights.disk import OwnDirectory
 
 _RAM = "/dev/shm"
 _STORE_SHARE = 0.3
-"""The share of this machine's memory that Ray's object store may take: as much as Ray takes by itself. Only what is
-used is taken."""
+"""The share of this machine's memory that Ray's object store may take, as by Ray's default. It takes only what it
+uses."""
 _MIN_STORE_BYTES = 80 << 20
 """Ray refuses less."""
 _BINDING_TIMEOUT_S = 5.0
@@ -84,9 +84,9 @@ class RayLease(Lease):
         atexit.register(self._end)  # for a script that ends without closing its engine
 
     def room(self) -> int | None:
-        """Bytes that ranks can be sent at once: in memory, and then on the disk. None if it is someone else's Ray.
+        """How many bytes ranks can be sent at once, in memory and then on the disk. None if it is someone else's Ray.
 
-        Ray itself waits for ever once there is no room on the disk.
+        Ray itself waits for ever if there is no room on the disk.
         """
         if self._directory is None:
             return None
@@ -162,9 +162,8 @@ def _as_ray_starts(*, private: bool) -> Iterator[None]:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keep what SIGTERM does. Ray's core takes it below Python, on any thread, and aborts the process 3 s after one.
-
-    Ray's end would leave the signal without any handler.
+    """Keep the handler of SIGTERM. Ray's core replaces it below Python, on any thread, and aborts the process 3 s after
+    the signal. When Ray ends, it would leave the signal without any handler.
     """
     sigaction, action = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(256)  # no system's struct is larger
     is_main, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGTERM)
@@ -172,22 +171,22 @@ def _sigterm_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        if is_main and handler is not None:  # Ray sets Python's, too; None: it was not set by Python
+        if is_main and handler is not None:  # Ray sets Python's handler, too; None: Python did not set it
             signal.signal(signal.SIGTERM, handler)
         sigaction(signal.SIGTERM, action, None)
 
 
 def _forget_token() -> None:
-    """Ray's core keeps the token of this process's first Ray, and would refuse the calls of another cluster's nodes."""
+    """Ray's core keeps the token of this process's first Ray, and would refuse calls from another cluster's nodes."""
     raylet: Any = importlib.import_module("ray._raylet")
-    with suppress(AttributeError):  # Ray has no public way, and older ones have no tokens
+    with suppress(AttributeError):  # Ray has no public way, and older versions have no tokens
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @cache
 def _token() -> str:
-    """One for this process's life, in case Ray reads it only once."""
+    """One token for this process's life, in case Ray reads it only once."""
     return secrets.token_hex(32)
 
 

@@ -4,7 +4,7 @@
                                         |
     arl-checkpoint           write, fsync --> all ranks done --> rank 0: progress.json, fsync, rename
 
-The thread has a process group of its own, so its collectives never mix with those of later steps.
+The thread has its own process group, so its collectives never mix with those of later steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The contents of a checkpoint beside tensors."""
+    """The contents of a checkpoint apart from its tensors."""
 
     version: int
     num_updates: int
@@ -89,7 +89,7 @@ class CheckpointWriter:
     ) -> RankSaving:
         """Copy weights, optimizer state, reference and random state aside, and begin to write them to `directory`.
 
-        Waits for the previous checkpoint, so that there is one copy at a time. The directory gets its name once it is
+        Waits for the previous checkpoint, so that there is one copy at a time. The directory gets its name when it is
         complete and on the disk; a kill before that leaves a directory whose name begins with a dot. If any rank fails,
         the saving raises CheckpointError on every rank.
         """
@@ -148,16 +148,16 @@ def load_checkpoint(
 ) -> Progress:
     """Read weights, optimizer state, reference and random state in place, on any number of ranks.
 
-    A stored reference is held from now on. A rank without a stored random state keeps its own. Raises CheckpointError,
-    which names the mismatch; after a failed read the engine may be half loaded and must not be used.
+    A stored reference is held from then on. A rank without a stored random state keeps its own. Raises CheckpointError
+    that names the mismatch. After a failed read the engine may be half loaded and must not be used.
     """
     progress = _read_progress(directory)
     _check_origin(directory, progress.lora, adapters.origin if adapters else None)
     _check_parameters(directory, progress, _shapes(module))
     if reference.is_held and not progress.has_reference:
         raise CheckpointError(
-            f"{directory} has no reference policy, and this run needs one: it was written with "
-            "algorithm.kl.coefficient=0, say. Leave that as it was, or begin another run from the model itself"
+            f"{directory} has no reference policy, and this run needs one: perhaps it was written with "
+            "algorithm.kl.coefficient=0. Keep that setting, or begin another run from the model itself"
         )
     if progress.has_reference and not reference.is_held:
         reference.update(1.0)
@@ -198,7 +198,7 @@ def _tensors(module: nn.Module, optimizer: torch.optim.AdamW, reference: Referen
         "model": {name: p.detach() for name, p in named.items()},
         "exp_avg": {name: optimizer.state[p]["exp_avg"] for name, p in named.items()},
         "exp_avg_sq": {name: optimizer.state[p]["exp_avg_sq"] for name, p in named.items()},
-        # A parameter that a loss does not reach takes no step.
+        # The optimizer skips a parameter that the loss does not reach, so each has its own count.
         "step": {name: optimizer.state[p]["step"] for name, p in named.items()},
     }
     if reference.is_held:
@@ -282,12 +282,12 @@ def _check_parameters(directory: Path, progress: Progress, expected: Mapping[str
 
 
 def _root(error: BaseException) -> BaseException:
-    """The first rank's error, where DCP has collected them in one of its own, which is no Exception."""
+    """The first rank's error, if DCP has collected the ranks' errors in its own, which is not an Exception."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
 
 
 def _described(error: BaseException) -> str:
-    error = _root(error)  # the text of DCP's own is every rank's traceback
+    error = _root(error)  # the text of DCP's own error is the tracebacks of all ranks
     return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"

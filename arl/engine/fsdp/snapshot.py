@@ -177,8 +177,8 @@ class ShardGatherer:
         """Copy this rank's part of each tensor; a collective. tensors: by the names of the specs.
 
         Returns a future for each chunk: on rank 0 its tensors end to end as bytes, on others an empty tensor. It raises
-        TransportError if a rank failed. The next gathering then gets a new group and thread: a rank may still wait in
-        the failed one, or could take late parts of the old gathering for parts of the new one.
+        TransportError if a rank failed. The next gathering then gets a new group and thread, because a rank may still
+        wait in the failed group, or take late parts of the old gathering for parts of the new one.
         """
         if self._any_failed():
             self._thread.shutdown(wait=False)
@@ -290,7 +290,7 @@ class ShardGatherer:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether all ranks share its rows, and it is not split in any other way."""
+    """Whether the ranks share its rows, and it is split in no other way."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() != dist.get_world_size():
         return False
     (placement, *others) = tensor.placements

@@ -71,7 +71,7 @@ class FSDPTrainEngine:
         self._version = 0
         self._num_updates = 0
         self.num_computed = 0
-        """Microbatches so far. While it grows, training goes on."""
+        """Microbatches computed so far. While it grows, training goes on."""
         self._device = rank_device(config.device)
         self._lease = ProcessGroupLease(self._device.type)
         self._closed = False
@@ -248,7 +248,7 @@ class FSDPTrainEngine:
         if flags.any():
             name = list(named)[int(flags.argmax())].removeprefix("model.")
             raise TrainingError(
-                f"{when}, {name} is not finite, so nothing can be trained any more; continue from an earlier "
+                f"{when}, {name} is not finite, so training cannot go on; continue from an earlier "
                 "checkpoint with a lower train.optimizer.lr"
             )
 

@@ -163,7 +163,7 @@ class DeltaWeights(WrittenWeights):
         elif mirror in self._mirrored:
             await server.load_directory(self._mirrored[mirror], version=self.version, flush_cache=flush_cache)
         else:
-            raise TransportError(f"version {self.version} is not in {mirror.url}; prepare comes before load")
+            raise TransportError(f"version {self.version} is not in {mirror.url}; call prepare before load")
 
     async def _bring(self, mirror: MirrorClient, compared: Compared) -> Path:
         """Send what the mirror lacks; returns the directory on its machine."""

@@ -1,4 +1,4 @@
-"""DiskTransport: weights reach the servers as directories, which lie in memory unless that is full.
+"""DiskTransport: servers load weights from directories, which are in memory unless that is full.
 
 snapshot --written--> model directory --update_weights_from_disk--> paused server
          --written--> adapter directory --load_lora_adapter NAME-vT--> server, beside what it generates
@@ -50,7 +50,7 @@ class RemoteEngine(Protocol):
     """A train engine whose snapshots another process writes, perhaps on another machine."""
 
     def unseen(self, directory: Path) -> str | None:
-        """A sentence if that process does not share this directory of this process; None if it does."""
+        """A sentence if that process does not see this process's directory; None if it does."""
         ...
 
 
@@ -67,7 +67,7 @@ class DiskTransport:
     """
 
     def __init__(self, config: WeightFilesConfig, run_dir: Path, engine: TrainEngine | None = None) -> None:
-        """engine: it takes the snapshots. Raises TransportError if it shares none of these places with this process."""
+        """engine: takes the snapshots. Raises TransportError if it shares none of these places with this process."""
         directory = config.directory
         self._fallback = None if directory is not None else Path(run_dir).absolute() / "weights"
         choices = (directory, None if directory else _ram_directory(), self._fallback)
@@ -99,7 +99,7 @@ class DiskTransport:
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
         """Bring the servers to `update`; then remove older snapshots, without waiting for that.
 
-        Raises TransportError if the update cannot be written. Servers and older snapshots stay as they are then.
+        Raises TransportError if the update cannot be written. Servers and older snapshots are untouched then.
         """
         if isinstance(update, WrittenWeights):
             await update.on_disk()
@@ -135,7 +135,7 @@ class DiskTransport:
             self._leave_ram()
         try:
             return self._write_here(snapshot, adapter)
-        except Exception as error:  # whoever writes has an error of its own for a full disk
+        except Exception as error:  # each writer has its own error for a full disk
             if not _is_full(error):
                 raise
             if not self._in_ram:
@@ -151,7 +151,7 @@ class DiskTransport:
         return self._fallback is not None and self.directory.parent == _RAM
 
     def _leave_ram(self) -> None:
-        """Write later snapshots to the run directory. Servers may still need those in memory: they stay until close."""
+        """Write later snapshots to the run directory. Those in memory stay until close: servers may need them."""
         logger.warning("no room in %s: weights go to %s from now on", _RAM, self._fallback)
         if self._fallback is not None:
             self._homes.append(_home_in(self._fallback))
@@ -160,7 +160,7 @@ class DiskTransport:
         target = self.directory / f"version-{snapshot.version}-{new_id()[:12]}"
         try:
             self._num_bytes = snapshot.write(target)
-        except BaseException:  # half of it must not fill the memory
+        except BaseException:  # half a snapshot must not fill the memory
             shutil.rmtree(target, ignore_errors=True)
             raise
         return DiskWeights(version=snapshot.version, directory=target, num_bytes=self._num_bytes, adapter=adapter)
@@ -192,7 +192,7 @@ class WrittenWeights:
     def written(self) -> DiskWeights:
         """Raises TransportError unless it has been written."""
         if (written := self._result()) is None:
-            raise TransportError(f"version {self.version} was not written; prepare comes before load")
+            raise TransportError(f"version {self.version} was not written; call prepare before load")
         return written
 
     @property
@@ -244,7 +244,7 @@ class WrittenWeights:
 
 
 def _explain(error: ServerError, server: WeightServer, directory: Path) -> NoReturn:
-    """Raise the error again. If the server refused, add which directory it must see: only the server can check that."""
+    """Raise the error again. If the server refused, add which directory it must see: only it can check that."""
     if isinstance(error, ServerFailedError):
         raise error
     raise ServerError(
@@ -254,7 +254,7 @@ def _explain(error: ServerError, server: WeightServer, directory: Path) -> NoRet
 
 
 def _home(engine: TrainEngine | None, choices: list[Path]) -> OwnDirectory:
-    """A directory in the first place that the engine shares with this process. Raises TransportError if none is."""
+    """A directory in the first place that the engine and this process share. Raises TransportError without one."""
     sentence: str | None = None
     for place in choices:
         home = _home_in(place)
@@ -270,7 +270,7 @@ def _home_in(base: Path) -> OwnDirectory:
         home = OwnDirectory(base, f"arl-weights-{socket.gethostname()}-", f"{os.getpid()}-")
         home.path.chmod(0o755)  # servers may run as someone else
     except OSError as error:
-        raise TransportError(f"can't write weights to {base}: {error}; set a writable weights.directory") from error
+        raise TransportError(f"cannot write weights to {base}: {error}; set a writable weights.directory") from error
     return home
 
 
@@ -281,7 +281,7 @@ class OwnDirectory:
     """
 
     def __init__(self, base: Path, prefix: str, label: str = "") -> None:
-        """prefix: of the names of this host's directories of this kind. label: follows it here, such as 123-."""
+        """prefix: begins the names of this host's directories of this kind. label: follows it here, such as 123-."""
         base.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(base, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix + label, dir=base))
@@ -299,7 +299,7 @@ class OwnDirectory:
             self.forget()
 
     def forget(self) -> None:
-        """Leave the lock to whoever else holds it: a forked process would keep it when this one is dead."""
+        """Close the lock file. A forked process does so at once, or it would keep the lock of a dead parent."""
         os.close(self._lock)
         self._lock = -1
         _OWN.discard(self)

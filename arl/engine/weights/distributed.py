@@ -121,7 +121,7 @@ class DistributedTransport:
     async def deliver(self, update: WeightUpdate, engine: InferenceEngine) -> UpdateStats:
         """Bring the servers to `update`, then release the snapshots before it.
 
-        Raises TransportError if it cannot be put together, before any server is touched; none is released then.
+        Raises TransportError if it cannot be gathered, before any server is touched; no snapshot is released then.
         """
         if isinstance(update, DistributedWeights):
             await update.gathered()
@@ -169,7 +169,7 @@ class DistributedWeights:
         self._met: set[str] = set()
 
     async def gathered(self) -> None:
-        """Wait until all tensors are there: paused servers wait for sending alone. Raises TransportError."""
+        """Wait until all tensors are there, so that paused servers only wait for sending. Raises TransportError."""
         await self._in_thread(self.snapshot.wait)
 
     async def prepare(self, server: WeightServer) -> None:

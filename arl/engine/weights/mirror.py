@@ -1,7 +1,6 @@
 """A mirror: keeps a copy of the trained model beside inference servers: `python -m arl.engine.weights.mirror --port N`.
 
-The trainer brings the copy from version to version over HTTP, by what changed (package.py). A mirror belongs to one run
-at a time.
+The trainer sends what changed from version to version over HTTP (package.py). A mirror belongs to one run at a time.
 
 - Once it answers requests, it prints one line to stdout: `{"event": "ready", "host": "127.0.0.1", "port": 30900, "pid":
   4711, "directory": "/dev/shm/arl-mirror-0-30900"}`. It logs to stderr. If it cannot start, it says so there in one

@@ -1,4 +1,4 @@
-"""How a trainer sends weights over process groups, one for each server, and how tensors lie in what it sends."""
+"""How a trainer sends weights over process groups, one for each server, and how it lays out the tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def rows_of(num_rows: int, rank: int, num_ranks: int) -> range:
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One group: at first a store that waits for the server's ranks, then also the group that they form."""
+    """One server's group: first a store that waits for the server's ranks, then also the group that they form."""
 
     store: TCPStore
     num_keys: int
@@ -140,7 +140,7 @@ class WeightSender:
         """Leave a group; a `join` that waits for its ranks fails. Idempotent."""
         if (link := self._links.pop(name, None)) is not None:
             link.left.set()
-            with link.sending:  # a send notices `left` first: its group must not be destroyed during NCCL's first one
+            with link.sending:  # the send notices `left` first: no group is destroyed during NCCL's first broadcast
                 _destroy(link)
 
     def close(self) -> None:

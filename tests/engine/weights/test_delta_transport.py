@@ -195,7 +195,7 @@ async def test_a_discarded_snapshot_leaves_the_row_of_deltas_as_it_was(setup: Se
 
 async def test_weights_that_were_not_prepared_or_removed_behind_its_back_are_errors(setup: Setup, model: Model):
     update = setup.transport.snapshot(model)
-    with pytest.raises(TransportError, match="prepare comes before load"):
+    with pytest.raises(TransportError, match="call prepare before load"):
         await update.load(setup.servers[0], flush_cache=False)  # type: ignore[arg-type]
     await update.prepare(setup.servers[3])  # type: ignore[arg-type]
     shutil.rmtree(update.directory)

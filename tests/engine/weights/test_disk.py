@@ -190,7 +190,7 @@ async def test_closing_removes_everything_twice_over(transport: DiskTransport, e
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TransportError, match=r"can't write weights to .*file.*set a writable weights\.directory"):
+    with pytest.raises(TransportError, match=r"cannot write weights to .*file.*set a writable weights\.directory"):
         DiskTransport(DiskWeightsConfig(directory=tmp_path / "file" / "weights"), tmp_path)
 
 
