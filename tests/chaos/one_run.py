@@ -40,7 +40,7 @@ TIMEOUTS = {"request_timeout_s": 8, "update_timeout_s": 4}
 STALL_S = 90.0
 """A run that trains nothing for so long stands still."""
 ENDS = {
-    signal.SIGKILL: (-9,),
+    signal.SIGKILL: (-9, 1),
     signal.SIGTERM: (143, -15, 1),
     signal.SIGINT: (130, -2, 1),
     signal.SIGUSR1: (138, -10, 1),
