@@ -273,7 +273,12 @@ class Upkeep:
             if self._target is not target:
                 return False  # these weights may be gone, and a failed load would count as the server's fault
             if target is not None and not server.holds(target.version, told):
-                await self._bring_up_to_date(server, target)
+                try:
+                    await self._bring_up_to_date(server, target)
+                except (ServerError, TransportError) as error:
+                    if self._target is target or isinstance(error, ServerFailedError):
+                        raise
+                    return False  # they were removed under the load: newer ones have come
             if not self._pool.is_held:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     await server.client.resume()  # it may have been fenced in the middle of a pause

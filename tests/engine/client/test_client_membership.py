@@ -6,6 +6,7 @@ import pytest
 from protocol_server import Server, ask, assert_seamless, over
 from scripted_weights import ScriptedWeights, raising, waiting, weights
 
+from arl.api.engine import WeightServer
 from arl.api.errors import ConfigError, ServerError, TransportError
 
 
@@ -35,14 +36,25 @@ async def test_a_server_that_joins_before_the_first_update_serves_as_it_is(serve
     assert len(other.requests) == 2
 
 
-async def test_a_server_that_joins_during_an_update_gets_the_newer_weights(server: Server, other: Server):
-    other.load_gate.clear()
+@pytest.mark.parametrize("error", [None, ServerError("no such weights"), TransportError("released")])
+async def test_a_server_that_joins_during_an_update_gets_the_newer_weights(
+    server: Server, other: Server, error: Exception | None
+):
+    """Also if those that it was loading have been removed meanwhile."""
+    gate = asyncio.Event()
+
+    async def removed(joined: WeightServer) -> None:
+        if joined.address == other.address:
+            await gate.wait()
+            if error is not None:
+                raise error
+
     async with over(server) as engine, asyncio.TaskGroup() as group:
-        await engine.update_weights(weights(1))
+        await engine.update_weights(ScriptedWeights(1, midway=removed))
         joining = group.create_task(engine.add_server(other.address))
         await other.until(lambda: "update_weights_from_disk" in other.names())
         await engine.update_weights(weights(2))
-        other.load_gate.set()
+        gate.set()
         await joining
         assert other.label == "2"
         assert engine.version == 2
