@@ -83,7 +83,7 @@ async def launch(
 
     dataset, eval_dataset: a length and integer indexing; each item is a mapping, which `arun_episode` gets as `data`.
     keep: a filter; it rejects a finished group by returning False, and the group's place is refilled. curriculum: the
-    examples of each stage, in order; without one, epochs of the whole dataset. lock: run_dir's, if the caller has taken
+    examples of each stage, in order; without one, epochs of the whole dataset. lock: run_dir's, if the caller holds
     it. The workflow is entered first and left last. Leaving the block, by its end, an error or a cancellation, saves a
     checkpoint and stops the servers that arl started. Raises the ArlError of a part that could not start (RunFileError
     while another run trains in run_dir), and out of the block the first error of the run.
@@ -292,7 +292,7 @@ async def _addresses(
         return config.engine.addresses, config.engine.key, None
     directory, api_key = await offload(local_directory, config.model), None
     if isinstance(config.engine, LocalEngineConfig):
-        api_key = secrets.token_urlsafe(32)  # other users of this machine can reach its loopback, too
+        api_key = secrets.token_urlsafe(32)  # other users of this machine can reach its loopback interface
         servers = local_servers(directory, config.engine, logs, api_key)
     else:
         arguments = (*adapter_options(config), *config.engine.arguments)  # the user's own prevail

@@ -218,7 +218,7 @@ class ModelLimits:
 
 
 MODEL_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads")
-"""What tells models of one type apart, by the names of config.json."""
+"""Keys of config.json that distinguish models of one type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ class ServedModel:
     """The model's own end-of-sequence tokens."""
     model_type: str | None = None
     shape: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
-    """MODEL_SIZES of its config.json."""
+    """The values of MODEL_SIZES in its config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ PauseMode = Literal["in_place", "retract", "abort"]
 DEFAULT_CONTEXT_LENGTH = 4096
 """The most tokens of prompt plus response that the embedded server takes unless it is told otherwise."""
 SERVER_KEY, MIRROR_KEY = "ARL_SERVER_API_KEY", "ARL_MIRROR_API_KEY"
-"""Environment variables with API keys, on both sides."""
+"""Environment variables with API keys, for clients and servers."""
 
 # Inference servers.
 
@@ -42,7 +42,7 @@ class ClientConfig(Section):
 
     @property
     def absence_timeout_s(self) -> float:
-        """How long arl waits for servers to come back when fewer than min_servers are left."""
+        """How long arl waits for servers to come back while fewer than min_servers serve."""
         return self.update_timeout_s
 
 

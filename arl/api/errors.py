@@ -55,7 +55,7 @@ class NoSuchPathError(ServerError):
 
 
 class TrainingError(ArlError):
-    """The train engine cannot go on: a rank failed, died or hung, which is the cause, or weights are not finite."""
+    """The train engine cannot go on: a rank failed, died or hung (see the cause), or weights are not finite."""
 
 
 class TransportError(ArlError):

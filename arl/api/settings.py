@@ -24,7 +24,7 @@ REQUIRED = PydanticUndefined
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, strict about names, and without numbers that are not finite."""
+    """A part of the configuration: frozen, with known names and finite numbers only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 

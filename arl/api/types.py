@@ -31,7 +31,7 @@ MAX_REWARD = 1e12
 """Rewards lie within ±MAX_REWARD: the square of their sum over a million tokens still fits float32."""
 
 MAX_NUMBER = 3.4e38
-"""Logprobs and metrics lie within ±MAX_NUMBER, as far as float32 reaches."""
+"""Logprobs and metrics lie within ±MAX_NUMBER, the range of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class TurnSpan:
 
 def _check_numbers(name: str, values: Sequence[Any], limit: float) -> None:
     """Raise TrajectoryError unless all are finite numbers within ±limit."""
-    # In C where all is well, as trajectories are long: a sum shows whether all are finite, and of Python's own types.
+    # Trajectories are long, so the usual case runs in C: a sum shows whether all are finite, and Python's own types.
     with contextlib.suppress(TypeError, OverflowError):
         total = sum(values)
         is_proper = type(total) in (int, float) and math.isfinite(total)
@@ -153,7 +153,7 @@ def _check_numbers(name: str, values: Sequence[Any], limit: float) -> None:
 
 
 def _check_integers(name: str, values: Sequence[Any], allowed: range, what: str) -> None:
-    """Raise TrajectoryError unless all are integers in a range. what: each must be, as words."""
+    """Raise TrajectoryError unless all are integers in a range. what: describes what each must be."""
     with contextlib.suppress(TypeError):
         if type(sum(values)) is int and min(values) in allowed and max(values) in allowed:
             return

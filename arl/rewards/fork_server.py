@@ -1,6 +1,7 @@
-"""Loaded into multiprocessing's fork server: as that ends, it removes its socket, and the directory of it, `pymp-*`.
+"""Makes multiprocessing's fork server remove its socket, and the socket's directory `pymp-*`, when it ends.
 
-Python leaves that to the process that started the fork server, which may be killed. The fork server ends after it.
+Python leaves that to the process that started the fork server, which may be killed. The fork server loads this module,
+and ends after that process.
 """
 
 import atexit
@@ -11,7 +12,7 @@ import socket
 from multiprocessing import forkserver
 from typing import Any
 
-_server: Any = forkserver._forkserver  # nothing public knows the socket, or what is to be loaded
+_server: Any = forkserver._forkserver  # nothing public names the socket, or the modules to load
 
 
 def load_into_fork_server() -> None:
@@ -21,18 +22,18 @@ def load_into_fork_server() -> None:
 
 
 def _remove_directory(of: int) -> None:
-    """In the fork server alone: not in what it forks, nor where a fork server was started."""
+    """Only in the fork server: not in the processes that it forks, nor in one that started a fork server."""
     if os.getpid() != of or _server._forkserver_pid is not None or _server._forkserver_address is None:
         return
     directory = os.path.dirname(_server._forkserver_address)
-    with contextlib.suppress(OSError):  # removed already, or somebody listens there
+    with contextlib.suppress(OSError):  # it is gone, or somebody listens there
         for name in os.listdir(directory):
             _remove_unless_heard(os.path.join(directory, name))
         os.rmdir(directory)
 
 
 def _remove_unless_heard(address: str) -> None:
-    """A fork server that was killed left its socket, too."""
+    """Remove a socket on which nobody listens: a fork server that was killed left it."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(address)

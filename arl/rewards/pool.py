@@ -36,11 +36,11 @@ STARTUP_TIMEOUT_S = 120.0
 """The longest that the first worker may take to start and to import the reward function's module."""
 
 _PAUSE_S = 0.2
-"""Before another start of the workers."""
+"""How long to wait before the workers are started again."""
 _ASK_S = 5.0
-"""How long a worker that starts may take to answer before it is asked again."""
+"""How long a starting worker may take to answer before it is asked again."""
 _LOOK_S = 1.0
-"""How often a call that waits looks whether its workers live."""
+"""How often a waiting call checks that the workers live."""
 
 _Outcome = tuple[object, str | None]
 """The result of a call, or the message of its failure."""
@@ -236,7 +236,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
             self._calls.discard(call)
 
     def _start(self, attempts: int = 3) -> ProcessPool:
-        """Start the workers, again if they die meanwhile: somebody may have killed them, or their fork server."""
+        """Start the workers; again if they die meanwhile, because somebody killed them, or their fork server."""
         load_into_fork_server()
         context = context_for(self._function, self._prepare)
         pool = ProcessPool(max_workers=self._workers, initializer=begin, initargs=(self._prepare,), context=context)
@@ -256,7 +256,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
         return pool
 
     def _until_it_works(self, pool: ProcessPool) -> None:
-        """Wait for the first answer of a worker. A worker that is killed may take a question with it, so ask again."""
+        """Wait until a worker answers. Ask again and again, because a killed worker may take a question with it."""
         questions: list[concurrent.futures.Future[None]] = []
         deadline = time.monotonic() + STARTUP_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -285,7 +285,7 @@ class RewardPool(Shared, Generic[P, ResultT]):
 async def _result(call: concurrent.futures.Future[_Outcome], pool: ProcessPool) -> _Outcome:
     """Wait for a call to end; the caller's cancellation ends it. Raises BrokenProcessPool if the pool ends before it.
 
-    A pool whose workers are all killed says so to the calls that it has begun, and forgets those in its queue.
+    A pool whose workers are all killed tells the calls that it has begun, and forgets those in its queue.
     """
     waiting = asyncio.wrap_future(call)
     try:

@@ -62,16 +62,16 @@ class _SameDeadline:
     admitted: dict[int, float] = field(default_factory=dict[int, float])
     """When each was admitted, by the number of its slot."""
     blocking_since: float | None
-    """When this deadline began to keep take_batch waiting. A group admitted later does so since its admission."""
+    """When this deadline began to keep take_batch waiting. A group admitted later blocks from its admission on."""
 
 
 class ReplayBuffer:
     """Groups between admission and publication. All methods belong to one event loop.
 
     A group is charged from admission until weights trained on it are published, or until it is released. One rollout
-    loop admits and one trainer takes. version: that of the first batch. No method but `untrained` and `restore` looks
-    at all groups: a change costs the logarithm of their number, and while take_batch waits for stragglers a term for
-    each deadline, of which there are about max_staleness.
+    loop admits and one trainer takes. version: of the first batch. Only `untrained` and `restore` look at all groups.
+    A change costs the logarithm of their number; while take_batch waits for stragglers, it also costs a term for each
+    deadline, of which there are about max_staleness.
     """
 
     def __init__(self, batch_size: int, max_staleness: int, version: int = 0) -> None:
@@ -89,10 +89,10 @@ class ReplayBuffer:
         self._num_finished: Counter[int] = Counter()
         """By deadline."""
         self._taken: dict[int, list[int]] = {}
-        """By the version that a batch was taken for, the numbers of its slots."""
+        """The version that a batch was taken for -> the numbers of its slots."""
         self._is_taking = False
         self._blocked_until = -inf
-        """Running groups with a deadline up to this keep take_batch waiting."""
+        """Running groups with this deadline or an earlier one keep take_batch waiting."""
         self._changed = asyncio.Condition()
 
     @property
@@ -221,7 +221,7 @@ class ReplayBuffer:
                     continue
 
     def _overdue(self, now: float, after_s: float) -> tuple[list[int], float | None]:
-        """The numbers of slots that have kept the trainer waiting for `after_s`, and when the next ones will have."""
+        """The numbers of slots that have kept the trainer waiting for `after_s`, and when the next one will have."""
         overdue: list[int] = []
         next_due: float | None = None
         for running in self._running.values():
@@ -236,7 +236,7 @@ class ReplayBuffer:
         return overdue, next_due
 
     def _ended(self, slot: Slot) -> _Entry:
-        """The entry of a group that ran until now."""
+        """The entry of a group that has just stopped running."""
         entry = self._entries.get(slot.number)
         if entry is None or entry.stage is not _Stage.RUNNING:
             raise ValueError(f"slot {slot.number} is not running: it was finished or released before")
@@ -252,7 +252,7 @@ class ReplayBuffer:
         self._num_finished[entry.deadline] += 1
 
     def _take_earliest(self) -> _Entry:
-        """Of the finished groups the one with the earliest deadline, and of these the first admitted."""
+        """Take the finished group with the earliest deadline; of several, the one admitted first."""
         deadline, number = heappop(self._finished)
         self._num_finished[deadline] -= 1
         if not self._num_finished[deadline]:

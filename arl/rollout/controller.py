@@ -40,7 +40,7 @@ from arl.rollout.watches import FailureBudget, LagMonitor, RolloutTotals, Starva
 log = logging.getLogger(__name__)
 
 _COLLECTED_EVERY = (10_000, 5, 100)
-"""Allocations between collections of new objects, and how many of these are between collections of older ones."""
+"""For gc.set_threshold: allocations until new objects are collected, and collections until older ones are, too."""
 
 
 class Dataset(Protocol):
@@ -200,8 +200,8 @@ class RolloutController:
 async def _patient_collector() -> AsyncGenerator[None]:
     """Python's garbage collector begins less often within the block, unless the process has set it so itself.
 
-    Thousands of episodes are millions of objects, and a collection that looks at all of them blocks the event loop for
-    up to a second. Most objects of an episode live for more than 700 allocations, the default, and for less than these.
+    Thousands of episodes have millions of objects, and a collection that looks at all of them blocks the event loop for
+    up to a second. Most objects of an episode outlive 700 allocations, Python's default, but not the number set here.
     """
     before = gc.get_threshold()
     if 0 < before[0] < _COLLECTED_EVERY[0]:

@@ -102,13 +102,13 @@ class EpisodeSampler:
 
 @dataclass(slots=True)
 class Pulse:
-    """Beats with each answer of an engine, and with each end of an episode."""
+    """Counts the answers of engines and the ends of episodes."""
 
     beats: int = 0
 
 
 class _Felt:
-    """A Sampler whose answers are felt in `pulse`."""
+    """A Sampler whose answers `pulse` counts."""
 
     def __init__(self, engine: Sampler, pulse: Pulse) -> None:
         self._engine = engine
@@ -185,9 +185,9 @@ class EpisodeRunner:
     failures: FailureLog = field(default_factory=FailureLog)
     pulse: Pulse = field(default_factory=Pulse)
     limits: ModelLimits | None = None
-    """Of the model that is trained; None: not checked."""
+    """The trained model's; None: not checked."""
     newest_version: Callable[[], int] | None = None
-    """The newest version that any server can have: a trained token of a newer one is an error. None: not checked."""
+    """The newest version that any server can have. A trained token of a newer one is an error. None: not checked."""
 
     async def run(self, sampler: Sampler, example: Example, *, name: str, oldest_allowed: int = 0) -> Episode:
         """Run one episode. What it raises is noted once and returned; a cancellation from outside passes.
@@ -227,13 +227,13 @@ class EpisodeRunner:
         except BaseException as error:  # the one boundary where an episode's failure becomes data
             if _is_cancelled_from_outside():  # its cleanup failed under the cancellation; it must not run again
                 raise asyncio.CancelledError from error
-            if isinstance(error, KeyboardInterrupt):  # as itself it would stop the event loop before anything is saved
+            if isinstance(error, KeyboardInterrupt):  # it would stop the event loop before anything is saved
                 raise ArlError(f"{type(self.workflow).__name__} raised KeyboardInterrupt: the run ends") from error
             return self._timed_out(error) if limit.expired() else _as_exception(error)
         return self._timed_out(None) if limit.expired() else trajectories
 
     def _check(self, trajectories: Sequence[Trajectory], oldest_allowed: int) -> None:
-        """Raise TrajectoryError for what no server can have sampled in this episode, and what no model could train."""
+        """Raise TrajectoryError for tokens that no server can have sampled here, or that the model cannot train."""
         newest = self.newest_version() if self.newest_version else None
         for trajectory in trajectories:
             _check_versions(trajectory, oldest_allowed, newest)
@@ -268,7 +268,7 @@ def _is_cancelled_from_outside() -> bool:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """SystemExit, for instance, or a panic of a library: the failure of this episode alone."""
+    """An error such as SystemExit, or a panic of a library, becomes the failure of this episode only."""
     if isinstance(error, Exception):
         return error
     return _with_cause(RuntimeError(f"arun_episode raised {error!r}"), error)

@@ -40,10 +40,10 @@ class Issue:
 
 
 class _Epoch:
-    """The examples of an epoch or a stage, in the order of handing out, and how each ended."""
+    """The examples of an epoch or a stage, in the order in which they are handed out, and how each ended."""
 
     def __init__(self, order: Sequence[int] | None, marks: bytearray) -> None:
-        """order: None stands for the order that the settings give. marks: one for each place in the order."""
+        """order: None stands for the order that the settings define. marks: one for each place in the order."""
         self.order = order
         self.marks = marks
         self._num_open = marks.count(b".")
@@ -54,7 +54,7 @@ class _Epoch:
         self._num_open -= 1
 
     def saved(self) -> Callable[[], dict[str, str | None]]:
-        """Its JSON value, on another thread: an epoch that has ended is packed once, an open one is copied here."""
+        """Makes its JSON value, on any thread. An ended epoch is packed once; an open one is copied here and now."""
         return self._packed if not self._num_open else partial(_packed_epoch, self.order, bytes(self.marks))
 
     def _packed(self) -> dict[str, str | None]:
@@ -115,10 +115,10 @@ class ExampleLedger:
         self._experience = Experience(num_examples) if curriculum else None
         self._epochs: list[_Epoch] = []
         self._indices: array[int] = array("q")
-        """0, 1, ..., once they are needed."""
+        """0, 1, ...; made when first needed."""
         self._order: Sequence[int] = []
         self._coming: _Shuffle | None = None
-        """The order of the next epoch. Each example that is handed out shuffles it a step further."""
+        """The order of the next epoch. Each handed-out example advances its shuffle by a step."""
         self._position = 0
         self._next_group_id = 0
         self._pending: dict[ExampleId, tuple[int, int]] = {}
@@ -126,7 +126,7 @@ class ExampleLedger:
         self._owed: deque[tuple[Issue, int]] = deque()
 
     def prepare(self) -> None:
-        """Do on a thread, before the first `issue`, what takes seconds with a million examples."""
+        """Do the work that takes seconds with a million examples. Call it on a thread, before the first `issue`."""
         if self._experience:
             self._experience.records()
             return
@@ -260,7 +260,7 @@ class ExampleLedger:
         return shuffle
 
 
-# What a curriculum is told, and what it may answer.
+# What a curriculum gets, and what it may answer.
 
 
 class Experience:
@@ -306,7 +306,7 @@ class Experience:
         return {**self._counts, **rewards}
 
     def saved(self) -> Callable[[], dict[str, str]]:
-        """Its JSON value, of a copy, on another thread."""
+        """Makes its JSON value, on any thread, from a copy that is taken here and now."""
         copies = {name: column.tobytes() for name, column in self._columns().items()}
         return lambda: {name: _packed(column) for name, column in copies.items()}
 

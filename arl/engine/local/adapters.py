@@ -32,7 +32,7 @@ _UNSUPPORTED = (
 """Settings of peft that ask for more than A and B of one rank and scale; adapters with them are refused."""
 
 _MAX_LOADED = 64
-"""Most adapters at once: a run holds a few, and unloads them at its end."""
+"""Most adapters loaded at once. A run loads a few, and unloads them at its end."""
 
 Tokens = Sequence[tuple["Adapter | None", int]]
 """Runs of a step's tokens, in order: the adapter, and the number of tokens."""

@@ -28,7 +28,7 @@ from arl.web.bodies import BodyError, RequestBody, RequestError, parse
 from arl.web.server import ErrorShape, Handler, answering, body_of, boundary, json_response, require_key
 
 _MAX_BODY_BYTES = 32 << 20
-"""A prompt of a million tokens takes 8 MiB; aiohttp's own limit is one. The event loop waits while it is parsed."""
+"""A prompt of a million tokens takes 8 MiB; aiohttp's default limit is 1 MiB. Parsing blocks the event loop."""
 
 B = TypeVar("B", bound=RequestBody)
 

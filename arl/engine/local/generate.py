@@ -20,9 +20,9 @@ from arl.web.bodies import Integers, Name, RequestBody, RequestError, Strings
 
 _MAX_STOP_TOKENS = 4096
 _MAX_REQUESTS = 1 << 16
-"""Most requests that wait or run."""
+"""Most requests that may wait or run at once."""
 _MAX_CHARACTERS = 32
-"""Most characters of a text to tokenize, for each token of the model's context."""
+"""Most characters of a text to tokenize, per token of the model's context."""
 
 
 class SamplingBody(RequestBody):

@@ -189,7 +189,7 @@ class WeightReceiver:
         if not dist.is_backend_available(group.backend.lower()):
             raise WeightsError(f"backend {group.backend!r} is not available here; gloo works between CPU processes")
         self._open = None
-        while len(self._groups) >= _MAX_GROUPS:  # trainers that were killed have left them
+        while len(self._groups) >= _MAX_GROUPS:  # left by trainers that were killed
             self.leave(next(iter(self._groups)))
         try:
             self._groups[group.name] = join_group(group, rank, self._timeout)
