@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -200,7 +201,8 @@ class _UsersThreads(ThreadPoolExecutor):
         if hung := wait({*self._calls}, timeout=_PATIENCE_S).not_done:
             said = f"{len(hung)} calls in threads (asyncio.to_thread) did not return: the process ends without them"
             _say(said, error)
-            sys.stdout.flush()  # a pipe or a file may not have everything yet
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                sys.stdout.flush()  # a pipe or a file may not have everything yet
             os._exit(code)
 
 
