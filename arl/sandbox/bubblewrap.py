@@ -108,7 +108,7 @@ _DEVICES = ("null", "full", "random", "urandom")
 _SPARE = 256 << 20
 """Bytes that a process may map beyond memory_bytes: unused mappings take no memory."""
 _TIMERS = 256
-"""Timers and queued signals of all processes together; the kernel counts them by user."""
+"""Most timers and queued signals of all processes together; the kernel counts them by user."""
 _ARENA = 64 << 20
 """Bytes of address space that the C library sets aside for each thread."""
 
@@ -222,7 +222,7 @@ class Keeping:
             transport, self._transport = self._transport, None
             transport.close()
             await self._process.wait()
-            await offload(remove_leftovers)  # the keeper may have become nobody, who may not
+            await offload(remove_leftovers)  # the keeper may have become nobody, who may not remove them
 
     async def run(
         self, command: Sequence[str], program: Sequence[str], confined: bytes, stdin: bytes,

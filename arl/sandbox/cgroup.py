@@ -1,11 +1,11 @@
-"""Cgroups for programs: in one of its own, the kernel bounds the memory, processes and processors of all of a program.
+"""Cgroups for programs: each runs in its own, in which the kernel limits its memory, processes and processors.
 
-Imports nothing of arl, because the keeper runs in a bare Python. Only what is delegated is used: no process of the user
-is moved, and no cgroup but arl's is changed.
+Imports nothing of arl, because the keeper runs in a bare Python. It uses only what is delegated: it moves no process of
+the user, and changes no cgroup but arl's.
 
     v1: below arl's own cgroup of each hierarchy; v2: beside arl's own, because a cgroup with processes has no children
-        arl-NAMESPACE-PID    of a keeper, by its process id; removed when arl closes it, or when the next one starts
-            keeper           holds the keeper (v2 asks for rights to the directory above both ends of a move)
+        arl-NAMESPACE-PID    a keeper's, named by its process id; removed when arl closes it, or the next one starts
+            keeper           holds the keeper (for a move, v2 wants rights to the directory above both of its ends)
             0, 1, ...        one for each run
 """
 
@@ -22,18 +22,18 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 _CONTROLLERS = {False: frozenset(("memory", "pids")), True: frozenset(("memory", "pids", "cpu"))}
-"""Of v1 and of v2. In v1 all programs together would get as much of a processor as one thread of the trainer."""
+"""Of v1 and v2. With v1's cpu, all programs together would get as much of a processor as one trainer thread."""
 _KERNEL_BYTES = 16 << 20
 """Room for what the kernel counts beside a program's memory and files: page tables, stacks, inodes."""
 _PERIOD_US = 100_000
 _TRIES, _PAUSE_S = 100, 0.01
-"""To remove a cgroup: it is busy until the last of its processes is gone."""
+"""How often, and how far apart, to try to remove a cgroup: it is busy until its last process is gone."""
 _PROOF = {"memory_bytes": 1 << 30, "disk_bytes": 0, "processes": 100, "cpu_s": 1, "wall_s": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cgroup:
-    """A directory of one hierarchy, and the controllers that work in it. is_unified: it is of v2."""
+    """A directory of one hierarchy, and its controllers. is_unified: it belongs to v2."""
 
     path: str
     controllers: frozenset[str]
@@ -41,17 +41,17 @@ class Cgroup:
 
     @property
     def entrance(self) -> str:
-        """What a process with one thread writes to. `tasks` spares v1 a wait of 10 to 20 ms."""
+        """The file by which a process with one thread enters. In v1, `tasks` saves a wait of 10 to 20 ms."""
         return f"{self.path}/{'cgroup.procs' if self.is_unified else 'tasks'}"
 
     def child(self, name: str) -> Cgroup:
         return replace(self, path=f"{self.path}/{name}")
 
     def limit(self, limits: Mapping[str, float]) -> None:
-        # Its files are memory, too.
+        # The program's files are memory, too.
         memory = int(limits["memory_bytes"] + limits["disk_bytes"]) + _KERNEL_BYTES
-        processes = int(limits["processes"]) + 3  # bwrap, its pid 1, and one more, by which the keeper sees the excess
-        # As many processors as it needs to use cpu_s within wall_s.
+        processes = int(limits["processes"]) + 3  # bwrap, its pid 1, and one that shows the keeper the excess
+        # As many processors as using cpu_s within wall_s takes.
         processors = min(max(1.0, limits["cpu_s"] / limits["wall_s"]), os.cpu_count() or 1)
         values: dict[str, object] = {"pids.max": processes, "cpu.max": f"{int(processors * _PERIOD_US)} {_PERIOD_US}"}
         if self.is_unified:
@@ -63,7 +63,7 @@ class Cgroup:
                 _write(f"{self.path}/{name}", value)
 
     def enter(self) -> None:
-        """Move this process in."""
+        """Move this process into the cgroup."""
         _write(self.entrance, 0)
 
     def has_killed(self) -> bool:
@@ -72,11 +72,11 @@ class Cgroup:
         return "memory" in self.controllers and _numbers(f"{self.path}/{name}").get("oom_kill", 0) > 0
 
     def cpu_s(self) -> float:
-        """Processor time of all that ever ran here, also of processes that nobody waited for; 0 in v1."""
+        """Processor time of all processes that ever ran here, waited for or not; 0 in v1."""
         return _numbers(f"{self.path}/cpu.stat").get("usage_usec", 0) / 1e6
 
     def is_removed(self) -> bool:
-        """Kill what is in it and remove it; False while something is still there."""
+        """Kill what is in the cgroup and remove it; False while something is still there."""
         for pid in map(int, _read(f"{self.path}/cgroup.procs").split()):
             if pid not in (0, os.getpid()):  # 0: of another pid namespace; this process, if its proof failed halfway
                 with contextlib.suppress(OSError):
@@ -84,12 +84,12 @@ class Cgroup:
         try:
             os.rmdir(self.path)
         except OSError as error:
-            return error.errno not in (errno.EBUSY, errno.ENOTEMPTY)  # others do not pass
+            return error.errno not in (errno.EBUSY, errno.ENOTEMPTY)  # other errors are final
         return True
 
 
 class RunCgroups:
-    """The cgroups of one run, one in each hierarchy; none where none may be made."""
+    """The cgroups of one run, one in each hierarchy where arl may make them."""
 
     def __init__(self, cgroups: Sequence[Cgroup], limits: Mapping[str, float]) -> None:
         self._cgroups = cgroups
@@ -118,7 +118,7 @@ class RunCgroups:
 
 
 class Cgroups:
-    """What a keeper has: a cgroup in each hierarchy that gives it one. `names` says which controllers, or why none."""
+    """A keeper's cgroups, one in each hierarchy that permits it. `names`: their controllers, or why there are none."""
 
     def __init__(self, owner: int | None = None) -> None:
         """owner: the user that the keeper is about to become, if it is root."""
@@ -130,7 +130,7 @@ class Cgroups:
                 self._cgroups.append(cgroup)
 
     def prove(self) -> None:
-        """Move this process into a run's cgroups and back, as the user that it now is."""
+        """Try it: move this process into a run's cgroups and back, as its present user."""
         run = self._made(_PROOF)
         back = [cgroup.child("keeper").enter for cgroup in self._cgroups]
         for enter in (run.enter, *back):
@@ -169,7 +169,7 @@ class Cgroups:
 
 
 def places() -> list[Cgroup]:
-    """Where the cgroups of keepers belong, whether or not this process may make them there."""
+    """The directories for cgroups of keepers, whether or not this process may make them there."""
     own: dict[str, str] = {}
     for line in _read("/proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
@@ -191,8 +191,8 @@ def places() -> list[Cgroup]:
 
 
 def _beside(own: str, *, is_root: bool) -> tuple[str, frozenset[str]]:
-    """A directory of v2 for cgroups, and the controllers that it passes on. None where a program would escape from
-    limits that somebody has set for all of arl."""
+    """A directory of v2 for cgroups, and the controllers that it passes on: none if programs would escape limits that
+    somebody has set for all of arl."""
     parent = own if is_root else os.path.dirname(own)
     limits = () if is_root else (_read(f"{own}/memory.max"), _read(f"{own}/cpu.max"))
     if any(limit and not limit.startswith("max") for limit in limits):
@@ -201,12 +201,12 @@ def _beside(own: str, *, is_root: bool) -> tuple[str, frozenset[str]]:
 
 
 def _prefix() -> str:
-    """Process ids are those of one pid namespace."""
+    """Names the pid namespace, because process ids are only unique within one."""
     return f"arl-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 def _opened(place: Cgroup, owner: int | None) -> Cgroup | None:
-    """A keeper's own cgroup, and this process in it; None where that is not allowed."""
+    """Make a keeper's own cgroup and move this process into it; None where that is not allowed."""
     mine = place.child(f"{_prefix()}{os.getpid()}")
     keeper = mine.child("keeper")
     try:
@@ -237,8 +237,8 @@ def remove_leftovers() -> None:
 
 
 def _lives(pid: str) -> bool:
-    """Whether it is a keeper's that runs. One whose parent died may stay a zombie for long; and this process is no
-    keeper yet, so what has its number is of an earlier one."""
+    """Whether this keeper still runs. A keeper whose parent died may stay a zombie for long. This process is no keeper
+    yet, so its own number names an earlier one."""
     return pid != str(os.getpid()) and _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1] not in ("", "Z", "X")
 
 

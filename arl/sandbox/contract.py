@@ -135,8 +135,8 @@ def not_open() -> SandboxError:
 
 
 def laid_out(program: str, files: Files = NO_FILES, limits: Limits | None = None) -> dict[str, bytes]:
-    """Every file of the working directory, as bytes. Raises SandboxError for a path that leads out of it or cannot be
-    made there, and for files that do not fit into limits.disk_bytes."""
+    """Every file of the working directory, as bytes. Raises SandboxError for a path that leads out of it or is not
+    possible there, and for files that do not fit into limits.disk_bytes."""
     for path in files:
         outside = posixpath.isabs(path) or posixpath.normpath(path) != path or path.split("/")[0] in ("", ".", "..")
         if outside or path == MAIN or not _is_possible(path):
@@ -152,7 +152,7 @@ def laid_out(program: str, files: Files = NO_FILES, limits: Limits | None = None
 
 
 def _is_possible(path: str) -> bool:
-    """Whether a file system takes the path: Linux's limits, with room for the working directory's own."""
+    """Whether Linux's limits allow the path, with room for that of the working directory."""
     try:
         raw = os.fsencode(path)
     except UnicodeEncodeError:

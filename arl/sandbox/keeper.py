@@ -1,6 +1,6 @@
 """The process beside arl's own that starts programs, watches them and ends them.
 
-Imports only its neighbours of arl: see START in bubblewrap.py.
+Of arl it imports only its neighbours: see START in bubblewrap.py.
 
 It forks from a small memory, goes on watching while arl computes, and ends everything when arl ends, however arl ends.
 If root starts it, it first becomes nobody, because root's processes escape RLIMIT_NPROC.
@@ -266,7 +266,7 @@ def main() -> None:
         _become_nobody()
     cgroups.prove()
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # a program's files pass as descriptors
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # the files of programs arrive as descriptors
     _checked(_libc.prctl(_SUBREAPER, 1, 0, 0, 0))
     _checked(_libc.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0))  # a process forked from arl may hold the socket open
     if os.getppid() == int(parent):

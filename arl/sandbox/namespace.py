@@ -1,4 +1,4 @@
-"""The resources that all processes of one program use together, seen through the /proc of its pid namespace.
+"""Measures what all processes of one program use together, through the /proc of its pid namespace.
 
 The kernel's other limits are per process, and not every user may make cgroups. Imports nothing of arl, because the
 keeper runs in a bare Python.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 SET_UP_S = 20.0
-"""Longest that bubblewrap may take until the keeper can look into a program's namespace. It takes milliseconds."""
+"""How long bubblewrap may take until the keeper can see a program's namespace. It usually takes milliseconds."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -20,11 +20,11 @@ _OWN_CPU, _CPU, _THREADS, _START, _RESIDENT = slice(11, 13), slice(11, 15), 17, 
 """Fields of /proc/PID/stat after the name (proc(5)): user and system ticks of the process; the same and the ticks of
 children that it waited for; threads; start time; resident pages."""
 _SOCKET_BYTES = 212_992
-"""net.core.wmem_default, unless somebody has changed it."""
+"""net.core.wmem_default, unless the host changed it."""
 
 
 class Namespace:
-    """Looks at a program again and again. pid: of the namespace's pid 1, which is bubblewrap's."""
+    """Checks a program's limits as often as asked. pid: of the namespace's pid 1, which is bubblewrap's."""
 
     def __init__(self, pid: int, limits: Mapping[str, float]) -> None:
         self._pid = pid
@@ -38,7 +38,7 @@ class Namespace:
             os.close(self._root)
 
     def exceeded(self) -> str | None:
-        """The limit exceeded now, if any. Raises OSError if that cannot be seen: no program goes on unwatched."""
+        """The limit exceeded now, if any. Raises OSError if it cannot tell: no program goes on unwatched."""
         try:
             return self._exceeded() if self._is_set_up() else None
         except (FileNotFoundError, ProcessLookupError):
@@ -54,7 +54,7 @@ class Namespace:
             self._own_ticks[pid, stat[_START]] = sum(map(int, stat[_OWN_CPU]))
             tasks += int(stat[_THREADS])
             pages += int(stat[_RESIDENT])
-        # No other process's time includes children that nobody waited for: count as much as was seen of each.
+        # Ticks of children that nobody waited for are in no other process's count: add what was seen of each process.
         if max(ticks, sum(self._own_ticks.values())) > self._limits["cpu_s"] * _TICKS:
             return "cpu"
         if tasks > self._limits["processes"] + 1:  # pid 1
@@ -88,7 +88,7 @@ class Namespace:
         return sum(self._share(self._place(pid)) for pid in self._pids())
 
     def _socket_memory(self) -> int:
-        """Bytes that the program's sockets may hold: a buffer each, and what TCP has queued beyond, with its overhead.
+        """Bytes that the program's sockets may hold: a buffer each, and what TCP has queued beyond it, with overhead.
 
         The kernel lets TCP's buffers grow, and counts socket memory for no process.
         """
@@ -123,7 +123,7 @@ class Namespace:
             os.close(proc)
 
     def _read(self, path: str) -> bytes:
-        """The file's text; b"" once its process has ended, or has closed its memory to others."""
+        """The file's text; b"" if its process has ended, or has closed its memory to others."""
         try:
             file = os.open(path, os.O_RDONLY, dir_fd=self._root)
             try:
@@ -134,7 +134,7 @@ class Namespace:
             return b""
 
     def _files(self) -> int:
-        work = os.open("sandbox", os.O_PATH, dir_fd=self._root)  # whatever rights the program left to it
+        work = os.open("sandbox", os.O_PATH, dir_fd=self._root)  # works whatever rights the program left on it
         try:
             usage = os.fstatvfs(work)
         finally:

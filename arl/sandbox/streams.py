@@ -17,7 +17,7 @@ from typing import Any
 _CHUNK = 1 << 16
 """Bytes read at once."""
 _DRAIN_S = 2.0
-"""How long the pipes of a program that has ended may stay open: what it left behind may hold them."""
+"""How long pipes may stay open after their program has ended: processes that it left behind may hold them."""
 
 Header = dict[str, Any]
 """The line of a frame; the diagram in keeper.py names the messages of both sides."""
@@ -88,7 +88,7 @@ class Output:
 
 
 async def feed(pipe: asyncio.StreamWriter | None, stdin: bytes) -> None:
-    """Write stdin as fast as the program reads it, until it stops reading; then close it, for the rest to be read."""
+    """Write stdin as fast as the program reads it, until it stops reading. Then close it, so that it sees the end."""
     assert pipe is not None
     with contextlib.suppress(ConnectionError):
         pipe.write(stdin)

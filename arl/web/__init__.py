@@ -2,7 +2,7 @@
 
 - `client`: JSON over HTTP to one server, with limits, named timeouts, retries and errors as exceptions.
 - `server`: an aiohttp application on a socket, its key, errors, JSON and events.
-- `process`: the frame of a server process: its start, its end, whatever it does meanwhile.
+- `process`: the frame of a server process: its start, and its end even while it is blocked.
 - `bodies`: request bodies as pydantic models; a fault is one sentence that names the field.
 
 It imports only arl.api, and knows none of arl's protocols. Import its modules; the package itself loads nothing.

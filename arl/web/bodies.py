@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 _MAX_SHOWN = 80
 _MAX_DEPTH = 100
-"""Most lists and objects within each other. Recursive code reads a body and quotes it."""
+"""How deep lists and objects may nest. Recursive code reads a body and quotes it."""
 _MAX_NAME = 1024
 _MAX_STRINGS = 256
 _EXPECTED = {
@@ -204,7 +204,7 @@ def unsupported(reason: str, field: str | None = None) -> PydanticCustomError:
 def shown(value: Any) -> str:
     """A value as messages quote it: short JSON."""
     text = ""
-    for piece in _ENCODER.iterencode(value):  # a long value is not written to its end
+    for piece in _ENCODER.iterencode(value):  # so that a long value is not written to its end
         text += piece
         if len(text) > _MAX_SHOWN:
             break
@@ -227,7 +227,7 @@ def _integers(value: Any) -> list[int]:
 
 
 Name = Annotated[str, Field(max_length=_MAX_NAME)]
-"""A string that is kept: an id, a label, a path."""
+"""A string that the server keeps: an id, a label, a path."""
 Strings = Annotated[Sequence[str], PlainValidator(_strings)]
 """A string, or a list of strings."""
 Integers = Annotated[Sequence[int], PlainValidator(_integers)]

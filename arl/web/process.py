@@ -26,7 +26,7 @@ from arl.web.server import serving
 
 _PARENT_POLL_S = 1.0
 _GRACE_S = 5.0
-"""How long a process may take to end after it was told to; then it is ended, whatever it does."""
+"""How long a process may take to end after it was told to. Then it is ended, whatever it does."""
 _BAD_START = 2
 _GIVE_A_KEY = "give it a key (--api-key-file)"
 _STDERR = 2
@@ -61,7 +61,7 @@ class Watch:
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers:
                 signal.signal(number, handler)
-        with contextlib.suppress(BlockingIOError):  # it is full of signals: the thread has ended
+        with contextlib.suppress(BlockingIOError):  # full of signals: the thread has ended
             self._write.send(_OVER)
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -76,7 +76,7 @@ class Watch:
         # Before the handlers, or a signal that came between would be lost.
         signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:
-            signal.signal(number, lambda *_: None)  # the thread reads its number: the kernel's part cannot be blocked
+            signal.signal(number, lambda *_: None)  # the thread reads its number, even while this one is blocked
         return stop
 
     def _wait(self) -> None:
@@ -90,7 +90,7 @@ class Watch:
             self._stop()
 
     def _is_told(self, opened: contextlib.ExitStack) -> bool:
-        """Wait. Returns whether the process has to end, and False once the watch is over."""
+        """Wait until the process has to end, or the watch is over. Returns whether the process has to end."""
         parent, waiting = self._parent(opened), select.poll()
         for descriptor in (self._read.fileno(), *parent):
             waiting.register(descriptor, select.POLLIN)
@@ -104,7 +104,7 @@ class Watch:
         return True
 
     def _parent(self, opened: contextlib.ExitStack) -> Sequence[int]:
-        """A descriptor that becomes readable at the parent's end; none if it is gone, or this system has no such."""
+        """A descriptor that becomes readable when the parent ends; none if it is gone, or this system has none."""
         try:
             descriptors = [] if self._parent_pid is None else [os.pidfd_open(self._parent_pid)]
         except (AttributeError, OSError):
@@ -140,9 +140,9 @@ def check_address(host: str, port: int, api_key: str | None) -> None:
 
 
 def add_key_option(parser: argparse.ArgumentParser, variable: str) -> None:
-    """The file is an option, and the key is none: every user of the machine can read the command lines of processes."""
-    parser.allow_abbrev = False  # --api-key KEY is an error, not a name of a file
-    about = f"a file with what clients must send as a bearer token; by default ${variable}, if it is set"
+    """Add an option for a file, not for the key: every user of the machine can read command lines."""
+    parser.allow_abbrev = False  # so that --api-key KEY is an error, not the name of a file
+    about = f"a file with the bearer token that clients must send; by default ${variable}, if it is set"
     parser.add_argument("--api-key-file", type=Path, help=about)
 
 

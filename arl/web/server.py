@@ -22,7 +22,7 @@ from arl.web.bodies import RequestError
 log = logging.getLogger(__name__)
 _requests_log = logging.getLogger(f"{__name__}.requests")
 _SENDERS_FAULTS = (web.RequestPayloadError, HttpProcessingError)
-"""aiohttp logs them with a traceback, so that anybody could fill the log."""
+"""aiohttp logs these with a traceback, so anybody could fill the log."""
 _requests_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _SENDERS_FAULTS)))
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -71,8 +71,8 @@ async def serving(app: web.Application, sock: socket.socket, *, shutdown_timeout
 
 
 def _understanding(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> Callable[[Any], Any]:
-    """The handler, behind a refusal of headers that change how a request is read. aiohttp would unpack a body without
-    a bound, and fails at an Expect that is not text; both before it asks for a key."""
+    """The handler, behind a check that refuses headers which change how a request is read. aiohttp would unpack a body
+    without a bound, and fail at an Expect that is not text, both before the key is checked."""
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         for name, usual in _READING.items():
@@ -84,7 +84,7 @@ def _understanding(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResp
 
 
 async def body_of(request: web.Request) -> bytes:
-    """The body. Raises RequestError if it does not come, or is not framed as its headers say."""
+    """The body. Raises RequestError if it does not arrive, or is not framed as its headers say."""
     try:
         async with asyncio.timeout(_BODY_S):
             return await request.read()
@@ -173,7 +173,7 @@ def request_error(error: Exception, statuses: Statuses) -> RequestError:
 
 
 def is_same(given: str, expected: str) -> bool:
-    """Compare keys in a time that says nothing about them. Headers and variables may hold bytes that are not text."""
+    """Compare keys in constant time. Headers and variables may hold bytes that are not text."""
     return hmac.compare_digest(*(key.encode(errors="surrogateescape") for key in (given, expected)))
 
 

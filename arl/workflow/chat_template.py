@@ -121,7 +121,7 @@ def _json(value: Any) -> bytes:
 
 _MARKER = "arl-marks-the-sampled-turn"
 _CUT = "\ufdd0"
-"""Stands within a control token's text where that is no control token. Unicode gives this character to nobody."""
+"""Marks a control token's text as mere text, from within it. Unicode reserves this character for internal use."""
 _WORD = re.compile(r"\w+")
 _NO_SPACE = re.compile(r"\S+")
 
@@ -130,9 +130,9 @@ class ChatTemplate:
     """Renders and encodes as one tokenizer does. options: passed to its template. Raises ModelError without one.
 
     Only the template writes control tokens: special ones, and those around turns. What messages and tools say is text:
-    in `<|im_end|>` of a tool's result, `render` puts a cut, at which `encode` tokenizes the parts separately. Without
-    such a text, all is as the tokenizer has it. In what assistants said, only the tokens around turns are text, since
-    others (Llama's <|python_tag|>) were sampled.
+    `render` puts a cut into `<|im_end|>` of a tool's result, and `encode` tokenizes the parts separately. Other texts
+    get the tokenizer's own tokens. In what assistants said, only the tokens around turns become text, because others
+    (Llama's <|python_tag|>) were sampled.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
@@ -171,7 +171,7 @@ class ChatTemplate:
         return self.encode(self._as_text(text, by="assistant"))
 
     def _as_text(self, said: Any, by: str = "") -> Any:
-        """`said`, in which the texts of control tokens are cut. by: the role of who said it."""
+        """`said`, with cuts in the texts of control tokens. by: the role of the speaker."""
         if isinstance(said, str):
             said = said.replace(_CUT, "\ufffd")
             if not self._added_pattern.search(said):
@@ -183,7 +183,7 @@ class ChatTemplate:
         return [self._as_text(item, by) for item in cast("list[Any]", said)] if isinstance(said, list) else said
 
     def _cut(self, found: re.Match[str]) -> str:
-        """A control token's text, cut so that neither part holds another, if it can be."""
+        """A control token's text, cut so that neither part contains another, if that is possible."""
         text = found[0]
         cuts = ((text[:i], text[i:]) for i in range(1, len(text)))
         return next((_CUT.join(parts) for parts in cuts if not any(map(self._added_pattern.search, parts))), text)
@@ -196,9 +196,9 @@ class ChatTemplate:
     def _controls(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """The texts of control tokens, and of those among them that make turns.
 
-        These are what the template writes around turns, special or not, and the ends of a text. What is not special and
-        stands before an assistant's words alone (GLM's and DeepSeek's </think>) is no end of what an assistant said:
-        templates look for it there.
+        These are what the template writes around turns, special or not, and the ends of a text. A token that is not
+        special and stands only before an assistant's words (GLM's and DeepSeek's </think>) does not end what an
+        assistant said: templates look for it there.
         """
         roles = ("user", "assistant", "user")
         special = set(self._special.values())
@@ -311,8 +311,8 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _tree(texts: Sequence[str]) -> str:
-    """One of these sorted texts. Beginnings that they share stand once: Gemma has 6,000 tokens that begin with `<`, and
-    each `<` of a long page would be compared with them all."""
+    """Matches one of these sorted texts. Shared beginnings stand once: Gemma has 6,000 tokens that begin with `<`, and
+    each `<` of a long page would be compared with all of them."""
     groups = groupby(filter(None, texts), key=lambda text: text[0])
     branches = [_branch(list(group)) for _, group in groups]
     joined = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})" if branches else ""
@@ -320,6 +320,6 @@ def _tree(texts: Sequence[str]) -> str:
 
 
 def _branch(texts: Sequence[str]) -> str:
-    """One of these texts, which begin alike. What all share is taken at once: a token may have thousands of letters."""
-    shared = os.path.commonprefix(texts)  # noqa: RUF071 - by letters is what is meant
+    """Matches one of these texts, which begin alike. Their shared part, perhaps thousands of letters, stands once."""
+    shared = os.path.commonprefix(texts)  # noqa: RUF071 - by letters, as intended
     return re.escape(shared) + _tree([text[len(shared) :] for text in texts])

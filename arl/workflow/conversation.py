@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from arl.workflow.tools import Tool
 
 MAX_EPISODE_TOKENS = 4_000_000
-"""The most tokens of an episode's trajectories together, shared beginnings counted in each."""
+"""Most tokens of an episode's trajectories together; shared beginnings count in each."""
 _MOST_UNANSWERED = 100
 """Consecutive calls without room for an answer, after which an error ends a loop that ignores is_full."""
 

@@ -24,9 +24,9 @@ from arl.api.types import ModelResponse
 from arl.workflow.chat_template import ChatTemplate, Message, ToolSpecs, history_key, normalised, plain, tools_key
 
 _LONG_PROMPT = 20_000
-"""Messages of at least this many characters are rendered and tokenized in a thread: that takes some 10 ms."""
+"""Messages of at least this many characters are rendered and tokenized in a thread, as they take some 10 ms."""
 _MESSAGE = 60
-"""Characters that take as long as a message does beside its text."""
+"""A message takes as long as this many characters, on top of its text."""
 _RENDERING = ThreadPoolExecutor(4, "arl-rendering")
 
 Rewriting = Literal["branch", "keep", "error"]

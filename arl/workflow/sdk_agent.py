@@ -77,11 +77,11 @@ class Command:
                 running.stdin.write(json.dumps(dict(data), default=str).encode())
                 running.stdin.write_eof()
                 await running.exited.wait()
-                _kill(transport)  # what it left running holds its output open
+                _kill(transport)  # processes that it left running hold its output open
                 await running.wait_drained()
             finally:
                 _kill(transport)
-                drop(running.stdin)  # so does what left its group
+                drop(running.stdin)  # so do processes that left its group
                 await running.exited.wait()
         return self._printed(transport.get_returncode(), bytes(running.printed), bytes(running.complained))
 
