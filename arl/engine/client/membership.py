@@ -80,12 +80,12 @@ class Membership:
                         group.create_task(self._upkeep.abort_now(server, attempt.rid))
                 if not await self._drained(server, _HANDOVER_TIMEOUT_S):
                     self._pool.lose_attempts(server, f"{server.address} was removed")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_HANDOVER_TIMEOUT_S):
+                    await self._upkeep.updates.unload(server, [*server.adapters])
         except BaseException:  # mostly a cancellation: the server goes on as before
             self._pool.stay(server)
             raise
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_HANDOVER_TIMEOUT_S):
-                await self._upkeep.updates.unload(server, [*server.adapters])
         self._upkeep.forget(server)
         is_idle = server.state is ServerState.DRAINING
         self._pool.drop(server)
