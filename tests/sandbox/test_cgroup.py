@@ -6,16 +6,14 @@ They run where this user may make cgroups, of v1 or of v2.
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from sandbox.conftest import PATIENT, once_running, sleeper
-from sandbox.test_bubblewrap import descendants, parent_to_kill
+from sandbox.test_bubblewrap import descendants, of_keeper, parent_to_kill, with_keeper
 
 from arl.sandbox import BubblewrapSandbox, ProgramOutcome, bubblewrap, cgroup
 from arl.sandbox.bubblewrap import START
@@ -24,22 +22,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BLIND = "from arl.sandbox import keeper\nkeeper.Namespace.exceeded = lambda self: None\n"
 """Lets a keeper see nothing, so that only cgroups hold."""
-
-
-def of_keeper(pid: int) -> list[str]:
-    """Its cgroups, one in each hierarchy."""
-    name = f"arl-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
-    return [f"{place.path}/{name}" for place in cgroup.places() if os.path.isdir(f"{place.path}/{name}")]
-
-
-@asynccontextmanager
-async def with_keeper(pipe: Path) -> AsyncIterator[tuple[BubblewrapSandbox, int]]:
-    """A sandbox with one place, and its keeper's process id. At the end none of its cgroups is left."""
-    before = descendants(os.getpid())
-    async with BubblewrapSandbox(limits=PATIENT, read_only=[str(pipe.parent)], concurrency=1) as sandbox:
-        (pid,) = descendants(os.getpid()) - before
-        yield sandbox, pid
-    assert of_keeper(pid) == []
 
 
 def inside(mine: str) -> list[Path]:
@@ -134,16 +116,6 @@ async def test_cgroups_last_as_long_as_their_runs_and_one_line_tells_of_them(
         assert [[place.name for place in inside(mine)] for mine in of_keeper(pid)] == [["keeper"]] * len(of_keeper(pid))
     assert len(told(caplog)) == 1
     assert "memory" in told(caplog)[0]
-
-
-async def test_nothing_is_left_of_a_keeper_that_was_killed(only_cgroups: BubblewrapSandbox, pipe: Path) -> None:
-    async with with_keeper(pipe) as (sandbox, pid):
-        call = asyncio.create_task(sandbox.run(sleeper(pipe)))
-        async with once_running(pipe) as reader:
-            os.kill(pid, signal.SIGKILL)
-            assert await asyncio.to_thread(reader.read) == ""
-        await asyncio.gather(call, return_exceptions=True)
-        assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
 async def test_the_next_sandbox_removes_what_a_killed_arl_left(only_cgroups: BubblewrapSandbox, pipe: Path) -> None:
