@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,3 +96,16 @@ def test_a_traceback_in_the_output_is_noticed() -> None:
     check_output("error: no server took version 5\n")
     with pytest.raises(AssertionError, match="never retrieved"):
         check_output("trained 1\nFuture exception was never retrieved\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("place", "fault"), [("own", "trainer: SIGKILL"), ("own", "server of arl's: SIGKILL"), ("ranks", "rank: SIGKILL")]
+)
+def test_a_run_keeps_all_promises_however_often_one_of_its_processes_is_killed(place: str, fault: str) -> None:
+    options = ["--seed", "0", "--run", "0", "--faults", "6", "--places", place, "--only", fault]
+    command = [sys.executable, str(Path(__file__).parent / "campaign.py"), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(rf"^{fault} +[1-9]", ended.stdout, re.MULTILINE), ended.stdout
