@@ -40,7 +40,7 @@ def offload(function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> asyncio.Fut
 
 
 async def finished(call: asyncio.Future[ResultT]) -> ResultT:
-    """Wait for a call in a thread. A caller that is cancelled, even twice, waits too, so that it knows its effects."""
+    """Wait for a call in a thread. A caller that is cancelled, even twice, waits too, to know the call's effects."""
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:

@@ -90,7 +90,7 @@ class Trainer:
         self._saved_at = time.monotonic()
         self._is_evaluation_due = False
         self._batch: Sequence[Group] = ()
-        """Taken, and not yet trained: what a step that is cancelled before its training leaves to the next one."""
+        """Groups taken but not yet trained. A step that is cancelled before its training leaves them to the next."""
         self._open_step: Step | None = None
         self._started_at: float | None = None
         self._recorded_at = 0.0
@@ -226,7 +226,7 @@ class Trainer:
         if self.evaluator is None:
             raise ConfigError("evaluate() needs held-out examples; give launch an eval_dataset")
         with self._in_hand():
-            await self._delivery.reached(self._delivery.newest)  # of a cancelled step there may be no snapshot
+            await self._delivery.reached(self._delivery.newest)  # a cancelled step may have no snapshot
             num_examples = self.evaluator.num_examples
             with self.log.display.work("evaluating", num_examples, "episodes", leave=False) as advance:
                 evaluation = await self.evaluator.evaluate(advance)

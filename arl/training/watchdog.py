@@ -50,6 +50,7 @@ WAITS = {
     "RolloutController.run": Wait("a free episode place, or the start of a group", "an episode that ends"),
     "Delivery.reached": Wait("the delivery of new weights", "the servers"),
     "Delivery.finished": Wait("the delivery of the previous weights", "the servers"),
+    "Trainer._catch_up": Wait("a save or an export", "their copies, once they are made"),
     "Trainer._step": Wait("a save or an export", "their copies, once they are made"),
     "Trainer.save": Wait("the step in training", "its end"),
     "Trainer.export": Wait("the step in training, or the model's files", "its end, the disk"),
