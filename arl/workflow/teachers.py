@@ -60,7 +60,7 @@ class DistillationWorkflow(RolloutWorkflow):
         if coefficient != 1.0 and not keep_reward:
             raise ConfigError(
                 f"coefficient is {coefficient}, but without keep_reward there is nothing to weigh the teacher against; "
-                "set algorithm.advantage.coefficient, which scales the advantages"
+                "leave it out, or set keep_reward"
             )
         self._workflow = workflow
         self._teacher = teacher
