@@ -2,7 +2,7 @@
 
 | task | does | waits for |
 |---|---|---|
-| listen | asks each server in service for a sign of life; fences a silent one, and loses its requests | the clock |
+| listen | asks servers in service for a sign of life; fences a silent one, whose requests go elsewhere | the clock |
 | hold_floor | ends the run when fewer than engine.min_servers have served for too long | a server's change |
 
 The log tells when a server is fenced, and why, and when it serves again: for each server one fence a minute, and
