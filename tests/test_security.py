@@ -1,5 +1,6 @@
 """The promises of docs/security.md that no other test holds; its table names the others."""
 
+import argparse
 import ast
 import asyncio
 import os
@@ -21,7 +22,8 @@ from arl.assembly import serve
 from arl.cli import load_config
 from arl.engine.tiny import TinyShape, write_tiny_model
 from arl.web import server as module
-from arl.web.process import key_of
+from arl.web.bodies import BodyError, RequestBody, parse
+from arl.web.process import add_key_option, key_of
 from arl.web.server import bind, body_of, serving
 
 LISTENING = "0A"
@@ -85,6 +87,14 @@ def test_no_key_is_taken_from_the_command_line(flag: str) -> None:
     assert "secret" not in str(refused.value)
     with pytest.raises(ValueError, match="arguments has an API key"):
         SGLangProcessesConfig(arguments=("--api-key=secret",))
+
+
+def test_a_key_is_no_option_of_a_server() -> None:
+    parser = argparse.ArgumentParser()
+    add_key_option(parser, "ANY_KEY")
+    assert parser.parse_args(["--api-key-file", "key"]).api_key_file == Path("key")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--api-key", "secret"])
 
 
 def test_keys_in_settings_show_in_no_text_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +197,19 @@ async def test_a_sender_that_dribbles_or_is_silent_loses_its_connection(
             assert (await reader.readline()).startswith(answer)
             dribbling.cancel()
         writer.close()
+
+
+async def test_a_compressed_body_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with slow_server(monkeypatch) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 9999\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 415 ")
+        writer.close()
+
+
+def test_a_body_that_nests_deeply_is_refused() -> None:
+    with pytest.raises(BodyError, match="it nests more than 100 lists and objects"):
+        parse(RequestBody, b'{"a":' * 101 + b"1" + b"}" * 101)
 
 
 def test_every_test_that_the_guide_names_is_there() -> None:

@@ -254,5 +254,5 @@ def _seconds(retry_after: str | None) -> float:
         pass
     try:
         return max(parsedate_to_datetime(retry_after or "").timestamp() - time.time(), 0.0)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
