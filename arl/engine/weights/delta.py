@@ -16,7 +16,7 @@ from pathlib import Path
 from arl.api.engine import Snapshot, TrainEngine, WeightServer
 from arl.api.engine_config import DeltaWeightsConfig
 from arl.api.errors import ServerError, ServerFailedError, TransportError
-from arl.engine.weights.disk import DiskTransport, WrittenWeights
+from arl.engine.weights.disk import DiskTransport, WrittenWeights, shared
 from arl.engine.weights.package import Replica, WrongBaseError, delta_package, survey, whole_package
 from arl.offload import offload
 from arl.web.client import JsonClient
@@ -153,7 +153,7 @@ class DeltaWeights(WrittenWeights):
             return
         if self._comparing is None:
             self._comparing = self._deltas.submit(self._deltas.compare, self.directory, self.version)
-        compared = await asyncio.shield(asyncio.wrap_future(self._comparing))
+        compared = await shared(self._comparing)
         async with mirror.busy:  # servers that share a mirror share what is sent
             self._mirrored[mirror] = await self._bring(mirror, compared)
 

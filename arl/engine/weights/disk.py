@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar, TypeVarTuple, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
 from arl.api.engine import DiskWeights, InferenceEngine, Snapshot, TrainEngine, UpdateStats, WeightServer, WeightUpdate
 from arl.api.engine_config import AdapterWeightsConfig, WeightFilesConfig
@@ -178,6 +178,19 @@ def submitted(pool: ThreadPoolExecutor, work: Callable[[*ArgsT], ResultT], *args
         raise TransportError("the transport was closed") from error
 
 
+async def shared(work: Future[ResultT]) -> ResultT:
+    """The result of a transport's work, which goes on for the other servers if one of them gives up."""
+    waiting = asyncio.wrap_future(work)
+    waiting.add_done_callback(look_at)
+    return await asyncio.shield(waiting)
+
+
+def look_at(done: asyncio.Future[Any]) -> None:
+    """Retrieve the error, or asyncio would report one that nobody awaits any more."""
+    if not done.cancelled():
+        done.exception()
+
+
 class WrittenWeights:
     """A WeightUpdate that is written once for all servers, before the first of them is touched."""
 
@@ -216,8 +229,7 @@ class WrittenWeights:
         """Wait until it is written. The first call begins to write. Raises TransportError."""
         if self._writing is None:
             self._writing = self._transport.submit(self._write_and_release)
-        # Shielded: a server that gives up must not cancel the write for the others.
-        return await asyncio.shield(asyncio.wrap_future(self._writing))
+        return await shared(self._writing)
 
     async def load(self, server: WeightServer, *, flush_cache: bool) -> None:
         try:

@@ -27,7 +27,7 @@ from arl.api.engine import (
 )
 from arl.api.engine_config import DistributedWeightsConfig
 from arl.api.errors import NoSuchPathError, ServerError, ServerFailedError, TransportError
-from arl.engine.weights.disk import submitted
+from arl.engine.weights.disk import look_at, submitted
 from arl.engine.weights.sender import byte_size, ranges
 
 _MAX_THREADS = 256
@@ -269,10 +269,4 @@ async def _both(ours: asyncio.Future[Any], theirs: Coroutine[Any, Any, None]) ->
     finally:
         for side in (answering, ours):
             side.cancel()  # a thread goes on until its group is left, or its time is over
-            side.add_done_callback(_look_at)
-
-
-def _look_at(side: asyncio.Future[Any]) -> None:
-    """Retrieve the error, or asyncio would report failures after the first."""
-    if not side.cancelled():
-        side.exception()
+            side.add_done_callback(look_at)

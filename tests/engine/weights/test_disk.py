@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import os
 import re
 import signal
@@ -93,6 +94,28 @@ async def test_it_is_written_once_beside_training_however_many_servers_prepare(
     weights.may_write.set()
     await asyncio.gather(*others)
     assert (weights.num_writes, weights.is_released) == (1, True)
+
+
+async def test_a_failed_write_whose_delivery_was_cancelled_is_not_reported_as_forgotten(
+    transport: DiskTransport, engine: Exporter
+):
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    engine.error = TransportError("a rank died")
+    update = transport.snapshot(engine)
+    delivering = asyncio.create_task(transport.deliver(update, Servers()))
+    engine.newest.may_write.clear()
+    await asyncio.sleep(0)
+    delivering.cancel()
+    await asyncio.wait([delivering])
+    engine.newest.may_write.set()
+    await removed(transport)
+    await asyncio.sleep(0)
+    transport.discard(update)
+    engine.error = None
+    del delivering, update, engine.newest  # all that holds the error
+    gc.collect()
+    assert told == []
 
 
 async def removed(transport: DiskTransport) -> None:
