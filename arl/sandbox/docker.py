@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import shutil
 import time
@@ -16,6 +17,8 @@ from arl.api.errors import SandboxError
 from arl.sandbox import container
 from arl.sandbox.contract import MAIN, Limits, LocalSandbox, ProgramOutcome, laid_out
 from arl.sandbox.streams import finish
+
+log = logging.getLogger(__name__)
 
 IMAGE = "python:3.11-slim"
 _FIRST_PROCESS = Path(container.__file__).read_text(encoding="utf-8")
@@ -56,12 +59,12 @@ class DockerSandbox(LocalSandbox):
         try:
             async with asyncio.timeout(_ENGINE_S):
                 code, _, complaint = await _call(docker, "version", "--format", "{{.Server.Version}}")
+                lacks_image, _, _ = await _call(docker, "image", "inspect", self._image)
         except TimeoutError:
             raise SandboxError(f"no Docker engine answered within {_ENGINE_S:g} s; is it running?") from None
         if code != 0:
             raise SandboxError(f"no Docker engine answers: {complaint}; start one, or allow this user to use it")
-        code, _, _ = await _call(docker, "image", "inspect", self._image)
-        if code != 0:
+        if lacks_image:
             code, _, complaint = await _call(docker, "pull", "--quiet", self._image)
             if code != 0:
                 raise SandboxError(f"docker cannot pull the image {self._image}: {complaint}")
@@ -93,7 +96,11 @@ class DockerSandbox(LocalSandbox):
         async def remove(is_over: bool) -> None:
             if not is_over and process.returncode is None:
                 process.kill()
-                await _call(self._docker, "rm", "--force", name)
+                try:
+                    async with asyncio.timeout(_ENGINE_S):
+                        await _call(self._docker, "rm", "--force", name)
+                except TimeoutError:
+                    log.warning("docker did not remove the container %s within %g s", name, _ENGINE_S)
 
         ended_by, stdout, stderr = await finish(
             process,

@@ -1,7 +1,7 @@
 """A `docker` that runs a container's command as a plain process, and writes down what it was asked.
 
-Environment: FAKE_DOCKER is a directory. calls.jsonl gets each call's arguments. A file named no_engine, no_image or
-killed makes it behave as docker does then. A running container's process group is in a file of the container's name.
+Environment: FAKE_DOCKER is a directory. calls.jsonl gets each call's arguments. A file named no_engine, no_image,
+killed or stuck makes it behave as docker does then. A running container's process group is in a file of its name.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HOME = Path(os.environ["FAKE_DOCKER"])
@@ -48,6 +49,8 @@ def main() -> int:
             return 1
         case ["run", *arguments]:
             return run(arguments)
+        case ["rm", *_] if (HOME / "stuck").exists():
+            time.sleep(600)
         case ["rm", "--force", name] if (HOME / name).exists():
             os.killpg(int((HOME / name).read_text()), signal.SIGKILL)
             (HOME / name).unlink()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sandbox.conftest import calls
 
+import arl.sandbox.docker
 from arl.api.errors import SandboxError
 from arl.sandbox import DockerSandbox, Limits, container
 
@@ -47,6 +48,15 @@ async def test_a_program_runs_in_a_container_of_its_own(
 async def test_the_first_process_of_a_container_ends_it_at_its_wall_time(docker: Path, sandbox: DockerSandbox) -> None:
     assert (await sandbox.run("import time\ntime.sleep(600)", limits=Limits(wall_s=0.5))).ended_by == "timeout"
     assert not any(call[0] == "rm" for call in calls(docker))
+
+
+async def test_an_engine_that_does_not_remove_a_container_is_not_waited_for(
+    docker: Path, sandbox: DockerSandbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arl.sandbox.docker, "_ENGINE_S", 0.2)
+    (docker / "stuck").touch()
+    assert (await sandbox.run("while True: print('x' * 1000)")).ended_by == "output"
+    assert "docker did not remove the container arl-" in caplog.text
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"files": {"a": 9}', b'{"files": {"a": 9}}\nhalf'])
