@@ -255,8 +255,9 @@ class Keeping:
 
     def _received(self, header: Header, blobs: list[bytes]) -> None:
         if (names := header.get("cgroups", self._cgroups)) != self._cgroups:
+            level = logging.WARNING if self._cgroups else logging.INFO  # a change may be a loss
+            log.log(level, "programs run in cgroups of their own: %s", names)
             self._cgroups = names
-            log.info("programs run in cgroups of their own: %s", names)
         answer = self._answers.get(header["id"])  # nobody waits for a program that was stopped
         if answer is not None and not answer.done():
             answer.set_result((header, blobs))
