@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
-from faults import faults_of
+from faults import FAULTS, faults_of
 from nursery import Nursery
 from one_run import Run
 from promises import MARK
@@ -123,7 +123,10 @@ class Campaign:
 
 def hit(run: Run, only: str) -> None:
     """One fault, most often once the trainer trains, and else at its start."""
-    fault = run.rng.choice([fault for fault in faults_of(run) if only in fault.name])
+    faults = [fault for fault in faults_of(run) if only in fault.name]
+    if not faults:  # a run without workers, say
+        return
+    fault = run.rng.choice(faults)
     if run.trainer is None:
         run.begin()
     if run.rng.random() < 0.8 or run.place == "ranks":
@@ -146,6 +149,8 @@ def main() -> None:
     parser.add_argument("--places", nargs="+", default=PLACES, choices=sorted(set(PLACES)), help="in turns")
     parser.add_argument("--only", default="", help="a part of the names of the faults, such as 'rank: SIGKILL'")
     args = parser.parse_args()
+    if not any(args.only in fault.name for fault in FAULTS):
+        parser.error(f"--only is {args.only!r}, and the faults are {', '.join(fault.name for fault in FAULTS)}")
     seed = args.seed if args.seed is not None else random.randrange(10**6)
     directory = Path(tempfile.mkdtemp(prefix="arl-chaos-"))
     campaign = Campaign(directory, seed, args.places, args.faults, args.only)

@@ -107,6 +107,7 @@ ON_SERVERS = (*signals("server", end_server, signal.SIGKILL, signal.SIGTERM), Fa
 OWN_SERVER = Fault("server of arl's: SIGKILL", lambda run: kill_one(run, "arl.engine.local"))
 RANK = Fault("rank: SIGKILL", lambda run: kill_one(run, "ray::RankActor"))
 WORKER = Fault("worker: SIGKILL", lambda run: kill_one(run, "forkserver", "keeper"))
+FAULTS = (*ON_TRAINER, *ON_SERVERS, OWN_SERVER, RANK, WORKER)
 
 
 def faults_of(run: Run) -> Sequence[Fault]:
