@@ -128,7 +128,7 @@ async def test_a_temperature_or_a_coefficient_that_makes_no_sense_is_refused() -
     for coefficient in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="coefficient"):
             DistillationWorkflow(Fixed(None), FixedTeacher(), coefficient=coefficient, keep_reward=True)
-    with pytest.raises(ConfigError, match=r"coefficient is 2\.0, but without keep_reward .* algorithm.advantage.coeff"):
+    with pytest.raises(ConfigError, match=r"coefficient is 2\.0, but without keep_reward .* leave it out"):
         await distilled(TWO_TURNS, coefficient=2.0)
 
 
