@@ -187,6 +187,7 @@ class Keeper:
             await self._left.wait()
             for program in self._programs.values():
                 program.stop()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asyncio closes what its handler writes to, and then the handler
 
     def _received(self, header: Header, blobs: list[bytes]) -> None:
         number: int = header["id"]

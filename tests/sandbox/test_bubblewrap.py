@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -273,28 +272,6 @@ async def test_a_program_is_ended_though_its_time_is_over_before_bwrap_reports_i
     async with asyncio.timeout(20):
         header, _ = await BwrapRun(request, [b"", b""], Cgroups()).run()
     assert header["ended_by"] == "timeout"
-
-
-def hold_up(keeper: int) -> None:
-    """Stop a keeper from when it starts a program until the program has ended."""
-    while not descendants(keeper):
-        pass
-    os.kill(keeper, signal.SIGSTOP)
-    try:
-        while any(stat_of(pid)[0] != "Z" for pid in descendants(keeper)):
-            time.sleep(0.01)
-    finally:
-        os.kill(keeper, signal.SIGCONT)
-
-
-async def test_a_program_that_ends_while_the_keeper_is_held_up_leaves_no_process(
-    bubblewrap: BubblewrapSandbox, pipe: Path
-) -> None:
-    async with with_keeper(pipe) as (sandbox, pid):
-        for _ in range(5):
-            outcome, _ = await asyncio.gather(sandbox.run("print(1)"), asyncio.to_thread(hold_up, pid))
-            assert outcome.stdout == "1\n"
-            assert descendants(pid) == set()
 
 
 async def test_everything_ends_with_a_parent_that_is_killed(bubblewrap: BubblewrapSandbox, pipe: Path) -> None:
